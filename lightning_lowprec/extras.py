@@ -1,0 +1,48 @@
+"""Optional and heavy dependencies: importing them on demand, and saying what to install."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+INSTALL = {
+    "torchao": "pip install 'torchao>=0.13'",
+    "matplotlib": "pip install 'lightning-lowprec[report]'",
+}
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import ``module`` (dotted) for ``purpose`` (the sentence's subject: ``"FP8TorchAO"``).
+
+    Raises:
+        ModuleNotFoundError: the distribution is not installed; the message says what to install.
+        ImportError: it is installed, but broken or made for another torch.
+    """
+    root = module.partition(".")[0]
+    remedy = INSTALL[root]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] == root:
+            raise ModuleNotFoundError(
+                f"{purpose} needs {root}, which is not installed: `{remedy}`.", name=root
+            ) from error
+        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
+    except (ImportError, OSError, AttributeError) as error:
+        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
+
+
+def _broken(purpose: str, root: str, error: BaseException, remedy: str) -> str:
+    return (
+        f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
+        f" Install one that goes with this torch: `{remedy}`."
+    )
+
+
+def import_refusal(module: str, purpose: str) -> str | None:
+    """Why ``module`` cannot be imported, or None if it can. It is really imported."""
+    try:
+        require(module, purpose)
+    except ImportError as error:
+        return str(error)
+    return None

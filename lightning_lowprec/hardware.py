@@ -1,0 +1,48 @@
+"""What a device can run, and the reason why not.
+
+A *refusal* is a sentence fragment that names the reason; ``None`` means that the device runs it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8_MIN_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with FP8 tensor cores (Ada 8.9, Hopper 9.0)."""
+BF16_MIN_CAPABILITY = (8, 0)
+"""Compute capability of the first NVIDIA GPUs with bf16 tensor cores (Ampere); older ones only emulate it."""
+
+
+def describe(device: torch.device) -> str:
+    """The device in words, e.g. ``"NVIDIA H200 (compute capability 9.0)"`` or ``"cpu"``."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def bf16_refusal(device: torch.device) -> str | None:
+    """Why ``device`` has no bf16 arithmetic of its own, or None if it has."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(device) >= BF16_MIN_CAPABILITY:
+        return None
+    return f"{describe(device)} has no bf16 tensor cores (they start at compute capability 8.0)"
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why ``device`` has no FP8 matrix kernels, or None if it has."""
+    if device.type != "cuda":
+        return f"{device.type} has no FP8 matrix kernels"
+    if torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
+        return None
+    return f"{describe(device)} has no FP8 tensor cores (they start at compute capability 8.9)"
+
+
+def default_device() -> torch.device:
+    """The device that Lightning's ``accelerator="auto"`` would train on first, of those this package knows."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if torch.backends.mps.is_available():
+        return torch.device("mps", 0)
+    return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Which layers of a model convert, and what becomes of them."""

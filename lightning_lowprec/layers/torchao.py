@@ -1,0 +1,116 @@
+"""Linear layers whose three GEMMs run in FP8 through torchao, with the scales computed from each tensor.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+Conversion changes the class of the Linear in place: hooks, flags, parameters, their order and ties stay what they
+are. (torchao's own swap builds a new module and loses hooks and the eval flag.)
+
+The kernels want every inner dimension to be a multiple of 16. K and N are the plan's business; M, the number of
+tokens, is inner in ``grad_weight`` and comes with each batch: zero rows are appended and cut off again. They change
+no amax and add nothing to any sum, so the result is that of the unpadded batch.
+
+Importing this module imports torchao (about 3 s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import e4m3_dtype
+from torchao.float8.float8_linear import Float8Linear
+
+TOKEN_ALIGNMENT = 16
+"""Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
+
+
+class FP8Linear(Float8Linear):
+    """A Linear with FP8 GEMMs, for any batch, under autocast of any device."""
+
+    fp8_eval: bool
+    """Whether evaluation runs in FP8 too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if not (self.training or self.fp8_eval) or input.numel() == 0:
+            return F.linear(input, self.weight, self.bias)
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
+            input = input.to(torch.get_autocast_dtype(device_type))
+        tokens = input.numel() // self.in_features
+        padding = -tokens % TOKEN_ALIGNMENT
+        if padding == 0:
+            return super().forward(input)
+        rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
+        output: Tensor = super().forward(rows)[:tokens]
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+
+def linear_config(
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+    *,
+    fp8_format: Literal["hybrid", "e4m3"],
+    emulate: bool,
+    round_scales_to_power_of_2: bool | None,
+) -> Float8LinearConfig:
+    """torchao's configuration of one recipe.
+
+    Args:
+        recipe: torchao's name.
+        fp8_format: dtype of ``grad_output``: e5m2 (``"hybrid"``, tensorwise only) or e4m3.
+        emulate: dequantise and multiply in float32 instead of calling FP8 kernels.
+        round_scales_to_power_of_2: None keeps the recipe's own choice (True for the rowwise ones).
+    """
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    if recipe == "tensorwise" and fp8_format == "e4m3":
+        # a fresh CastConfig: torchao writes the target dtype into the one it is given
+        grad_output = CastConfig(target_dtype=e4m3_dtype)
+        config = replace(
+            config, cast_config_grad_output=grad_output, cast_config_grad_output_for_grad_weight=grad_output
+        )
+    if round_scales_to_power_of_2 is not None:
+        config = replace(config, round_scales_to_power_of_2=round_scales_to_power_of_2)
+    return config
+
+
+def convert(model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool) -> None:
+    """Turn the Linears named by ``fqns`` into FP8Linear, in place."""
+    convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
+    for fqn in fqns:
+        configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval)
+
+
+def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool) -> None:
+    """Make ``linear`` an FP8Linear of this configuration."""
+    donor = _donor(config)
+    linear.__class__ = FP8Linear
+    linear.__dict__.update({name: getattr(donor, name) for name in _added(donor)}, fp8_eval=fp8_eval)
+
+
+def revert(model: nn.Module) -> None:
+    """Turn every FP8Linear back into the Linear it was, in place."""
+    for linear in fp8_linears(model):
+        for name in (*_added(_donor(linear.config)), "fp8_eval"):
+            del linear.__dict__[name]
+        linear.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _donor(config: Float8LinearConfig) -> Float8Linear:
+    with torch.device("meta"):  # its constructor derives from the config what its forward needs
+        return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
+
+
+def _added(donor: Float8Linear) -> set[str]:
+    return donor.__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
+
+
+def fp8_linears(model: nn.Module) -> list[FP8Linear]:
+    """The layers of ``model`` that are converted already."""
+    return [module for module in model.modules() if isinstance(module, FP8Linear)]

@@ -1,0 +1,299 @@
+"""One precision plugin for Trainer and Fabric.
+
+The two call the same hooks with different signatures:
+
+* backward: the Trainer calls ``backward(loss, module, optimizer, *args)`` and expects ``pre_backward`` and
+  ``post_backward`` to run its hooks and to return the loss; Fabric calls ``backward(loss, module_or_None, *args)``
+  and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
+* step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
+* Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
+  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_lowprec.hardware import default_device
+from lightning_lowprec.optim import LossScale, LossScaler
+
+F = TypeVar("F", bound=Callable[..., Any])
+SCALER_STATE = "loss_scale"
+
+if not hasattr(TrainerPrecision, "_after_closure"):
+    raise ImportError(
+        "This version of lightning has no `Precision._after_closure`, which runs hooks and clipping between unscaling"
+        " and stepping. lightning_lowprec supports lightning >= 2.5.0, < 2.7."
+    )
+
+
+def trainer_of(module: Module | None) -> Trainer | None:
+    """The Trainer that runs ``module``, or None: a plain module, or a LightningModule inside Fabric."""
+    if not isinstance(module, LightningModule):
+        return None
+    try:
+        trainer = module.trainer
+    except RuntimeError:  # not attached
+        return None
+    return trainer if isinstance(trainer, Trainer) else None  # Fabric attaches a shim
+
+
+def _in_trainer(module: Module | None) -> TypeGuard[LightningModule]:
+    return trainer_of(module) is not None
+
+
+def _shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
+    """Let Fabric's "is this hook overridden?" find the original: it compares code objects behind ``__wrapped__``."""
+
+    def decorate(hook: F) -> F:
+        hook.__wrapped__ = original  # type: ignore[attr-defined]
+        return hook
+
+    return decorate
+
+
+class LowPrecision(TrainerPrecision):
+    """Base of every precision plugin of this package: autocast, loss scaling, the differences Trainer / Fabric.
+
+    A plugin learns its device in one of three ways, the first that applies: ``bind_device`` (called by the names in
+    ``precision=``), the Trainer of the module, or the module's own parameters at the first forward. ``_settle`` then
+    runs once, with the device known.
+    """
+
+    precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
+
+    def __init__(self, loss_scale: LossScale | None) -> None:
+        self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
+        self._device: torch.device | None = None
+        self._settled = False
+        self._in_trainer = False
+        self._module: weakref.ref[Module] | None = None
+
+    # ---- what a plugin defines
+
+    @property
+    @abstractmethod
+    def autocast_dtype(self) -> torch.dtype:
+        """The dtype of everything that runs neither in FP8 nor in float32."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype whose peak rate bounds this precision: what Lightning's ThroughputMonitor compares with."""
+        return self.autocast_dtype
+
+    def _settle(self, module: Module, device: torch.device) -> None:
+        """Decide what depends on the device; runs once per converted module, as soon as the device is known."""
+
+    # ---- device
+
+    def bind_device(self, device: torch.device) -> None:
+        """Say where the modules will run before they are moved there; no device is touched by it."""
+        self._device = device
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """Remember who owns the module and settle if its device is known already."""
+        trainer = trainer_of(module)
+        self._in_trainer = trainer is not None
+        self._module, self._settled = weakref.ref(module), False
+        device = trainer.strategy.root_device if trainer is not None else self._device
+        if device is None and default_device().type != "cpu" and self._parameter_device().type == "cpu":
+            return module  # it may still move: settle at the first forward
+        self._settle_once(device)
+        return module
+
+    def _settle_once(self, device: torch.device | None = None) -> None:
+        if self._settled:
+            return
+        self._device, self._settled = device or self._device or self._parameter_device(), True
+        if self._module is not None and (module := self._module()) is not None:
+            self._settle(module, self._device)
+
+    def _parameter_device(self) -> torch.device:
+        module = self._module() if self._module is not None else None
+        parameter = next(module.parameters(), None) if module is not None else None
+        return default_device() if parameter is None or parameter.is_meta else parameter.device
+
+    # ---- forward
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast on the module's device, cached as Lightning does it: in Fabric, not in the Trainer."""
+        self._settle_once()
+        assert self._device is not None
+        return torch.autocast(self._device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Fabric: floating-point tensors to the autocast dtype. Trainer: untouched, as Lightning's mixed precision."""
+        if self._in_trainer:
+            return data
+        self._settle_once()
+        return _cast(data, self.autocast_dtype)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors to the default dtype (Fabric only calls this)."""
+        return _cast(data, torch.get_default_dtype())
+
+    # ---- backward
+
+    @override
+    @_shown_as(FabricPrecision.pre_backward)
+    def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
+        """Trainer: scale the loss, then run its hooks."""
+        if not _in_trainer(module):
+            return tensor
+        return super().pre_backward(self._scaled(tensor), module)
+
+    @property
+    def backward(self) -> Callable[..., None]:
+        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the loss is scaled."""
+        return self._backward_plain if self.scaler is None else self._backward_scaled
+
+    @_shown_as(FabricPrecision.backward)
+    def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        parent: Any = TrainerPrecision if _in_trainer(model) else FabricPrecision
+        parent.backward(self, tensor, model, *args, **kwargs)
+
+    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        self._backward_plain(tensor if _in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
+
+    @override
+    @_shown_as(FabricPrecision.post_backward)
+    def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
+        """Trainer: run its hooks."""
+        if not _in_trainer(module):
+            return tensor
+        return super().post_backward(tensor, module)
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self.scaler is None else self.scaler.scale_loss(tensor)
+
+    # ---- step
+
+    @override
+    def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        """Trainer: see the optimizers before their first step."""
+        for optimizer in optimizers if self.scaler is not None else ():
+            self.scaler.watch(optimizer)  # type: ignore[union-attr]
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: LightningModule | None = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
+        if self.scaler is not None:
+            return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
+        if model is not None and closure is not None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+
+    def _scaled_step(
+        self,
+        scaler: LossScaler,
+        optimizer: Any,
+        model: LightningModule | None,
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"`precision={self.precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
+                " they do not go together. Use a bf16 precision, or another optimizer."
+            )
+        result = None if closure is None else closure()
+        if model is None:
+            scaler.step(optimizer, **kwargs)
+            return result
+        skipped = result is None and model.automatic_optimization  # training_step returned None: no gradients
+        if not skipped:
+            scaler.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        return result if skipped else scaler.step(optimizer, **kwargs)
+
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Called by ``fabric.clip_gradients``; gradients of a step that will be skipped become zero.
+
+        Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
+        """
+        if self.scaler is None:
+            return
+        self.scaler.unscale(optimizer)
+        if self.scaler.found_inf(optimizer):
+            for group in optimizer.param_groups:
+                torch._foreach_zero_([p.grad for p in group["params"] if p.grad is not None])
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer's public handle
+        if self.scaler is not None and clip_val > 0:
+            self.scaler.unscale(optimizer)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # ---- state
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings; ``loss_scale`` is there if the loss is scaled."""
+        return {} if self.scaler is None else {SCALER_STATE: self.scaler.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale if both runs scale the loss; a scale that has no use here is dropped, and logged."""
+        stored = _stored_loss_scale(state_dict)
+        if stored is not None and self.scaler is not None:
+            self.scaler.load_state_dict(stored)
+        elif stored is not None:
+            rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={self.precision!r}` needs none.")
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Trainer: take what another plugin left, so that a checkpoint of any precision resumes under any other."""
+        own = type(self).__qualname__
+        for key in ("MixedPrecision", "HalfMixed", "FP8TorchAO"):
+            if own not in checkpoint and isinstance(checkpoint.get(key), dict):
+                self.load_state_dict(checkpoint[key])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the module, which stays in its process."""
+        return {**self.__dict__, "_module": None}
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _stored_loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The loss scale in our plugins' state, or in that of Lightning's MixedPrecision (a GradScaler's)."""
+    found = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
+    return found or None

@@ -1,0 +1,202 @@
+"""FP8 training through torchao: scales computed from each tensor, no state, one device or DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_lowprec.extras import require
+from lightning_lowprec.hardware import default_device, describe, fp8_refusal
+from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.half import DTYPES
+from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Base = Literal["bf16", "fp16"]
+FP8Format = Literal["hybrid", "e4m3"]
+BACKEND = "torchao"
+
+_NAMES = {
+    ("tensorwise", "hybrid"): "fp8-tensorwise",
+    ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
+    ("rowwise", "e4m3"): "fp8-rowwise",
+    ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
+}
+
+
+class FP8TorchAO(LowPrecision):
+    """float32 weights, the GEMMs of the Linear layers in FP8, everything else under autocast.
+
+    Args:
+        recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
+            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
+        keep: Linears that stay in high precision beside the output head: fqns, parts of fqns, patterns.
+        base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling (tensorwise only).
+        fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
+        emulate: multiply dequantised codes in float32 instead of FP8 kernels. None: on CPU yes, on a GPU no, and a
+            GPU without FP8 raises.
+        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless the model is compiled already; True does
+            on any device, False never; a mapping gives ``torch.compile`` options.
+        fp8_eval: whether validation, test and prediction run in FP8 too.
+        round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
+        loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ModuleNotFoundError: torchao is not installed.
+        RuntimeError: the device has no FP8 and ``emulate`` is not set.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe = "tensorwise",
+        *,
+        keep: Sequence[str] = (),
+        base: Base = "bf16",
+        fp8_format: FP8Format | None = None,
+        emulate: bool | None = None,
+        compile: Literal["auto"] | bool | Mapping[str, Any] = "auto",
+        fp8_eval: bool = True,
+        round_scales_to_power_of_2: bool | None = None,
+        loss_scale: LossScaleChoice = "auto",
+    ) -> None:
+        _check_choice("recipe", recipe, get_args(Recipe))
+        _check_choice("base", base, get_args(Base))
+        _check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
+        _check_keep(keep)
+        _check_compile(compile)
+        if recipe != "tensorwise" and base == "fp16":
+            raise ValueError(
+                f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"
+                " use `base='bf16'` or `recipe='tensorwise'`."
+            )
+        if recipe != "tensorwise" and fp8_format == "hybrid":
+            raise ValueError(
+                f"`fp8_format='hybrid'` is not valid with `recipe={recipe!r}`, which uses e4m3 everywhere; use"
+                " `fp8_format='e4m3'` or `recipe='tensorwise'`."
+            )
+        super().__init__(resolve_loss_scale(base, loss_scale))
+        require("torchao", f"FP8TorchAO(recipe={recipe!r})")
+        self.recipe: Recipe = recipe
+        self.keep = tuple(keep)
+        self.base: Base = base
+        self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
+        self.emulate = emulate
+        self.compile = compile
+        self.fp8_eval = fp8_eval
+        self.round_scales_to_power_of_2 = round_scales_to_power_of_2
+        self.plan: Plan | None = None
+        """What was converted and what was kept, of the module that was set up last."""
+        self.precision = _NAMES[self.recipe, self.fp8_format] + ("-fp16" if base == "fp16" else "")
+
+    @property
+    @override
+    def autocast_dtype(self) -> torch.dtype:
+        """``torch.bfloat16`` or ``torch.float16``: of everything that is no FP8 GEMM."""
+        return DTYPES[self.base]
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        """``torch.int8`` where FP8 kernels run (Lightning's tables list FP8 peaks there), else the base dtype."""
+        emulated = self._emulates(self._device or default_device())
+        return self.autocast_dtype if emulated else torch.int8
+
+    def _emulates(self, device: torch.device) -> bool:
+        return device.type == "cpu" if self.emulate is None else self.emulate
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """Plan the conversion, and apply it in place (as soon as the device is known)."""
+        require("torchao.float8", f"`precision={self.precision!r}`")
+        from lightning_lowprec.layers import torchao
+
+        torchao.revert(module)  # fit, then test: the same plan again
+        plan = make_plan(module, keep=self.keep)
+        if not plan.converted:
+            raise ValueError(
+                f"`precision={self.precision!r}` would convert none of the {len(plan.rows)} linear layers of"
+                f" {type(module).__name__}, so nothing would run in FP8:\n{plan}\nUse a model with Linear layers whose"
+                " features are multiples of 16, or a precision without FP8 ('bf16-mixed', 'half-auto')."
+            )
+        if plan != self.plan:
+            rank_zero_info(f"{self.precision}: {plan.summary()}.")
+        self.plan = plan
+        return super().convert_module(module)
+
+    @override
+    def _settle(self, module: Module, device: torch.device) -> None:
+        from lightning_lowprec.layers import torchao
+
+        assert self.plan is not None
+        config = torchao.linear_config(
+            self.recipe,
+            fp8_format=self.fp8_format,
+            emulate=self._check_emulation(device),
+            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
+        )
+        torchao.convert(module, self.plan.converted, config, fp8_eval=self.fp8_eval)
+        self._compile(module, device)
+
+    def _check_emulation(self, device: torch.device) -> bool:
+        refusal = fp8_refusal(device)
+        if self._emulates(device):
+            rank_zero_info(
+                f"{self.precision}: FP8 is emulated on {describe(device)}: the codes and scales are those of the GPU,"
+                " the products are computed in float32. Slow; for tests and for looking at the numerics."
+            )
+            return True
+        if refusal is not None:
+            raise RuntimeError(
+                f"`precision={self.precision!r}` cannot run: {refusal}. Use a GPU with FP8 (compute capability 8.9 or"
+                " above), 'bf16-mixed', or `plugins=FP8TorchAO(..., emulate=True)` to emulate it, slowly."
+            )
+        return False
+
+    def _compile(self, module: Module, device: torch.device) -> None:
+        from lightning_lowprec.layers.compile import compile_blocks, is_compiled
+
+        if self.compile is False or (self.compile == "auto" and (device.type != "cuda" or is_compiled(module))):
+            return
+        options = self.compile if isinstance(self.compile, Mapping) else {}
+        count = compile_blocks(module, options)
+        if count:
+            rank_zero_info(f"{self.precision}: compiling {count} repeated blocks; the first steps are slow.")
+        elif self.compile == "auto":
+            rank_zero_info(
+                f"{self.precision}: found no repeated blocks to compile. FP8 is slow without `torch.compile`: compile"
+                " the model yourself."
+            )
+        else:
+            raise ValueError(
+                f"`compile={self.compile!r}` found no repeated blocks (children of one class in an nn.ModuleList that"
+                " hold FP8 layers); compile the model yourself with `torch.compile` and pass `compile=False`."
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale if there is one, and which backend computed the FP8 GEMMs."""
+        return {**super().state_dict(), "backend": BACKEND}
+
+
+def _check_choice(field: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, allowed))}.")
+
+
+def _check_keep(keep: Sequence[str]) -> None:
+    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"`keep={keep!r}` is not valid; expected a list of fqns or patterns, e.g. ['lm_head'].")
+
+
+def _check_compile(compile: object) -> None:
+    if compile != "auto" and not isinstance(compile, (bool, Mapping)):
+        raise ValueError(
+            f"`compile={compile!r}` is not valid; expected 'auto', True, False or a mapping of torch.compile options."
+        )

@@ -1,0 +1,222 @@
+"""Makes stock Lightning accept our names in ``precision=``. The only file that touches private parts of Lightning.
+
+Seams, checked before any is touched:
+
+* ``_check_config_and_set_final_flags`` of both connectors: runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are
+  resolved; one of our names becomes ``precision=None`` and our plugin among ``plugins``.
+* ``_lazy_init_strategy`` of both: the strategy exists; ours learns its device, or the pair is refused.
+* the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``: what LightningCLI and ``--help`` read.
+* ``ModelSummary.__init__`` and the two ``_plugin_to_compute_dtype``: bytes and peak rates of our precisions. If only
+  these moved, names still work.
+
+If a seam of the first three moved, importing warns, and a name raises and says that ``plugins=`` still works.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any, Literal, Union, get_args
+
+import lightning
+import lightning.fabric.connector as fabric_connector
+import lightning.fabric.plugins.precision.precision as fabric_precision
+import lightning.fabric.utilities.throughput as fabric_throughput
+import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
+import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
+import lightning.pytorch.utilities.model_summary.model_summary as model_summary
+from lightning.fabric.plugins import Precision
+from torch.nn.parameter import is_lazy
+
+from lightning_lowprec import precisions
+from lightning_lowprec.plugins import LowPrecision
+from lightning_lowprec.strategy_support import check_strategy
+
+CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}
+CONNECTORS = ((fabric_connector, "_Connector"), (trainer_connector, "_AcceleratorConnector"))
+
+_patches: list[tuple[Any, str, Any, Any]] = []
+_annotations: list[tuple[dict[str, Any], Any]] = []
+
+
+def register() -> None:
+    """Make the names of ``precisions.TABLE`` known to Lightning. Calling it again does nothing."""
+    if _patches:
+        return
+    problems = moved_seams()
+    if problems:
+        warnings.warn(_moved_message(problems), stacklevel=3)
+        for owner in (lightning.Fabric, lightning.Trainer):
+            _patch(owner, "__init__", lambda original: _refuse_names(original, problems))
+        return
+    for module, name in CONNECTORS:
+        connector = getattr(module, name)
+        _patch(connector, "_check_config_and_set_final_flags", _resolve_name)
+        _patch(connector, "_lazy_init_strategy", _meet_strategy)
+    for owner in (lightning.Fabric, lightning.Trainer):
+        _widen_annotation(owner.__init__)
+    if hasattr(model_summary.ModelSummary, "__init__"):
+        _patch(model_summary.ModelSummary, "__init__", _count_bytes)
+    for module in (fabric_throughput, trainer_throughput):
+        if hasattr(module, "_plugin_to_compute_dtype"):
+            _patch(module, "_plugin_to_compute_dtype", _compute_dtype)
+
+
+def unregister() -> None:
+    """Put back everything that ``register`` changed."""
+    while _patches:
+        owner, name, original, replacement = _patches.pop()
+        if getattr(owner, name) is replacement:  # else somebody wrapped it after us; ours then passes through
+            setattr(owner, name, original)
+    while _annotations:
+        annotations, original = _annotations.pop()
+        annotations["precision"] = original
+
+
+def moved_seams() -> list[str]:
+    """The seams for names that this Lightning does not have, in words; empty on every supported version."""
+    problems = []
+    for module, name in CONNECTORS:
+        connector = getattr(module, name, None)
+        check = getattr(connector, "_check_config_and_set_final_flags", None)
+        if check is None or not inspect.signature(check).parameters.keys() >= CONFIG_ARGUMENTS:
+            problems.append(f"{module.__name__}.{name}._check_config_and_set_final_flags")
+        if not hasattr(connector, "_lazy_init_strategy"):
+            problems.append(f"{module.__name__}.{name}._lazy_init_strategy")
+    if not hasattr(fabric_precision, "_PRECISION_INPUT_STR"):
+        problems.append(f"{fabric_precision.__name__}._PRECISION_INPUT_STR")
+    return problems
+
+
+def lightning_names() -> tuple[str | int, ...]:
+    """What Lightning itself accepts after ``precision=``."""
+    groups = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_INT", "_PRECISION_INPUT_STR_ALIAS")
+    return tuple(value for group in groups for value in get_args(getattr(fabric_precision, group, None)))
+
+
+def validate_name(name: str) -> None:
+    """Raise the ValueError that Lightning would raise for an unknown name, with ours added and the nearest one."""
+    if name not in precisions.TABLE and name not in lightning_names():
+        raise precisions.unknown_name(name, lightning_names())
+
+
+# ---- what the seams do
+
+
+def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
+        if not _patches:
+            return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
+        _check_launcher(precision)
+        given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple, set)) else [plugins]
+        ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
+        if isinstance(precision, str) and precision in precisions.TABLE:
+            other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)
+            if other is not None:
+                raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
+            ours = precisions.create(precision)
+            given.append(ours)
+            precision, plugins = None, given
+        elif isinstance(precision, str):
+            validate_name(precision)
+        if ours is not None:
+            check_strategy(ours.precision, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
+        original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
+
+    return check
+
+
+def _registry(connector: Any) -> Any:
+    module = fabric_connector if isinstance(connector, fabric_connector._Connector) else trainer_connector
+    return getattr(module, "STRATEGY_REGISTRY", None) or getattr(module, "StrategyRegistry", {})
+
+
+def _check_launcher(precision: Any) -> None:
+    """``lowprec run --precision=A`` of a script that says B raises, in the Trainer as it does in Fabric."""
+    asked = os.environ.get("PL_TRAINER_PRECISION") if os.environ.get("LT_CLI_USED") == "1" else None
+    if asked is not None and precision is not None and str(precision) != asked:
+        raise ValueError(
+            f"Your code has `precision={precision!r}` but it conflicts with `--precision={asked}` set through the"
+            " launcher. Remove one of them."
+        )
+
+
+def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def lazy_init(self: Any) -> None:
+        original(self)
+        plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
+        if _patches and isinstance(plugin, LowPrecision):
+            check_strategy(plugin.precision, self.strategy, (), {})
+            plugin.bind_device(self.strategy.root_device)
+
+    return lazy_init
+
+
+def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        trainer = getattr(model, "_trainer", None)
+        if not _patches or not isinstance(getattr(trainer, "precision_plugin", None), LowPrecision):
+            return original(self, model, *args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+            original(self, model, *args, **kwargs)
+        if self.total_parameters:
+            total_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
+            self._precision_megabytes = total_bytes / self.total_parameters * 1e-6
+
+    return init
+
+
+def _compute_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def compute_dtype(plugin: Any) -> Any:
+        return plugin.compute_dtype if _patches and isinstance(plugin, LowPrecision) else original(plugin)
+
+    return compute_dtype
+
+
+# ---- patching
+
+
+def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    replacement = make(original)
+    setattr(owner, name, replacement)
+    _patches.append((owner, name, original, replacement))
+
+
+def _widen_annotation(function: Any) -> None:
+    ours = Literal[tuple(precisions.TABLE)]  # type: ignore[valid-type]
+    while function is not None:
+        annotations = function.__annotations__
+        if "precision" in annotations and all(annotations is not seen for seen, _ in _annotations):
+            original = annotations["precision"]
+            _annotations.append((annotations, original))
+            annotations["precision"] = Union[original, ours]  # noqa: UP007  # may be a string that `|` cannot take
+        function = getattr(function, "__wrapped__", None)
+
+
+def _moved_message(problems: list[str]) -> str:
+    return (
+        f"lightning_lowprec does not know its way around lightning {lightning.__version__}:"
+        f" {', '.join(problems)} moved."
+        " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
+    )
+
+
+def _refuse_names(original: Callable[..., None], problems: list[str]) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
+        if _patches and isinstance(precision, str) and precision in precisions.TABLE:
+            raise RuntimeError(f"`precision={precision!r}` is not available. {_moved_message(problems)}")
+        original(self, *args, **kwargs)
+
+    return init

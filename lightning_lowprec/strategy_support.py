@@ -1,0 +1,50 @@
+"""Under which strategies our precisions run; everything else is refused, since Lightning would train in silent fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning.fabric import strategies as fabric
+from lightning.pytorch import strategies as trainer
+
+SUPPORTED = (
+    fabric.DDPStrategy,
+    fabric.SingleDeviceStrategy,
+    trainer.DDPStrategy,
+    trainer.SingleDeviceStrategy,
+)
+UNSUPPORTED = (  # some of Lightning's derive from the ones above
+    fabric.DeepSpeedStrategy,
+    fabric.SingleDeviceXLAStrategy,
+    fabric.XLAStrategy,
+    trainer.DeepSpeedStrategy,
+    trainer.SingleDeviceXLAStrategy,
+    trainer.XLAStrategy,
+)
+WORKS = "one device, or 'ddp' and its kin (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true)"
+
+
+def check_strategy(precision: str, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
+    """Raise if ``precision`` does not run under ``strategy``.
+
+    Args:
+        precision: the precision's name, for the message.
+        strategy: a strategy object, or a name; ``"auto"`` and unknown names pass (Lightning has the last word there).
+        names: the strategy names that Lightning knows.
+        registry: Lightning's registry, name -> ``{"strategy": class, ...}``.
+
+    Raises:
+        ValueError: the strategy is none of ``SUPPORTED``, or one of ``UNSUPPORTED``.
+    """
+    if isinstance(strategy, str):
+        name = strategy.lower()
+        if name == "auto" or name not in names:
+            return
+        cls = registry[name]["strategy"]
+    else:
+        name, cls = type(strategy).__name__, type(strategy)
+    if not issubclass(cls, SUPPORTED) or issubclass(cls, UNSUPPORTED):
+        raise ValueError(
+            f"`precision={precision!r}` does not run under `strategy={name!r}` yet. It runs under {WORKS}."
+        )
