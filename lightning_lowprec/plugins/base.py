@@ -98,6 +98,18 @@ class LowPrecision(TrainerPrecision):
         """The dtype whose peak rate bounds this precision: what Lightning's ThroughputMonitor compares with."""
         return self.autocast_dtype
 
+    def refusal(self, device: torch.device) -> str | None:
+        """Why this precision cannot run on ``device`` and what would help, or None if it can."""
+        return None
+
+    def emulates(self, device: torch.device) -> bool:
+        """Whether it would run on ``device`` on the arithmetic of another format: slowly, for tests."""
+        return False
+
+    @abstractmethod
+    def how(self, device: torch.device) -> str:
+        """How it runs on ``device``, in one line."""
+
     def _settle(self, module: Module, device: torch.device) -> None:
         """Decide what depends on the device; runs once per converted module, as soon as the device is known."""
 

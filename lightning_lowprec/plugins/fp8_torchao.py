@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.extras import require
+from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.plugins.base import LowPrecision
@@ -105,11 +105,33 @@ class FP8TorchAO(LowPrecision):
     @override
     def compute_dtype(self) -> torch.dtype:
         """``torch.int8`` where FP8 kernels run (Lightning's tables list FP8 peaks there), else the base dtype."""
-        emulated = self._emulates(self._device or default_device())
-        return self.autocast_dtype if emulated else torch.int8
+        return self.autocast_dtype if self.emulates(self._device or default_device()) else torch.int8
 
-    def _emulates(self, device: torch.device) -> bool:
+    @override
+    def emulates(self, device: torch.device) -> bool:
+        """On CPU unless told otherwise; on a GPU only if told so."""
         return device.type == "cpu" if self.emulate is None else self.emulate
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        """No torchao, or a GPU without FP8 that is not told to emulate it."""
+        reason = fp8_refusal(device)
+        if reason is None or device.type == "cpu" or self.emulates(device):
+            return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
+        return (
+            f"{reason}. Use a GPU with FP8 (compute capability 8.9 or above), 'bf16-mixed', or"
+            " `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"
+        )
+
+    @override
+    def how(self, device: torch.device) -> str:
+        """FP8 kernels, or emulated."""
+        if not self.emulates(device):
+            return f"FP8 kernels of {describe(device)}"
+        return (
+            f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
+            " tests and for looking at the numerics"
+        )
 
     @override
     def convert_module(self, module: Module) -> Module:
@@ -135,29 +157,19 @@ class FP8TorchAO(LowPrecision):
         from lightning_lowprec.layers import torchao
 
         assert self.plan is not None
+        refusal = self.refusal(device)
+        if refusal is not None:
+            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
+        if self.emulates(device):
+            rank_zero_info(f"{self.precision}: {self.how(device)}.")
         config = torchao.linear_config(
             self.recipe,
             fp8_format=self.fp8_format,
-            emulate=self._check_emulation(device),
+            emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
         )
         torchao.convert(module, self.plan.converted, config, fp8_eval=self.fp8_eval)
         self._compile(module, device)
-
-    def _check_emulation(self, device: torch.device) -> bool:
-        refusal = fp8_refusal(device)
-        if self._emulates(device):
-            rank_zero_info(
-                f"{self.precision}: FP8 is emulated on {describe(device)}: the codes and scales are those of the GPU,"
-                " the products are computed in float32. Slow; for tests and for looking at the numerics."
-            )
-            return True
-        if refusal is not None:
-            raise RuntimeError(
-                f"`precision={self.precision!r}` cannot run: {refusal}. Use a GPU with FP8 (compute capability 8.9 or"
-                " above), 'bf16-mixed', or `plugins=FP8TorchAO(..., emulate=True)` to emulate it, slowly."
-            )
-        return False
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.layers.compile import compile_blocks, is_compiled

@@ -49,14 +49,21 @@ class HalfMixed(LowPrecision):
         return torch.bfloat16 if bf16_refusal(self._device or default_device()) is None else torch.float16
 
     @override
+    def how(self, device: torch.device) -> str:
+        """Which dtype, and why."""
+        if self._dtype is not None:
+            return f"{str(self._dtype).removeprefix('torch.')} autocast"
+        refusal = bf16_refusal(device)
+        if refusal is None:
+            return f"bf16 autocast, since {device.type} has bf16"
+        return f"fp16 autocast with loss scaling, since {refusal}"
+
+    @override
     def _settle(self, module: Module, device: torch.device) -> None:
         if self._dtype is not None:
             return
-        refusal = bf16_refusal(device)
-        self._dtype = torch.bfloat16 if refusal is None else torch.float16
-        if refusal is None:
-            rank_zero_info(f"half-auto: bf16 autocast, since {device.type} has bf16.")
-            return
-        rank_zero_info(f"half-auto: fp16 autocast with loss scaling, since {refusal}.")
-        assert self._auto_loss_scale is not None
-        self.scaler = LossScaler(self._auto_loss_scale)
+        rank_zero_info(f"{self.precision}: {self.how(device)}.")
+        self._dtype = torch.bfloat16 if bf16_refusal(device) is None else torch.float16
+        if self._dtype is torch.float16:
+            assert self._auto_loss_scale is not None
+            self.scaler = LossScaler(self._auto_loss_scale)

@@ -1,0 +1,52 @@
+# `make demo` and `make test` set up their own environment on the first run and reuse it afterwards.
+PYTHON ?= python3
+VENV := .venv
+FLOOR := .venv-floor
+RUN := OMP_NUM_THREADS=1 $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test check format test-floor bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
+	@echo "make test        run the tests"
+	@echo "make check       lint and types"
+	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
+	@echo "make bench       what our hooks cost, counted and timed"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt
+	@echo "Setting up $(FLOOR) (a minute or two) ..."
+	@$(PYTHON) -m venv $(FLOOR)
+	@$(FLOOR)/bin/python $(PIP_INSTALL) -c constraints-floor.txt -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare
+
+test: $(VENV)/.installed
+	$(RUN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-floor: $(FLOOR)/.installed
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest tests/registration tests/contract
+
+bench: $(VENV)/.installed
+	$(RUN)/python -m benchmarks.hook_overhead
+
+clean:
+	rm -rf $(VENV) $(FLOOR) .pytest_cache .mypy_cache .ruff_cache

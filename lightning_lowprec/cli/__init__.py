@@ -1,0 +1,1 @@
+"""The ``lowprec`` command: parsing and printing only."""

@@ -1,0 +1,64 @@
+"""``lowprec run --precision=NAME script.py``: Lightning's launcher, in processes that know our names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from lightning_lowprec.registration import validate_name
+
+SCRIPT = Path(__file__).with_name("script.py")
+TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
+
+
+def run(argv: list[str]) -> int:
+    """Launch a script with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
+    own, script_args = _split(argv)
+    args = _parser().parse_args(own)
+    if not Path(args.script).is_file():
+        raise ValueError(f"`script={args.script!r}` is not a file; expected the path of a Python script.")
+    if args.precision is not None:
+        validate_name(args.precision)
+    for name in TRAINER_DEFAULTS:
+        if getattr(args, name) is not None:
+            os.environ[f"PL_TRAINER_{name.upper()}"] = str(getattr(args, name))
+    from lightning.fabric.cli import main
+
+    launcher_args = argparse.Namespace(**{**vars(args.clone()), "script": str(SCRIPT)})
+    main(launcher_args, [args.script, *script_args])
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our options up to and including the script, and what belongs to the script."""
+    expects_value = False
+    for i, arg in enumerate(argv):
+        if expects_value:
+            expects_value = False
+        elif arg.startswith("--"):
+            expects_value = "=" not in arg and arg != "--help"
+        elif not arg.startswith("-"):
+            return argv[: i + 1], argv[i + 1 :]
+    return argv, []
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lowprec run",
+        description="Launch a script that contains a Fabric or a Trainer. Options go before the script; what follows"
+        " it is the script's own. The options are defaults: a script that says otherwise raises or, for the Trainer's"
+        " accelerator, strategy and devices, wins.",
+    )
+    parser.add_argument("--precision", type=str | None, help="a precision of lightning_lowprec or of Lightning")
+    parser.add_argument("--accelerator", type=str | None, help="cpu, cuda, gpu, mps, ...")
+    parser.add_argument("--strategy", type=str | None, help="e.g. ddp")
+    parser.add_argument("--devices", type=str, default="1", help="number of devices, and processes, on this machine")
+    parser.add_argument("--num_nodes", "--num-nodes", type=int, default=1, help="number of machines")
+    parser.add_argument("--node_rank", "--node-rank", type=int, default=0, help="index of this machine")
+    parser.add_argument("--main_address", "--main-address", type=str, default="127.0.0.1", help="of machine 0")
+    parser.add_argument("--main_port", "--main-port", type=int, default=29400, help="on machine 0")
+    parser.add_argument("script", type=str, help="the Python script, then its own arguments")
+    return parser
