@@ -1,0 +1,1 @@
+"""What measures: scripts, and results/ as committed figures."""

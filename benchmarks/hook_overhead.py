@@ -1,0 +1,254 @@
+"""What our hooks cost: a training step through FP8TorchAO against the same torchao code written by hand.
+
+    python -m benchmarks.hook_overhead [--steps 60] [--out results.json]
+
+By hand means: the model converted with torchao's own ``convert_to_float8_training``, an autocast written into the
+step, Lightning's stock ``Precision`` (and, on CPU only, a hook that casts the input, since torchao does not see CPU
+autocast). Compared are, per step: aten operations, Python calls into our files, collectives (under DDP with one
+process), all counted; and the time, as a ratio of medians of alternating steps in one run. Counts hold on every
+machine; the clock means something on a GPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import Precision as StockFabric
+from lightning.pytorch.plugins.precision import Precision as StockTrainer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import lightning_lowprec
+from lightning_lowprec import FP8TorchAO
+
+OURS = str(Path(lightning_lowprec.__file__).parent)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WIDTH, DEPTH, TOKENS = (64, 4, 64) if DEVICE.type == "cpu" else (2048, 8, 8192)
+EMULATE = DEVICE.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step, counted."""
+
+    aten: dict[str, int]
+    calls: dict[str, int]
+    collectives: dict[str, int]
+
+
+class Model(L.LightningModule):
+    """A stack of linears; ``by_hand`` puts the autocast into the step."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        self.by_hand = by_hand
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        autocast = torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=self._trainer is None)
+        with autocast if self.by_hand else nullcontext():
+            out = self.layers(x.bfloat16() if self.by_hand and self._trainer is None else x)
+        return out.float() if self.by_hand and self._trainer is None else out
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).float().pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def make(by_hand: bool) -> tuple[Model, Any]:
+    """A model, and the FP8 plugin or None (then the model is converted already)."""
+    model = Model(by_hand)
+    if not by_hand:
+        return model, FP8TorchAO(compile=False)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=EMULATE))
+    if DEVICE.type == "cpu":
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.get_autocast_dtype("cpu")),))
+    return model, None
+
+
+class Ops(TorchDispatchMode):
+    """Counts aten operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(step: Callable[[], None]) -> Step:
+    """Run ``step`` three times, each under one counter."""
+    with Ops() as ops:
+        step()
+    calls: Counter[str] = Counter()
+
+    def on_call(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+
+    sys.setprofile(on_call)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        step()
+    names = (event.name for event in prof.events())
+    collectives = Counter(name for name in names if name.startswith(("gloo:", "nccl:", "c10d::")))
+    return Step(dict(ops.counts), dict(calls), dict(collectives))
+
+
+def fabric_step(by_hand: bool, strategy: str) -> Callable[[], None]:
+    """One step of a Fabric loop."""
+    model, plugin = make(by_hand)
+    fabric = L.Fabric(
+        accelerator=DEVICE.type, devices=1, strategy=strategy, plugins=StockFabric() if plugin is None else plugin
+    )
+    fabric.launch()
+    optimizer = model.configure_optimizers()
+    module, optimizer = fabric.setup(model, optimizer)
+    batch = torch.randn(TOKENS, WIDTH, device=fabric.device)
+
+    def step() -> None:
+        fabric.backward(module(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Stepper(L.Callback):
+    """Runs ``on_step`` around the Trainer's own batch: counts or times it from inside ``fit``."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.steps: list[Step] = []
+        self._ops = Ops()
+        self._calls: Counter[str] = Counter()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Batch 1 counts operations, batch 2 calls, batch 3 collectives, later ones are timed."""
+        if batch_idx == 1:
+            self._ops.__enter__()
+        elif batch_idx == 2:
+            sys.setprofile(self._on_call)
+        elif batch_idx == 3:
+            self._prof = profile(activities=[ProfilerActivity.CPU])
+            self._prof.__enter__()
+        self._start = _now()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Close what batch_start opened."""
+        batch_idx = args[2]
+        if batch_idx == 1:
+            self._ops.__exit__(None, None, None)
+        elif batch_idx == 2:
+            sys.setprofile(None)
+        elif batch_idx == 3:
+            self._prof.__exit__(None, None, None)
+            names = (event.name for event in self._prof.events())
+            collectives = Counter(name for name in names if name.startswith(("gloo:", "nccl:", "c10d::")))
+            self.steps.append(Step(dict(self._ops.counts), dict(self._calls), dict(collectives)))
+        elif batch_idx > 5:
+            self.times.append(_now() - self._start)
+
+    def _on_call(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            self._calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+
+
+def _now() -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def trainer_run(by_hand: bool, strategy: str, steps: int) -> Stepper:
+    """A fit of ``steps`` timed steps after the counted ones."""
+    model, plugin = make(by_hand)
+    stepper = Stepper()
+    trainer = L.Trainer(
+        accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=steps + 6, callbacks=[stepper], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=StockTrainer() if plugin is None else plugin,
+    )  # fmt: skip
+    batches = DataLoader([torch.randn(TOKENS, WIDTH) for _ in range(steps + 6)], batch_size=None)
+    trainer.fit(model, train_dataloaders=batches)
+    return stepper
+
+
+def measure(strategy: str = "auto", steps: int = 0) -> dict[str, Any]:
+    """Counts (and, with ``steps``, the time ratio) of Trainer and Fabric: ``ours``, ``by_hand``."""
+    result: dict[str, Any] = {}
+    runs = {by_hand: [trainer_run(by_hand, strategy, steps)] for by_hand in (True, False)}
+    result["trainer"] = {"by_hand": runs[True][0].steps[0], "ours": runs[False][0].steps[0]}
+    loops = {by_hand: fabric_step(by_hand, strategy) for by_hand in (True, False)}
+    for loop in loops.values():
+        loop()  # the first step builds optimizer state and decides on the device
+    result["fabric"] = {"by_hand": count(loops[True]), "ours": count(loops[False])}
+    if steps:
+        runs[True].append(trainer_run(True, strategy, steps))
+        runs[False].append(trainer_run(False, strategy, steps))
+        median = {k: statistics.median(t for run in v for t in run.times) for k, v in runs.items()}
+        result["trainer"]["time_ratio"] = median[False] / median[True]
+        result["fabric"]["time_ratio"] = _alternate(loops, steps)
+    return result
+
+
+def _alternate(loops: dict[bool, Callable[[], None]], steps: int) -> float:
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(steps):
+        for by_hand, loop in loops.items():
+            start = _now()
+            loop()
+            times[by_hand].append(_now() - start)
+    return statistics.median(times[False]) / statistics.median(times[True])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each kind")
+    parser.add_argument("--out", type=Path, help="write the raw figures there as JSON")
+    args = parser.parse_args()
+    if DEVICE.type == "cpu":
+        torch.set_num_threads(1)
+    results = {strategy: measure(strategy, args.steps) for strategy in ("auto", "ddp")}
+    print(f"{DEVICE.type}, {DEPTH} linears of {WIDTH} x {WIDTH}, {TOKENS} tokens, torch {torch.__version__}")
+    for strategy, result in results.items():
+        for where, row in result.items():
+            ours, by_hand = row["ours"], row["by_hand"]
+            print(
+                f"{where:8} {strategy:5} aten ops {sum(ours.aten.values())} vs {sum(by_hand.aten.values())} by hand,"
+                f" collectives {sum(ours.collectives.values())} vs {sum(by_hand.collectives.values())},"
+                f" Python calls into our files {sum(ours.calls.values())}, time {row['time_ratio']:.3f}x"
+            )
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1, default=asdict))
+
+
+if __name__ == "__main__":
+    main()

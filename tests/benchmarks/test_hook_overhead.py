@@ -1,0 +1,35 @@
+"""The wrapper is free: the same aten operations and collectives as the same torchao code by hand."""
+
+import pytest
+
+from benchmarks.hook_overhead import DEPTH, measure
+
+# Python calls into our files per step, beside one FP8Linear.forward per layer
+TRAINER_ALLOWANCE = {
+    "forward_context": 1, "autocast_dtype": 1, "_settle_once": 1,
+    "pre_backward": 1, "backward": 1, "_backward_plain": 1, "post_backward": 1, "_scaled": 1,
+    "_in_trainer": 3, "trainer_of": 3,
+    "optimizer_step": 1, "clip_gradients": 1,
+}  # fmt: skip
+FABRIC_ALLOWANCE = {
+    "convert_input": 1, "convert_output": 1, "_cast": 2, "<lambda>": 2,
+    "forward_context": 1, "autocast_dtype": 2, "_settle_once": 2,
+    "pre_backward": 1, "backward": 2, "_backward_plain": 1, "post_backward": 1,  # backward: Fabric asks for it once
+    "_in_trainer": 3, "trainer_of": 3,
+    "optimizer_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|`training_step` returned|isinstance.treespec).*")
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_step_makes_the_calls_of_the_code_by_hand(strategy):
+    result = measure(strategy)
+    for where, allowance in (("trainer", TRAINER_ALLOWANCE), ("fabric", FABRIC_ALLOWANCE)):
+        ours, by_hand = result[where]["ours"], result[where]["by_hand"]
+        assert ours.aten == by_hand.aten
+        assert ours.aten["aten.mm.default"] >= 3 * DEPTH, "the FP8 GEMMs were not counted"
+        assert ours.collectives == by_hand.collectives
+        assert sum(ours.collectives.values()) == (0 if strategy == "auto" else 2), "one all-reduce, seen twice"
+        calls = {name.rpartition(".")[2]: n for name, n in ours.calls.items()}
+        assert calls.pop("forward") == DEPTH
+        assert calls == allowance

@@ -1,0 +1,163 @@
+"""LightningCLI, the launchers, and a Lightning whose seams moved."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_lowprec
+
+ROOT = Path(lightning_lowprec.__file__).parents[1]
+MODULES = """
+import lightning as L, torch
+class Model(L.LightningModule):
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, width)
+    def training_step(self, batch, batch_idx):
+        assert type(self.layer).__name__ == "FP8Linear", type(self.layer)
+        return self.layer(batch).float().pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=8)
+"""
+STOCK_CLI = "import lightning_lowprec\nfrom lightning.pytorch.cli import LightningCLI\nfrom modules import *\nLightningCLI(Model, Data)\n"
+FAST = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
+
+
+def python(*args, cwd, check=True, **env):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]), "OMP_NUM_THREADS": "1", **env}
+    result = subprocess.run([sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240)
+    assert not check or result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "modules.py").write_text(MODULES)
+    (tmp_path / "train.py").write_text(STOCK_CLI)
+    return tmp_path
+
+
+def test_stock_lightning_cli_flag(project):
+    python("train.py", "fit", "--trainer.precision=fp8-hybrid", *FAST, cwd=project)
+
+
+def test_stock_lightning_cli_yaml_written_by_print_config(project):
+    printed = python("train.py", "fit", "--trainer.precision=fp8-rowwise", *FAST, "--print_config", cwd=project).stdout
+    assert "precision: fp8-rowwise" in printed
+    (project / "config.yaml").write_text(printed)
+    python("train.py", "fit", "--config=config.yaml", cwd=project)
+
+
+def test_stock_lightning_cli_help_lists_the_names(project):
+    text = "".join(python("train.py", "fit", "--help", cwd=project, COLUMNS="200").stdout.split())
+    assert "fp8-hybrid" in text
+    assert "fp8-rowwise-gw-hp" in text
+
+
+def test_stock_lightning_cli_takes_the_plugin_by_class_path(project):
+    plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.recipe=rowwise"]
+    python("train.py", "fit", *plugin, *FAST, cwd=project)
+
+
+def test_stock_lightning_cli_refuses_an_unknown_name(project):
+    result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
+    assert result.returncode != 0
+    assert "fp8-hybrid" in result.stderr
+
+
+def test_lowprec_fit(project):
+    args = ["-m", "lightning_lowprec.cli", "fit", "--model=modules.Model", "--data=modules.Data", *FAST]
+    python(*args, "--trainer.precision=fp8-hybrid", cwd=project)
+
+
+FABRIC_SCRIPT = """
+import sys, lightning as L
+{imports}
+fabric = L.Fabric(accelerator="cpu")
+print(fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:])
+"""
+
+
+def test_stock_fabric_launcher_with_lt_precision(project):
+    (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="import lightning_lowprec"))
+    code = "from lightning.fabric.cli import _main; _main()"
+    result = python("-c", code, "run", "script.py", cwd=project, LT_PRECISION="fp8-e4m3")
+    assert "fp8-e4m3 1" in result.stdout
+
+
+@pytest.mark.distributed
+def test_lowprec_run_launches_fabric_and_trainer_without_an_import_in_the_script(project):
+    trainer = "print(L.Trainer(logger=False, enable_checkpointing=False).precision)"
+    (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="") + trainer)
+    args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
+    result = python("-m", "lightning_lowprec.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
+    assert result.stdout.count("fp8-hybrid 2 --lr 3") == 2
+    assert result.stdout.count("fp8-hybrid\n") == 2
+
+
+def test_lowprec_run_refuses_before_it_launches(project):
+    result = python("-m", "lightning_lowprec.cli", "run", "--precision=fp8", "train.py", cwd=project, check=False)
+    assert result.returncode == 2
+    assert "Precision 'fp8' is invalid" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = python("-m", "lightning_lowprec.cli", "run", "--precision=fp8-hybrid", "gone.py", cwd=project, check=False)
+    assert result.returncode == 2
+    assert "`script='gone.py'` is not a file" in result.stderr
+
+
+MOVED = """
+import warnings, lightning as L
+import lightning.fabric.connector as c
+del c._Connector._lazy_init_strategy
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import lightning_lowprec
+assert any("_Connector._lazy_init_strategy moved" in str(w.message) for w in caught), [str(w.message) for w in caught]
+for make in (L.Fabric, L.Trainer):
+    try:
+        make(precision="fp8-hybrid")
+    except RuntimeError as error:
+        assert "`plugins=lightning_lowprec.FP8TorchAO()` still works" in str(error), error
+    else:
+        raise AssertionError("a name was accepted")
+trainer = L.Trainer(plugins=lightning_lowprec.FP8TorchAO(), accelerator="cpu", logger=False, enable_checkpointing=False)
+assert trainer.precision == "fp8-tensorwise"
+L.Trainer(precision="bf16-mixed", accelerator="cpu", logger=False)
+lightning_lowprec.unregister()
+try:
+    L.Trainer(precision="fp8-hybrid")
+except ValueError as error:
+    assert "is invalid" in str(error)
+"""
+
+
+def test_a_lightning_whose_seams_moved(tmp_path):
+    python("-c", MOVED, cwd=tmp_path)
+
+
+IMPORT_COST = """
+import sys, lightning
+before = set(sys.modules)
+import lightning_lowprec
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(loaded & {"torchao", "transformer_engine", "matplotlib", "transformers"}))
+"""
+
+
+def test_importing_the_package_loads_nothing_heavy(tmp_path):
+    assert python("-c", IMPORT_COST, cwd=tmp_path).stdout.split() == []
+    broken = IMPORT_COST.replace("import lightning_lowprec", "import lightning_lowprec, torchao")
+    assert python("-c", broken, cwd=tmp_path).stdout.split() == ["torchao"], "the test above cannot fail"
+
+
+def test_pytorch_lightning_is_not_ours(tmp_path):
+    code = "import pytorch_lightning as pl, lightning_lowprec; pl.Trainer(precision='fp8-hybrid')"
+    result = python("-c", code, cwd=tmp_path, check=False)
+    assert result.returncode != 0
+    assert "Precision 'fp8-hybrid' is invalid" in result.stderr

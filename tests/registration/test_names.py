@@ -1,0 +1,198 @@
+"""Stock Lightning accepts our names after the import, and treats its own as before."""
+
+import lightning as L
+import lightning.fabric.connector as fabric_connector
+import lightning.fabric.utilities.throughput as fabric_throughput
+import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
+import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_summary import ModelSummary
+
+import lightning_lowprec
+from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.registration import lightning_names, moved_seams
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_name_in_fabric_and_trainer(name):
+    for plugin in (
+        L.Fabric(precision=name, accelerator="cpu").strategy.precision,
+        L.Trainer(precision=name, **QUIET).precision_plugin,
+    ):
+        assert type(plugin) is TABLE[name].plugin
+        assert plugin.precision == name
+    assert L.Trainer(precision=name, **QUIET).precision == name
+
+
+def test_the_designed_names_and_no_others_are_registered():
+    tensorwise = {"fp8-hybrid", "fp8-e4m3", "fp8-tensorwise", "fp8-hybrid-torchao", "fp8-e4m3-torchao"}
+    expected = {"half-auto", "fp8-rowwise", "fp8-rowwise-gw-hp", *tensorwise, *(f"{n}-fp16" for n in tensorwise)}
+    assert set(TABLE) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", 32, "32", "bf16", 16, None]
+)
+@pytest.mark.filterwarnings("ignore:.*(historical reasons|fp16 is not supported on CPU).*")
+def test_lightnings_own_names_mean_the_same(name):
+    ours = (
+        L.Fabric(precision=name, accelerator="cpu").strategy.precision,
+        L.Trainer(precision=name, **QUIET).precision_plugin,
+    )
+    lightning_lowprec.unregister()
+    try:
+        stock = (
+            L.Fabric(precision=name, accelerator="cpu").strategy.precision,
+            L.Trainer(precision=name, **QUIET).precision_plugin,
+        )
+    finally:
+        lightning_lowprec.register()
+    for a, b in zip(ours, stock, strict=True):
+        assert type(a) is type(b)
+        assert {k: v for k, v in vars(a).items() if k != "scaler"} == {
+            k: v for k, v in vars(b).items() if k != "scaler"
+        }
+
+
+def test_environment_variables(monkeypatch):
+    monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-e4m3")
+    assert L.Fabric(accelerator="cpu").strategy.precision.precision == "fp8-rowwise"
+    assert L.Trainer(**QUIET).precision == "fp8-e4m3"
+
+
+def test_launcher_and_script_that_disagree_raise(monkeypatch):
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
+    with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
+        L.Trainer(precision="32-true", **QUIET)
+    with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
+        L.Fabric(precision="32-true", accelerator="cpu")
+
+
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+def test_unknown_name_lists_all_and_suggests_the_nearest(make):
+    with pytest.raises(ValueError, match=r"Precision 'fp8-hybird' is invalid") as caught:
+        make(precision="fp8-hybird", accelerator="cpu")
+    message = str(caught.value)
+    assert all(repr(name) in message for name in (*TABLE, *lightning_names()))
+    assert message.endswith("Did you mean 'fp8-hybrid'?")
+    with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
+        make(precision="bf16-mix", accelerator="cpu")
+    with pytest.raises(ValueError, match=r"(?s)Precision 'zzz' is invalid(?!.*Did you mean)"):
+        make(precision="zzz", accelerator="cpu")
+
+
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+@pytest.mark.parametrize("other", [lambda: HalfMixed("bf16"), lambda: MixedPrecision("bf16-mixed", "cpu")])
+def test_a_name_and_a_plugin_together_raise_lightnings_error(make, other):
+    with pytest.raises(ValueError, match=r"Received both `precision=fp8-hybrid` and `plugins=.*Choose one\."):
+        make(precision="fp8-hybrid", plugins=other(), accelerator="cpu")
+    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed`"):
+        make(precision="bf16-mixed", plugins=FP8TorchAO(), accelerator="cpu")
+
+
+def test_a_name_beside_other_plugins():
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    environment = LightningEnvironment()
+    for plugins in (environment, [environment], (environment,)):
+        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, **QUIET)
+        assert isinstance(trainer.precision_plugin, FP8TorchAO)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "xla", "fsdp_cpu_offload", "deepspeed_stage_2"])
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+@pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"plugins": "FP8TorchAO"}])
+def test_unsupported_strategies_are_refused_by_name(make, strategy, how):
+    how = {"plugins": FP8TorchAO()} if "plugins" in how else how
+    with pytest.raises(ValueError, match=rf"does not run under `strategy='{strategy}'` yet\. It runs under one device"):
+        make(strategy=strategy, accelerator="cpu", **how)
+
+
+def test_unsupported_strategy_objects_are_refused():
+    with pytest.raises(ValueError, match="does not run under `strategy='ModelParallelStrategy'` yet"):
+        L.Trainer(strategy=ModelParallelStrategy(), precision="fp8-hybrid", **QUIET)
+    with pytest.raises(ValueError, match="does not run under `strategy='ModelParallelStrategy'` yet"):
+        L.Trainer(strategy=ModelParallelStrategy(), plugins=HalfMixed("bf16"), **QUIET)
+    with pytest.raises(ValueError, match="does not run under `strategy='DataParallelStrategy'` yet"):
+        L.Fabric(strategy=L.fabric.strategies.DataParallelStrategy(), precision="half-auto", accelerator="cpu")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
+def test_supported_strategies(strategy):
+    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **QUIET).precision == "fp8-hybrid"
+    L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
+
+
+def test_a_plugin_inside_a_strategy_works_without_a_name():
+    trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **QUIET)
+    assert isinstance(trainer.precision_plugin, FP8TorchAO)
+
+
+def seam_objects():
+    return [
+        fabric_connector._Connector._check_config_and_set_final_flags,
+        fabric_connector._Connector._lazy_init_strategy,
+        trainer_connector._AcceleratorConnector._check_config_and_set_final_flags,
+        trainer_connector._AcceleratorConnector._lazy_init_strategy,
+        ModelSummary.__init__,
+        fabric_throughput._plugin_to_compute_dtype,
+        trainer_throughput._plugin_to_compute_dtype,
+        L.Trainer.__init__.__annotations__["precision"],
+        L.Fabric.__init__.__annotations__["precision"],
+    ]
+
+
+def test_register_is_idempotent_and_unregister_restores_everything():
+    registered = seam_objects()
+    lightning_lowprec.register()
+    assert all(a is b for a, b in zip(registered, seam_objects(), strict=True))
+    lightning_lowprec.unregister()
+    stock = seam_objects()
+    try:
+        assert not any(a is b for a, b in zip(registered, stock, strict=True))
+        with pytest.raises(ValueError, match="is invalid"):
+            L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+        assert not hasattr(stock[0], "__wrapped__")
+        lightning_lowprec.unregister()
+        assert all(a is b for a, b in zip(stock, seam_objects(), strict=True))
+    finally:
+        lightning_lowprec.register()
+    assert L.Fabric(precision="fp8-hybrid", accelerator="cpu").strategy.precision.precision == "fp8-hybrid"
+
+
+def test_no_seam_has_moved_in_this_lightning():
+    assert moved_seams() == []
+
+
+def test_throughput_monitors_know_our_precisions():
+    on_cpu = {"fp8-hybrid": torch.bfloat16, "fp8-hybrid-fp16": torch.float16, "half-auto": torch.bfloat16}
+    for name, dtype in on_cpu.items():
+        plugin = L.Trainer(precision=name, **QUIET).precision_plugin
+        assert trainer_throughput._plugin_to_compute_dtype(plugin) is dtype
+        assert fabric_throughput._plugin_to_compute_dtype(plugin) is dtype
+    on_gpu = FP8TorchAO()
+    on_gpu.bind_device(torch.device("cuda", 0))  # Lightning lists the FP8 peaks of its GPUs under int8
+    assert trainer_throughput._plugin_to_compute_dtype(on_gpu) is torch.int8
+    assert trainer_throughput._plugin_to_compute_dtype(MixedPrecision("bf16-mixed", "cpu")) is torch.bfloat16
+
+
+class Half(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(16, 16, bias=False)  # 256 parameters of 4 bytes
+        self.b = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)  # 256 of 2
+
+
+def test_model_summary_counts_the_real_bytes_without_a_warning():
+    model = Half()
+    model.trainer = L.Trainer(precision="fp8-hybrid", **QUIET)
+    assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)

@@ -1,0 +1,45 @@
+"""Every example runs, is short, and uses public names only."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+RUNS = {
+    "fabric_loop.py": ["--steps=3"],
+    "trainer_script.py": ["--steps=3", "--keep", "blocks.0"],
+    "lightning_cli.yaml": ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"],
+}
+SAYS = {
+    "fabric_loop.py": "final loss",
+    "trainer_script.py": "kept: kept by 'blocks.0'",
+    "lightning_cli.yaml": "`Trainer.fit` stopped: `max_steps=3` reached",
+}
+
+
+def run(name: str, cwd: Path, *more: str) -> str:
+    path = str(EXAMPLES / name)
+    start = [path] if name.endswith(".py") else ["-m", "lightning_lowprec.cli", "fit", "--config", path]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, *RUNS[name], *more]
+    result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
+def test_example_runs(name, tmp_path):
+    assert SAYS[name] in run(name, tmp_path)
+    if name == "fabric_loop.py":
+        assert "final loss" in run(name, tmp_path, "--resume=fabric_loop.ckpt", "--precision=bf16-mixed")
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES.iterdir() if p.is_file()], ids=lambda path: path.name)
+def test_example_is_short_and_public(path):
+    text = path.read_text()
+    assert text.count("\n") <= 100
+    assert not [line for line in text.splitlines() if "import _" in line or "._" in line]
