@@ -23,4 +23,4 @@ def test_every_command_is_shown():
 def test_the_two_commands_exist():
     assert README.split("```")[1].split()[:2] == ["make", "demo"]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert {name for name in re.findall(r"(?:`|^)make ([\w-]+)", README, flags=re.MULTILINE)} <= set(targets)
+    assert set(re.findall(r"(?:`|^)make ([\w-]+)", README, flags=re.MULTILINE)) <= set(targets)

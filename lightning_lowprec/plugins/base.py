@@ -73,8 +73,8 @@ class LowPrecision(TrainerPrecision):
     """Base of every precision plugin of this package: autocast, loss scaling, the differences Trainer / Fabric.
 
     A plugin learns its device in one of three ways, the first that applies: ``bind_device`` (called by the names in
-    ``precision=``), the Trainer of the module, or the module's own parameters at the first forward. ``_settle`` then
-    runs once, with the device known.
+    ``precision=``), the Trainer of the module, or the module's own parameters, at the first forward if they may still
+    move. ``_settle`` then runs once per module, with the device known.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
@@ -82,9 +82,8 @@ class LowPrecision(TrainerPrecision):
     def __init__(self, loss_scale: LossScale | None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self._device: torch.device | None = None
-        self._settled = False
+        self._pending: list[weakref.ref[Module]] = []
         self._in_trainer = False
-        self._module: weakref.ref[Module] | None = None
 
     # ---- what a plugin defines
 
@@ -111,7 +110,7 @@ class LowPrecision(TrainerPrecision):
         """How it runs on ``device``, in one line."""
 
     def _settle(self, module: Module, device: torch.device) -> None:
-        """Decide what depends on the device; runs once per converted module, as soon as the device is known."""
+        """Prepare a module for ``device``, in place; runs once per set-up, as soon as the device is known."""
 
     # ---- device
 
@@ -121,43 +120,44 @@ class LowPrecision(TrainerPrecision):
 
     @override
     def convert_module(self, module: Module) -> Module:
-        """Remember who owns the module and settle if its device is known already."""
+        """Prepare ``module`` in place: now if its device is known, else at the first forward."""
         trainer = trainer_of(module)
         self._in_trainer = trainer is not None
-        self._module, self._settled = weakref.ref(module), False
-        device = trainer.strategy.root_device if trainer is not None else self._device
-        if device is None and default_device().type != "cpu" and self._parameter_device().type == "cpu":
-            return module  # it may still move: settle at the first forward
-        self._settle_once(device)
+        if trainer is not None:
+            self._device = trainer.strategy.root_device
+        self._pending.append(weakref.ref(module))
+        may_still_move = default_device().type != "cpu" and _device_of(module).type == "cpu"
+        if self._device is not None or not may_still_move:
+            self._settle_pending()
         return module
 
-    def _settle_once(self, device: torch.device | None = None) -> None:
-        if self._settled:
-            return
-        self._device, self._settled = device or self._device or self._parameter_device(), True
-        if self._module is not None and (module := self._module()) is not None:
+    def _settle_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for module in filter(None, (reference() for reference in pending)):
+            self._device = self._device or _device_of(module)
             self._settle(module, self._device)
+        self._device = self._device or default_device()
 
-    def _parameter_device(self) -> torch.device:
-        module = self._module() if self._module is not None else None
-        parameter = next(module.parameters(), None) if module is not None else None
-        return default_device() if parameter is None or parameter.is_meta else parameter.device
+    def _known_device(self) -> torch.device:
+        if self._pending or self._device is None:
+            self._settle_pending()
+        assert self._device is not None
+        return self._device
 
     # ---- forward
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the module's device, cached as Lightning does it: in Fabric, not in the Trainer."""
-        self._settle_once()
-        assert self._device is not None
-        return torch.autocast(self._device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        device = self._known_device()
+        return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
 
     @override
     def convert_input(self, data: Any) -> Any:
         """Fabric: floating-point tensors to the autocast dtype. Trainer: untouched, as Lightning's mixed precision."""
         if self._in_trainer:
             return data
-        self._settle_once()
+        self._known_device()
         return _cast(data, self.autocast_dtype)
 
     @override
@@ -297,8 +297,17 @@ class LowPrecision(TrainerPrecision):
                 self.load_state_dict(checkpoint[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the module, which stays in its process."""
-        return {**self.__dict__, "_module": None}
+        """Everything but modules, which stay in their process."""
+        return {**self.__dict__, "_pending": []}
+
+    def __str__(self) -> str:
+        """Shown in Lightning's errors, so it names the package that this plugin is made for."""
+        return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
+
+
+def _device_of(module: Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return default_device() if parameter is None or parameter.is_meta else parameter.device
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:

@@ -49,7 +49,7 @@ class FP8TorchAO(LowPrecision):
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
-        ModuleNotFoundError: torchao is not installed.
+        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
@@ -134,12 +134,29 @@ class FP8TorchAO(LowPrecision):
         )
 
     @override
-    def convert_module(self, module: Module) -> Module:
-        """Plan the conversion, and apply it in place (as soon as the device is known)."""
-        require("torchao.float8", f"`precision={self.precision!r}`")
+    def _settle(self, module: Module, device: torch.device) -> None:
+        refusal = self.refusal(device)
+        if refusal is not None:
+            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
         from lightning_lowprec.layers import torchao
 
         torchao.revert(module)  # fit, then test: the same plan again
+        plan = self._make_plan(module)
+        config = torchao.linear_config(
+            self.recipe,
+            fp8_format=self.fp8_format,
+            emulate=self.emulates(device),
+            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
+        )
+        torchao.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+        self._compile(module, device)
+        if plan != self.plan:
+            rank_zero_info(f"{self.precision}: {plan.summary()}.")
+            if self.emulates(device):
+                rank_zero_info(f"{self.precision}: {self.how(device)}.")
+        self.plan = plan
+
+    def _make_plan(self, module: Module) -> Plan:
         plan = make_plan(module, keep=self.keep)
         if not plan.converted:
             raise ValueError(
@@ -147,29 +164,7 @@ class FP8TorchAO(LowPrecision):
                 f" {type(module).__name__}, so nothing would run in FP8:\n{plan}\nUse a model with Linear layers whose"
                 " features are multiples of 16, or a precision without FP8 ('bf16-mixed', 'half-auto')."
             )
-        if plan != self.plan:
-            rank_zero_info(f"{self.precision}: {plan.summary()}.")
-        self.plan = plan
-        return super().convert_module(module)
-
-    @override
-    def _settle(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.layers import torchao
-
-        assert self.plan is not None
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
-        if self.emulates(device):
-            rank_zero_info(f"{self.precision}: {self.how(device)}.")
-        config = torchao.linear_config(
-            self.recipe,
-            fp8_format=self.fp8_format,
-            emulate=self.emulates(device),
-            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-        )
-        torchao.convert(module, self.plan.converted, config, fp8_eval=self.fp8_eval)
-        self._compile(module, device)
+        return plan
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.layers.compile import compile_blocks, is_compiled

@@ -1,4 +1,4 @@
-"""A hand-written FP8 reference in float64, from the format's definition (OCP OFP8; arXiv 2209.05433), without torchao."""
+"""A hand-written FP8 reference in float64, from the format's definition (arXiv 2209.05433), without torchao."""
 
 from dataclasses import dataclass
 

@@ -148,6 +148,18 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
     assert user_compiled.blocks[1]._compiled_call_impl is None
 
 
+def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):
+    monkeypatch.setattr("lightning_lowprec.plugins.base.default_device", lambda: torch.device("cuda", 0))
+    models = [Stack(), Stack()]  # on CPU still, in a process that has a GPU: they may move
+    plugin = FP8TorchAO()
+    for model in models:
+        plugin.convert_module(model)
+        assert fp8_linears(model) == []
+    with plugin.forward_context():
+        assert torch.is_autocast_enabled("cpu")
+    assert all(len(fp8_linears(model)) == 6 for model in models)
+
+
 def test_compile_on_request_is_equal_to_eager():
     losses = []
     for compile in (False, {"backend": "aot_eager"}):

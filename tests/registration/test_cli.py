@@ -25,7 +25,12 @@ class Data(L.LightningDataModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=8)
 """
-STOCK_CLI = "import lightning_lowprec\nfrom lightning.pytorch.cli import LightningCLI\nfrom modules import *\nLightningCLI(Model, Data)\n"
+STOCK_CLI = """
+import lightning_lowprec
+from lightning.pytorch.cli import LightningCLI
+from modules import Data, Model
+LightningCLI(Model, Data)
+"""
 FAST = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
 
 
@@ -161,3 +166,6 @@ def test_pytorch_lightning_is_not_ours(tmp_path):
     result = python("-c", code, cwd=tmp_path, check=False)
     assert result.returncode != 0
     assert "Precision 'fp8-hybrid' is invalid" in result.stderr
+    code = "import pytorch_lightning as pl, lightning_lowprec; pl.Trainer(plugins=lightning_lowprec.FP8TorchAO())"
+    result = python("-c", code, cwd=tmp_path, check=False)
+    assert "invalid type for plugin FP8TorchAO('fp8-tensorwise', a plugin for lightning.pytorch and" in result.stderr
