@@ -4,7 +4,8 @@ Seams, checked before any is touched:
 
 * ``_check_config_and_set_final_flags`` of both connectors: runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are
   resolved; one of our names becomes ``precision=None`` and our plugin among ``plugins``.
-* ``_lazy_init_strategy`` of both: the strategy exists; ours learns its device, or the pair is refused.
+* ``_lazy_init_strategy`` of both: the strategy exists; ours learns its device, or the pair is refused. In Fabric, the
+  strategy's ``setup_optimizer`` then shows our plugin the optimizers, which the Trainer does by ``connect``.
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``: what LightningCLI and ``--help`` read.
 * ``ModelSummary.__init__`` and the two ``_plugin_to_compute_dtype``: bytes and peak rates of our precisions. If only
   these moved, names still work.
@@ -18,7 +19,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Literal, Union, get_args
 
@@ -154,8 +155,15 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin.precision, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
+            if isinstance(self, fabric_connector._Connector):
+                self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init
+
+
+def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
+    plugin.see_optimizer(optimizer)
+    return original(optimizer)
 
 
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:

@@ -13,19 +13,14 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from lightning_lowprec.layers.selection import repeated_stacks
 from lightning_lowprec.layers.torchao import fp8_linears
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """By fqn: the children of a ModuleList that share one class and hold FP8 layers; the outermost lists only."""
-    blocks: dict[str, nn.Module] = {}
-    for fqn, module in model.named_modules():
-        inside = any(fqn.startswith(f"{outer}.") or fqn == outer for outer in blocks)
-        if inside or not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
-            continue
-        if len(module) > 1 and fp8_linears(module):
-            blocks |= {f"{fqn}.{i}".lstrip("."): child for i, child in enumerate(module)}
-    return blocks
+    stacks = repeated_stacks(model, having=fp8_linears(model))
+    return {f"{fqn}.{i}".lstrip("."): block for fqn, stack in stacks.items() for i, block in enumerate(stack)}
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,31 +1,48 @@
-"""The plan: for every Linear of a model, whether it converts, and why not. A plugin applies exactly this."""
+"""The plan: for every weight that is multiplied with the tokens, whether it converts, and why not.
+
+A plan is a value: it is made on a meta model without touching weights, prints as a table, compares, and travels as
+JSON. A plugin applies exactly what its plan says.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_lowprec.layers import selection
+from lightning_lowprec.layers.gains import DEFAULT_TOKENS, Recipe, expected_gain
+from lightning_lowprec.layers.matmuls import Matmul, matmuls
+from lightning_lowprec.layers.options import LayerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One Linear."""
+    """One weight."""
 
     fqn: str
-    """Its name in the model; ``""`` if the model is the Linear."""
+    """Its module's name in the model (stacked experts: the parameter's); ``""`` if the model is the Linear."""
+    kind: str
+    """``"Linear"``, or what else multiplies with the tokens."""
     in_features: int
     out_features: int
     kept: str | None
     """The reason why it stays in high precision; None if it converts."""
+    gain: float
+    """Expected speed of FP8 over bf16 for this shape; a published figure, see ``gains``."""
+    trains: bool
+    """Whether its weight has gradients: a frozen one skips the weight gradient's GEMM."""
+    per_token: float
+    """Products of this shape per token; above 1 for stacked experts."""
+    stored: int
+    """Weights of this shape; above 1 for stacked experts."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What conversion does to a model: a value that can be printed and compared."""
+    """What conversion does to a model."""
 
     rows: tuple[PlanRow, ...]
 
@@ -33,6 +50,10 @@ class Plan:
     def converted(self) -> tuple[str, ...]:
         """The fqns that convert, in the model's order."""
         return tuple(row.fqn for row in self.rows if row.kept is None)
+
+    def below_break_even(self) -> tuple[PlanRow, ...]:
+        """The converted rows that FP8 is expected to slow down."""
+        return tuple(row for row in self.rows if row.kept is None and row.gain < 1.0)
 
     def summary(self) -> str:
         """One line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
@@ -48,31 +69,57 @@ class Plan:
         return f"{text}, kept {len(kept)}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
-        """A table, one line per Linear."""
+        """A table, one line per weight."""
         if not self.rows:
             return "(the model has no Linear)"
         width = max(len(row.fqn) for row in self.rows)
         lines = []
         for row in self.rows:
-            shape = f"{row.in_features} -> {row.out_features}"
+            shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
             lines.append(f"{row.fqn:<{width}}  {shape:>16}  {'FP8' if row.kept is None else 'kept: ' + row.kept}")
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"rows": [asdict(row) for row in self.rows]}
 
-def make_plan(model: nn.Module, *, keep: Sequence[str] = ()) -> Plan:
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The plan that ``to_dict`` wrote."""
+        return cls(tuple(PlanRow(**row) for row in data["rows"]))
+
+
+def make_plan(model: nn.Module, options: LayerOptions | None = None, *, recipe: Recipe = "tensorwise") -> Plan:
     """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
 
     Args:
         model: any module; a root Linear is a row of its own.
-        keep: fqns, parts of fqns, or patterns that stay in high precision beside the built-in rules.
+        options: the user's wishes beside the built-in rules.
+        recipe: whose break-even points and gains are meant.
 
     Raises:
-        ValueError: a ``keep`` that matches no Linear.
+        ValueError: a name or pattern that matches no Linear, or blocks that are asked for and not there.
     """
-    by_user = selection.kept_by_user(model, keep)
-    heads = selection.output_heads(model)
-    rows = []
-    for fqn, linear in selection.linears(model).items():
-        reason = selection.unsupported(linear) or by_user.get(fqn) or heads.get(fqn)
-        rows.append(PlanRow(fqn=fqn, in_features=linear.in_features, out_features=linear.out_features, kept=reason))
-    return Plan(tuple(rows))
+    options = options or LayerOptions()
+    reasons = selection.by_user(model, options)
+    if options.only is None:
+        reasons = selection.built_in(model) | reasons
+    return Plan(tuple(_row(matmul, reasons, options, recipe) for matmul in matmuls(model)))
+
+
+def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe: Recipe) -> PlanRow:
+    gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
+    reason = selection.unsupported(matmul) or reasons.get(matmul.fqn)
+    if reason is None and options.threshold is not None and gain < options.threshold:
+        reason = f"too small to gain (below {options.threshold:g}x)"
+    return PlanRow(
+        fqn=matmul.fqn,
+        kind=matmul.kind,
+        in_features=matmul.in_features,
+        out_features=matmul.out_features,
+        kept=reason,
+        gain=gain,
+        trains=any(p.requires_grad for p in matmul.module.parameters(recurse=False)),
+        per_token=matmul.per_token,
+        stored=matmul.stored,
+    )

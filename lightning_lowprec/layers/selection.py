@@ -1,13 +1,16 @@
-"""The rules that keep a Linear in high precision. Each returns fqns with a reason, or a reason for one layer."""
+"""The rules that keep a Linear in high precision, each with its reason."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+
+from lightning_lowprec.layers.matmuls import Matmul, linears
+from lightning_lowprec.layers.options import LayerOptions
 
 FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
@@ -16,9 +19,27 @@ HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every Linear of the model (subclasses too) by fqn, in the order of ``named_modules``; a root Linear is ``""``."""
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+def unsupported(matmul: Matmul) -> str | None:
+    """Why this weight cannot convert, whatever the user wishes, or None."""
+    module = matmul.module
+    if not isinstance(module, nn.Linear):
+        return f"no Linear ({matmul.kind})"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "out_proj of a MultiheadAttention, which never calls it"
+    if type(module) is not nn.Linear:
+        return f"a subclass of Linear ({type(module).__name__})"
+    if "forward" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if module.weight.dtype not in LINEAR_DTYPES:
+        return f"weights of {module.weight.dtype}"
+    if module.in_features % FEATURE_ALIGNMENT or module.out_features % FEATURE_ALIGNMENT:
+        return f"features are no multiples of {FEATURE_ALIGNMENT}"
+    return None
+
+
+def built_in(model: nn.Module) -> dict[str, str]:
+    """What is kept unless the user names it in ``only``: output heads, routers of mixtures, LoRA adapters."""
+    return {**dict(_routers(model)), **dict(_adapters(model)), **output_heads(model)}
 
 
 def output_heads(model: nn.Module) -> dict[str, str]:
@@ -47,8 +68,9 @@ def _declared_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _tied_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for fqn, linear in linears(model).items():
-        if id(linear.weight) in embeddings:
-            yield fqn, f"output head (tied to the embedding {embeddings[id(linear.weight)]!r})"
+        tied = linear._parameters.get("weight")
+        if id(tied) in embeddings:
+            yield fqn, f"output head (tied to the embedding {embeddings[id(tied)]!r})"
 
 
 def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -57,43 +79,86 @@ def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield fqn, "output head (by name)"
 
 
-def unsupported(linear: nn.Linear) -> str | None:
-    """Why this Linear cannot convert, whatever the user wishes, or None."""
-    if type(linear) is not nn.Linear:
-        return f"a subclass of Linear ({type(linear).__name__})"
-    if "forward" in linear.__dict__:
-        return "its forward is replaced on the instance"
-    if linear.weight.dtype not in LINEAR_DTYPES:
-        return f"weights of {linear.weight.dtype}"
-    if linear.in_features % FEATURE_ALIGNMENT or linear.out_features % FEATURE_ALIGNMENT:
-        return f"features are no multiples of {FEATURE_ALIGNMENT}"
-    return None
+def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """A router in FP8 sends tokens to other experts: anything called router, and a gate beside experts."""
+    for fqn in linears(model):
+        *path, name = fqn.split(".")
+        if any(part == "router" or part.endswith("_router") for part in (*path, name)):
+            yield fqn, "router (by name)"
+        elif name == "gate" or name.endswith("_gate"):
+            siblings = dict(model.get_submodule(".".join(path)).named_children())
+            if any("expert" in sibling for sibling in siblings):
+                yield fqn, "gate beside experts"
 
 
-def kept_by_user(model: nn.Module, keep: Sequence[str]) -> dict[str, str]:
-    """The Linears that the user's names or patterns keep, by fqn.
+def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """PEFT's low-rank adapters: too narrow to gain, and the only weights that train."""
+    for fqn in linears(model):
+        if any(part.startswith("lora_") for part in fqn.split(".")):
+            yield fqn, "LoRA adapter"
 
-    A name matches whole components anywhere in the fqn (``"lm_head"``, ``"blocks.0"``); with ``*``, ``?`` or ``[``
-    it is a shell pattern over the whole fqn (``"*.mlp.*"``).
+
+def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
+    """What ``keep``, ``only`` and the first/last options keep, by fqn.
 
     Raises:
-        ValueError: a name or pattern that matches no Linear; the nearest fqns are listed.
+        ValueError: a name or pattern that matches no Linear (the nearest fqns are listed), or first and last blocks
+            of a model without stacks of blocks.
     """
-    fqns = list(linears(model))
     kept: dict[str, str] = {}
-    for pattern in keep:
-        matches = [fqn for fqn in fqns if _matches(pattern, fqn)]
-        if not matches:
-            near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
-            raise ValueError(
-                f"`keep={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
-                f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
-            )
-        kept |= dict.fromkeys(matches, f"kept by {pattern!r}")
+    if options.only is not None:
+        chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, model)}
+        kept |= {fqn: "not in `only`" for fqn in linears(model) if fqn not in chosen}
+    if options.first_last_layers_bf16:
+        kept |= _first_and_last(model, options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16)
+    for pattern in options.keep:
+        kept |= dict.fromkeys(_matching("keep", pattern, model), f"kept by {pattern!r}")
     return kept
+
+
+def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
+    """The fqns that a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches."""
+    fqns = list(linears(model))
+    matches = [fqn for fqn in fqns if _matches(pattern, fqn)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
+        raise ValueError(
+            f"`{field}={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
+            f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
+        )
+    return matches
 
 
 def _matches(pattern: str, fqn: str) -> bool:
     if any(c in pattern for c in "*?["):
         return fnmatchcase(fqn, pattern)
     return f".{pattern}." in f".{fqn}."
+
+
+def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
+    stacks = repeated_stacks(model, having=linears(model).values())
+    if not stacks:
+        raise ValueError(
+            "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and the"
+            " model has none; name the layers with `keep=[...]` instead."
+        )
+    inside: set[int] = set()
+    for stack in stacks.values():
+        blocks = list(stack)
+        for block in (*blocks[:start], *blocks[max(len(blocks) - end, 0) :]):
+            inside |= {id(module) for module in block.modules()}
+    reason = "first or last block (first_last_layers_bf16)"
+    return {fqn: reason for fqn, linear in linears(model).items() if id(linear) in inside}
+
+
+def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
+    """By fqn: the outermost ModuleLists with several children of one class that hold one of the modules ``having``."""
+    wanted = set(map(id, having))
+    stacks: dict[str, nn.ModuleList] = {}
+    for fqn, module in model.named_modules():
+        if any(fqn.startswith(f"{outer}.") or not outer for outer in stacks) or not isinstance(module, nn.ModuleList):
+            continue
+        one_class = len(module) > 1 and len({type(child) for child in module}) == 1
+        if one_class and any(id(inner) in wanted for inner in module.modules()):
+            stacks[fqn] = module
+    return stacks

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -33,8 +33,9 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.optim import LossScale, LossScaler
+from lightning_lowprec.plugins.host import in_trainer, shown_as, trainer_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 SCALER_STATE = "loss_scale"
 
 if not hasattr(TrainerPrecision, "_after_closure"):
@@ -42,31 +43,6 @@ if not hasattr(TrainerPrecision, "_after_closure"):
         "This version of lightning has no `Precision._after_closure`, which runs hooks and clipping between unscaling"
         " and stepping. lightning_lowprec supports lightning >= 2.5.0, < 2.7."
     )
-
-
-def trainer_of(module: Module | None) -> Trainer | None:
-    """The Trainer that runs ``module``, or None: a plain module, or a LightningModule inside Fabric."""
-    if not isinstance(module, LightningModule):
-        return None
-    try:
-        trainer = module.trainer
-    except RuntimeError:  # not attached
-        return None
-    return trainer if isinstance(trainer, Trainer) else None  # Fabric attaches a shim
-
-
-def _in_trainer(module: Module | None) -> TypeGuard[LightningModule]:
-    return trainer_of(module) is not None
-
-
-def _shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
-    """Let Fabric's "is this hook overridden?" find the original: it compares code objects behind ``__wrapped__``."""
-
-    def decorate(hook: F) -> F:
-        hook.__wrapped__ = original  # type: ignore[attr-defined]
-        return hook
-
-    return decorate
 
 
 class LowPrecision(TrainerPrecision):
@@ -83,6 +59,9 @@ class LowPrecision(TrainerPrecision):
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self._device: torch.device | None = None
         self._pending: list[weakref.ref[Module]] = []
+        self._modules: list[weakref.ref[Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers_checked = True
         self._in_trainer = False
 
     # ---- what a plugin defines
@@ -133,9 +112,11 @@ class LowPrecision(TrainerPrecision):
 
     def _settle_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for module in filter(None, (reference() for reference in pending)):
+        for module in _alive(pending):
             self._device = self._device or _device_of(module)
             self._settle(module, self._device)
+            self._modules = [weakref.ref(m) for m in (*_alive(self._modules), module)]
+            self._optimizers_checked = False
         self._device = self._device or default_device()
 
     def _known_device(self) -> torch.device:
@@ -143,6 +124,25 @@ class LowPrecision(TrainerPrecision):
             self._settle_pending()
         assert self._device is not None
         return self._device
+
+    # ---- optimizers
+
+    def see_optimizer(self, optimizer: Optimizer) -> None:
+        """Fabric, by the names in ``precision=``: an optimizer is set up, before its first step."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Raise if what was converted will not train; runs once per set-up, with every optimizer that is known."""
+
+    @override
+    def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        """Trainer: see all optimizers before their first step."""
+        for optimizer in optimizers if self.scaler is not None else ():
+            self.scaler.watch(optimizer)  # type: ignore[union-attr]
+        if optimizers:
+            self._check_optimizers(optimizers)
+        self._optimizers_checked = True
+        return super().connect(model, optimizers, lr_schedulers)
 
     # ---- forward
 
@@ -168,10 +168,10 @@ class LowPrecision(TrainerPrecision):
     # ---- backward
 
     @override
-    @_shown_as(FabricPrecision.pre_backward)
+    @shown_as(FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: scale the loss, then run its hooks."""
-        if not _in_trainer(module):
+        if not in_trainer(module):
             return tensor
         return super().pre_backward(self._scaled(tensor), module)
 
@@ -180,19 +180,19 @@ class LowPrecision(TrainerPrecision):
         """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the loss is scaled."""
         return self._backward_plain if self.scaler is None else self._backward_scaled
 
-    @_shown_as(FabricPrecision.backward)
+    @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        parent: Any = TrainerPrecision if _in_trainer(model) else FabricPrecision
+        parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
     def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        self._backward_plain(tensor if _in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
+        self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
 
     @override
-    @_shown_as(FabricPrecision.post_backward)
+    @shown_as(FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: run its hooks."""
-        if not _in_trainer(module):
+        if not in_trainer(module):
             return tensor
         return super().post_backward(tensor, module)
 
@@ -200,13 +200,6 @@ class LowPrecision(TrainerPrecision):
         return tensor if self.scaler is None else self.scaler.scale_loss(tensor)
 
     # ---- step
-
-    @override
-    def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: see the optimizers before their first step."""
-        for optimizer in optimizers if self.scaler is not None else ():
-            self.scaler.watch(optimizer)  # type: ignore[union-attr]
-        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def optimizer_step(
@@ -217,6 +210,9 @@ class LowPrecision(TrainerPrecision):
         **kwargs: Any,
     ) -> Any:
         """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
+        if not self._optimizers_checked and self._optimizers:
+            self._check_optimizers([*_alive(self._optimizers), optimizer])
+            self._optimizers_checked = True
         if self.scaler is not None:
             return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -297,12 +293,16 @@ class LowPrecision(TrainerPrecision):
                 self.load_state_dict(checkpoint[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but modules, which stay in their process."""
-        return {**self.__dict__, "_pending": []}
+        """Everything but modules and optimizers, which stay in their process."""
+        return {**self.__dict__, "_pending": [], "_modules": [], "_optimizers": []}
 
     def __str__(self) -> str:
         """Shown in Lightning's errors, so it names the package that this plugin is made for."""
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
+
+
+def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [value for value in (reference() for reference in references) if value is not None]
 
 
 def _device_of(module: Module) -> torch.device:

@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
+from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
+from lightning_lowprec.layers.invariants import unchanged
+from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.optim.membership import check_membership
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
@@ -36,7 +41,13 @@ class FP8TorchAO(LowPrecision):
     Args:
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
             ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
-        keep: Linears that stay in high precision beside the output head: fqns, parts of fqns, patterns.
+        keep: Linears that stay in high precision beside output heads, routers and LoRA adapters: fqns, parts of fqns,
+            patterns.
+        only: if given, just these convert, and none of the built-in rules applies.
+        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
+            ``num_layers_at_end_in_bf16`` blocks.
+        min_gain: keep layers that are expected to gain less than this over bf16; ``"auto"``: those below break-even.
+        tokens: tokens per step and device that ``min_gain`` assumes.
         base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling (tensorwise only).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         emulate: multiply dequantised codes in float32 instead of FP8 kernels. None: on CPU yes, on a GPU no, and a
@@ -58,6 +69,12 @@ class FP8TorchAO(LowPrecision):
         recipe: Recipe = "tensorwise",
         *,
         keep: Sequence[str] = (),
+        only: Sequence[str] | None = None,
+        first_last_layers_bf16: bool = False,
+        num_layers_at_start_in_bf16: int = 1,
+        num_layers_at_end_in_bf16: int = 1,
+        min_gain: float | Literal["auto"] | None = None,
+        tokens: int | None = None,
         base: Base = "bf16",
         fp8_format: FP8Format | None = None,
         emulate: bool | None = None,
@@ -69,7 +86,6 @@ class FP8TorchAO(LowPrecision):
         _check_choice("recipe", recipe, get_args(Recipe))
         _check_choice("base", base, get_args(Base))
         _check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
-        _check_keep(keep)
         _check_compile(compile)
         if recipe != "tensorwise" and base == "fp16":
             raise ValueError(
@@ -84,7 +100,15 @@ class FP8TorchAO(LowPrecision):
         super().__init__(resolve_loss_scale(base, loss_scale))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe
-        self.keep = tuple(keep)
+        self.layers = LayerOptions(
+            keep=keep,
+            only=only,
+            first_last_layers_bf16=first_last_layers_bf16,
+            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+            min_gain=min_gain,
+            tokens=tokens,
+        )
         self.base: Base = base
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
         self.emulate = emulate
@@ -148,23 +172,57 @@ class FP8TorchAO(LowPrecision):
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
         )
-        torchao.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
-        self._compile(module, device)
+        with unchanged(module):
+            torchao.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+        if plan.converted:
+            self._compile(module, device)
         if plan != self.plan:
-            rank_zero_info(f"{self.precision}: {plan.summary()}.")
-            if self.emulates(device):
-                rank_zero_info(f"{self.precision}: {self.how(device)}.")
+            self._say(plan, device)
         self.plan = plan
 
-    def _make_plan(self, module: Module) -> Plan:
-        plan = make_plan(module, keep=self.keep)
-        if not plan.converted:
-            raise ValueError(
-                f"`precision={self.precision!r}` would convert none of the {len(plan.rows)} linear layers of"
-                f" {type(module).__name__}, so nothing would run in FP8:\n{plan}\nUse a model with Linear layers whose"
-                " features are multiples of 16, or a precision without FP8 ('bf16-mixed', 'half-auto')."
+    def _say(self, plan: Plan, device: torch.device) -> None:
+        rank_zero_info(f"{self.precision}: {plan.summary()}.")
+        slow = plan.below_break_even()
+        if self.emulates(device):
+            rank_zero_info(f"{self.precision}: {self.how(device)}.")
+        elif slow:
+            names = ", ".join(f"{row.fqn} ({row.in_features} -> {row.out_features})" for row in slow[:3])
+            rank_zero_warn(
+                f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"
+                f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
+                " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
             )
-        return plan
+
+    @override
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        from lightning_lowprec.layers.torchao import FP8Linear
+
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        parameters = {
+            f"{fqn}.{name}": parameter
+            for module in modules
+            for fqn, layer in module.named_modules()
+            if isinstance(layer, FP8Linear)
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
+        check_membership(parameters, optimizers, {id(p) for module in modules for p in module.parameters()})
+
+    def _make_plan(self, module: Module) -> Plan:
+        plan = make_plan(module, self.layers, recipe=self.recipe)
+        if plan.converted:
+            return plan
+        found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
+        if self.layers.min_gain == "auto":
+            tokens = self.layers.tokens or DEFAULT_TOKENS
+            rank_zero_info(
+                f"{self.precision}: min_gain='auto' converts {found} (at {tokens} tokens per step, {SOURCE});"
+                f" everything runs in {self.base}."
+            )
+            return plan
+        raise ValueError(
+            f"`precision={self.precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"
+            " a model with Linear layers whose features are multiples of 16, or a precision without FP8 ('bf16-mixed', 'half-auto')."
+        )
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.layers.compile import compile_blocks, is_compiled
@@ -195,11 +253,6 @@ class FP8TorchAO(LowPrecision):
 def _check_choice(field: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, allowed))}.")
-
-
-def _check_keep(keep: Sequence[str]) -> None:
-    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"`keep={keep!r}` is not valid; expected a list of fqns or patterns, e.g. ['lm_head'].")
 
 
 def _check_compile(compile: object) -> None:

@@ -8,14 +8,14 @@ from benchmarks.hook_overhead import DEPTH, measure
 TRAINER_ALLOWANCE = {
     "forward_context": 1, "autocast_dtype": 1, "_known_device": 1,
     "pre_backward": 1, "backward": 1, "_backward_plain": 1, "post_backward": 1, "_scaled": 1,
-    "_in_trainer": 3, "trainer_of": 3,
+    "in_trainer": 3, "trainer_of": 3,
     "optimizer_step": 1, "clip_gradients": 1,
 }  # fmt: skip
 FABRIC_ALLOWANCE = {
     "convert_input": 1, "convert_output": 1, "_cast": 2, "<lambda>": 2,
     "forward_context": 1, "autocast_dtype": 2, "_known_device": 2,
     "pre_backward": 1, "backward": 2, "_backward_plain": 1, "post_backward": 1,  # backward: Fabric asks for it once
-    "_in_trainer": 3, "trainer_of": 3,
+    "in_trainer": 3, "trainer_of": 3,
     "optimizer_step": 1,
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import make_plan
 
 
@@ -21,12 +22,12 @@ class Decoder(nn.Module):
 
 
 def reasons(model, **kwargs):
-    return {row.fqn: row.kept for row in make_plan(model, **kwargs).rows}
+    return {row.fqn: row.kept for row in make_plan(model, LayerOptions(**kwargs)).rows}
 
 
 def test_every_linear_has_a_row_and_subclasses_are_kept():
     kept = reasons(Decoder())
-    assert kept["blocks.0.attn.out_proj"] == "a subclass of Linear (NonDynamicallyQuantizableLinear)"
+    assert kept["blocks.0.attn.out_proj"] == "out_proj of a MultiheadAttention, which never calls it"
     assert kept["lm_head"] == "output head (by name)"
     assert [fqn for fqn, reason in kept.items() if reason is None] == [
         "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down",
@@ -98,7 +99,7 @@ def test_keep_takes_names_parts_and_patterns(keep, expected):
 @pytest.mark.parametrize("pattern", ["block", "p", "blocks.2", "*.gate", "blocks.0.ups"])
 def test_keep_that_matches_nothing_raises_with_the_nearest(pattern):
     with pytest.raises(ValueError, match="matches no Linear of the model; the nearest are: '") as caught:
-        make_plan(Decoder(), keep=[pattern])
+        make_plan(Decoder(), LayerOptions(keep=[pattern]))
     assert repr(pattern) in str(caught.value)
     if pattern == "blocks.0.ups":
         assert "'blocks.0.up'" in str(caught.value)
@@ -108,13 +109,13 @@ def test_the_plan_is_a_value_and_meta_will_do():
     with torch.device("meta"):
         meta = Decoder()
     assert make_plan(meta) == make_plan(Decoder())
-    assert make_plan(meta, keep=["up"]) != make_plan(meta)
+    assert make_plan(meta, LayerOptions(keep=["up"])) != make_plan(meta)
 
 
 def test_summary_and_table():
-    plan = make_plan(Decoder(), keep=["blocks.1"])
+    plan = make_plan(Decoder(), LayerOptions(keep=["blocks.1"]))
     assert plan.summary() == (
-        "converted 2 of 7 linear layers, kept 5: a subclass of Linear (NonDynamicallyQuantizableLinear)"
+        "converted 2 of 7 linear layers, kept 5: out_proj of a MultiheadAttention, which never calls it"
         " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
         " output head (by name) ('lm_head')"
     )

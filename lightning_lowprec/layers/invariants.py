@@ -1,0 +1,85 @@
+"""What a conversion must leave as it was, checked every time one runs.
+
+Optimizer state is keyed by the order of ``parameters()``, ties are a matter of object identity, and a checkpoint of one
+of names: a conversion that bends any of these trains on without an error and is wrong. Checking costs one walk over
+the modules and touches no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Raise if the body changes what conversion must keep.
+
+    Raises:
+        RuntimeError: names the fqn, what was changed, and how it was before and after.
+    """
+    alive = [*model.modules(), *model.parameters(), *model.buffers()]  # so that no id is used twice
+    before = _facts(model)
+    yield
+    after = _facts(model)
+    for what, (old, new) in {key: (before[key], after[key]) for key in before}.items():
+        if old != new:
+            raise RuntimeError(_message(model, what, old, new))
+    del alive
+
+
+def _facts(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """By what is kept, then by fqn. Dicts compare without order, so order is a fact of its own."""
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    modules = list(model.named_modules(remove_duplicate=False))
+    return {
+        "the module object": {fqn: id(module) for fqn, module in modules},
+        "the Parameter or buffer object": {fqn: id(tensor) for fqn, tensor in tensors},
+        "the place in parameters()": {fqn: place for place, (fqn, _) in enumerate(model.named_parameters())},
+        "requires_grad": {fqn: tensor.requires_grad for fqn, tensor in tensors},
+        "the dtype": {fqn: tensor.dtype for fqn, tensor in tensors},
+        "the device": {fqn: tensor.device for fqn, tensor in tensors},
+        "the shape": {fqn: _shape(tensor) for fqn, tensor in tensors},
+        "train or eval": {fqn: module.training for fqn, module in modules},
+        "the hooks": {fqn: _hooks(module) for fqn, module in modules},
+        "the place in the state dict": _state_dict_order(model, tensors),
+    }
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size | None:
+    return None if is_lazy(tensor) else tensor.shape
+
+
+def _hooks(module: nn.Module) -> dict[str, list[int]]:
+    """Every dict of hooks a module has (forward, backward, state dict, load), as the identities of its callables."""
+    return {
+        name: [id(hook) for hook in value.values()]
+        for name, value in module.__dict__.items()
+        if name.endswith("_hooks") and isinstance(value, dict) and value
+    }
+
+
+def _state_dict_order(model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    persistent = {fqn for fqn, _ in tensors} - {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return {fqn: place for place, fqn in enumerate(fqn for fqn, _ in tensors if fqn in persistent)}
+
+
+def _message(model: nn.Module, what: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    fqn = next(fqn for fqn in {**old, **new} if old.get(fqn) != new.get(fqn))
+    name = type(model).__name__
+    return (
+        f"Conversion of {name} changed {what} of {fqn!r} (before {old.get(fqn)!r}, after {new.get(fqn)!r}); nothing"
+        " would be saved, tied or optimized as before. Leave this layer out with `keep=[...]`, and please report it."
+    )
