@@ -8,6 +8,8 @@ from types import ModuleType
 INSTALL = {
     "torchao": "pip install 'torchao>=0.13'",
     "matplotlib": "pip install 'lightning-lowprec[report]'",
+    "transformers": "pip install 'lightning-lowprec[hf]'",
+    "safetensors": "pip install 'lightning-lowprec[hf]'",
 }
 
 

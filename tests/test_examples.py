@@ -11,11 +11,13 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RUNS = {
     "fabric_loop.py": ["--steps=3"],
+    "hf_finetune.py": ["--steps=3"],
     "trainer_script.py": ["--steps=3", "--keep", "blocks.0"],
     "lightning_cli.yaml": ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"],
 }
 SAYS = {
     "fabric_loop.py": "final loss",
+    "hf_finetune.py": "loss of the saved model in float32",
     "trainer_script.py": "kept: kept by 'blocks.0'",
     "lightning_cli.yaml": "`Trainer.fit` stopped: `max_steps=3` reached",
 }

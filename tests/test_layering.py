@@ -10,7 +10,7 @@ FLOORS = [
     {"formats", "scaling", "hardware", "extras"},
     {"layers", "optim", "distributed"},
     {"plugins", "strategies", "callbacks", "precisions", "registration", "strategy_support", "recipes", "availability"},
-    {"cli", "compare", "demo"},
+    {"cli", "compare", "demo", "planning", "export"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -12,7 +12,9 @@ from lightning_lowprec import __version__
 
 COMMANDS = {
     "doctor": "what this machine can run, why not, and what to install",
+    "plan": "which layers of a model would run in FP8, why not, and what that means in FLOPs and bytes",
     "compare": "train one model under several precisions and report losses, times and memory side by side",
+    "export": "write the plain weights of a checkpoint of any precision",
     "fit": "LightningCLI's fit for any LightningModule, with the names of this package in --trainer.precision",
     "run": "launch a Fabric or Trainer script with a precision, in one process or several",
 }

@@ -31,11 +31,13 @@ def below_break_even(recipe: Recipe, in_features: int, out_features: int) -> boo
     return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
 
 
-def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS) -> float:
-    """The published gain of the nearest shape (in log space); at most 0.95 below break-even.
+def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS) -> float | None:
+    """The published gain of the nearest shape (in log space); None below break-even, where only that is published.
 
     A coarse figure: it orders layers and tells gain from loss, and is no forecast of a step's time.
     """
+    if below_break_even(recipe, in_features, out_features):
+        return None
 
     def distance(shape: tuple[int, int, int]) -> float:
         return sum(
@@ -43,5 +45,4 @@ def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: i
             for a, b in zip(shape, (tokens, max(in_features, 1), max(out_features, 1)), strict=True)
         )
 
-    gain = PUBLISHED[min(PUBLISHED, key=distance)]
-    return min(gain, 0.95) if below_break_even(recipe, in_features, out_features) else gain
+    return PUBLISHED[min(PUBLISHED, key=distance)]

@@ -30,14 +30,19 @@ class PlanRow:
     out_features: int
     kept: str | None
     """The reason why it stays in high precision; None if it converts."""
-    gain: float
-    """Expected speed of FP8 over bf16 for this shape; a published figure, see ``gains``."""
+    gain: float | None
+    """Expected speed of FP8 over bf16 for this shape, a published figure (see ``gains``); None: slower than bf16."""
     trains: bool
     """Whether its weight has gradients: a frozen one skips the weight gradient's GEMM."""
     per_token: float
     """Products of this shape per token; above 1 for stacked experts."""
     stored: int
     """Weights of this shape; above 1 for stacked experts."""
+
+    @property
+    def slower(self) -> bool:
+        """Whether FP8 is expected to lose against bf16 at this shape."""
+        return self.gain is None or self.gain < 1.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Plan:
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
         """The converted rows that FP8 is expected to slow down."""
-        return tuple(row for row in self.rows if row.kept is None and row.gain < 1.0)
+        return tuple(row for row in self.rows if row.kept is None and row.slower)
 
     def summary(self) -> str:
         """One line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
@@ -110,7 +115,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, *, recipe: 
 def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe: Recipe) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
     reason = selection.unsupported(matmul) or reasons.get(matmul.fqn)
-    if reason is None and options.threshold is not None and gain < options.threshold:
+    if reason is None and _too_small(gain, options.threshold):
         reason = f"too small to gain (below {options.threshold:g}x)"
     return PlanRow(
         fqn=matmul.fqn,
@@ -123,3 +128,9 @@ def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe:
         per_token=matmul.per_token,
         stored=matmul.stored,
     )
+
+
+def _too_small(gain: float | None, threshold: float | None) -> bool:
+    if threshold is None:
+        return False
+    return threshold >= 1.0 if gain is None else gain < threshold

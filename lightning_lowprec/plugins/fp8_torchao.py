@@ -221,7 +221,8 @@ class FP8TorchAO(LowPrecision):
             return plan
         raise ValueError(
             f"`precision={self.precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"
-            " a model with Linear layers whose features are multiples of 16, or a precision without FP8 ('bf16-mixed', 'half-auto')."
+            " a model with Linear layers whose features are multiples of 16, or a precision without FP8 ('bf16-mixed',"
+            " 'half-auto')."
         )
 
     def _compile(self, module: Module, device: torch.device) -> None:

@@ -1,0 +1,91 @@
+"""What a plan means in FLOPs and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_lowprec.layers.plan import Plan, PlanRow
+
+SEQUENCE_LENGTH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Matrix FLOPs of one training step, per token (forward 2, backward 4 per weight that trains)."""
+
+    fp8: float
+    high_precision: float
+    """Linears that are kept, and other weights that tokens are multiplied with."""
+    attention: float
+    """Scores and their sum over values, causal; 0 if the model's attention is not known."""
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of all matrix FLOPs that runs in FP8."""
+        total = self.fp8 + self.high_precision + self.attention
+        return self.fp8 / total if total else 0.0
+
+
+def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUENCE_LENGTH) -> Flops:
+    """The FLOPs of a plan.
+
+    Args:
+        plan: the plan.
+        attention_width: heads x head_dim x layers.
+        sequence_length: tokens per sequence; a causal token attends to half of them on average.
+    """
+    fp8 = sum(_of(row) for row in plan.rows if row.kept is None)
+    kept = sum(_of(row) for row in plan.rows if row.kept is not None)
+    # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
+    attention = 6.0 * sequence_length * attention_width
+    return Flops(fp8=fp8, high_precision=kept, attention=attention)
+
+
+def _of(row: PlanRow) -> float:
+    gemms = 3 if row.trains else 2
+    return 2.0 * gemms * row.per_token * row.in_features * row.out_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of a model under one precision, before any sharding, with AdamW."""
+
+    precision: str
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW's two moments, in the dtype of the weights."""
+    gathered: int
+    """What one full FSDP2 all-gather of the weights moves per rank: the wire dtype of each weight."""
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer together."""
+        return self.weights + self.gradients + self.optimizer
+
+
+# weights and gradients (and each of AdamW's moments); what FSDP2 gathers of a weight that does not convert
+LAYOUT: Mapping[str, tuple[int, int]] = {"32-true": (4, 4), "bf16-true": (2, 2), "bf16-mixed": (4, 2), "fp8": (4, 2)}
+
+
+def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
+    """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept is None)
+    rows = []
+    for name, (size, wire) in LAYOUT.items():
+        ours = name == "fp8"
+        rows.append(
+            Bytes(
+                precision=precision if ours else name,
+                weights=size * total,
+                gradients=size * trained,
+                optimizer=2 * size * trained,
+                gathered=converted + wire * (total - converted) if ours else wire * total,
+            )
+        )
+    return rows

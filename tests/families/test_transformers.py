@@ -1,0 +1,149 @@
+"""Model families of transformers: what is kept, 20 steps in FP8, and back into the plain class."""
+
+import lightning as L
+import peft
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import lightning_lowprec
+from lightning_lowprec.layers.plan import make_plan
+from lightning_lowprec.layers.torchao import fp8_linears
+
+transformers.logging.set_verbosity_error()
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+ROTARY = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 64}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**ROTARY),
+    "mistral": lambda: MistralConfig(**ROTARY),
+    "qwen2": lambda: Qwen2Config(**ROTARY, tie_word_embeddings=True),
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, intermediate_size=64),
+    "mixtral": lambda: MixtralConfig(**ROTARY, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+}
+HEADS = {name: "embed_out" if name == "gpt_neox" else "lm_head" for name in CONFIGS}
+CONVERTED = {  # per block: the linears of the architecture
+    "llama": 7, "mistral": 7, "qwen2": 7, "gpt_neox": 4, "mixtral": 4, "gpt2": 0,
+}  # fmt: skip
+
+
+def build(name):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plan(name):
+    plan = make_plan(build(name))
+    kept = {row.fqn: row.kept for row in plan.rows if row.kept is not None}
+    assert len(plan.converted) == 2 * CONVERTED[name]
+    head = next(fqn for fqn in kept if fqn.endswith(("lm_head", "embed_out")))
+    assert kept.pop(head) == "output head (get_output_embeddings())"
+    if name == "gpt2":
+        assert set(kept.values()) == {"no Linear (Conv1D)"}
+        assert len(kept) == 8
+    elif name == "mixtral":
+        assert all("gate" in fqn.rpartition("mlp.")[2] or "experts" in fqn for fqn in kept)
+        assert any("expert" in reason for reason in kept.values()), "the experts are most of the FLOPs: say so"
+        assert any("router" in reason or "gate" in reason for reason in kept.values())
+    else:
+        assert kept == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if CONVERTED[name]])
+def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
+    model = build(name)
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    assert len(fp8_linears(model)) == 2 * CONVERTED[name]
+    tokens = torch.randint(0, 96, (3, 21), generator=torch.Generator().manual_seed(1))  # 63 tokens: no multiple of 16
+    losses = []
+    for _ in range(20):
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not fp8_linears(plain)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+    with torch.no_grad():
+        exact = plain.eval()(input_ids=tokens).logits
+        ours = wrapped.eval()(input_ids=tokens).logits
+    noise = (ours.double() - exact.double()).pow(2).mean() / exact.double().pow(2).mean()
+    assert -10 * torch.log10(noise) > 20.0, "FP8's own noise is about 28 dB a layer"
+
+
+def test_logits_equal_in_bf16_when_evaluation_is_not_in_fp8(tmp_path):
+    model = build("llama")
+    plugin = lightning_lowprec.FP8TorchAO(fp8_eval=False)
+    wrapped = L.Fabric(plugins=plugin, accelerator="cpu").setup(model).eval()
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = torch.arange(48).reshape(2, 24)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(input_ids=tokens).logits.float()
+        ours = wrapped(input_ids=tokens).logits.float()
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_vision_transformer():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5))
+    fabric = L.Fabric(precision="fp8-rowwise", accelerator="cpu")
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert len(fp8_linears(model)) == 12
+    images, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
+    losses = []
+    for _ in range(20):
+        loss = wrapped(pixel_values=images, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own call
+def test_lora_trains_adapters_over_a_frozen_fp8_base(tmp_path):
+    model = build("llama")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(trainable, lr=1e-2))
+    rows = {row.fqn: row for row in fabric.strategy.precision.plan.rows}
+    adapters = {fqn for fqn in rows if "lora_" in fqn}
+    assert len(adapters) == 8
+    assert {rows[fqn].kept for fqn in adapters} == {"LoRA adapter"}
+    assert all(not row.trains for fqn, row in rows.items() if fqn not in adapters)
+    assert len(fp8_linears(model)) == 14
+    tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(20):
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    model.save_pretrained(tmp_path)
+    plain = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

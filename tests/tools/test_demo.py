@@ -1,0 +1,211 @@
+"""ByteGPT and StdlibText: what `lowprec compare` trains by default."""
+
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_lowprec.demo import ByteGPT, StdlibText
+from lightning_lowprec.demo.data import EXCLUDED_FOLDERS, STDLIB
+from lightning_lowprec.demo.model import rotate
+
+TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
+
+
+def data(**kwargs):
+    module = StdlibText(**{"block_size": 16, "batch_size": 4, "max_bytes": 20_000, "val_windows": 8, **kwargs})
+    module.setup("fit")
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i in range(12):
+        (tmp_path / f"part{i}.txt").write_text(f"{i:02d} " * 200)
+    return tmp_path
+
+
+# ---- the text
+
+
+def test_training_and_validation_read_different_files():
+    train, val = StdlibText().split()
+    assert set(train).isdisjoint(val)
+    assert len(val) == (len(train) + len(val)) // 10
+    for file in train + val:
+        assert file.suffix == ".py"
+        assert EXCLUDED_FOLDERS.isdisjoint(file.relative_to(STDLIB).parts)
+
+
+def test_the_split_does_not_depend_on_where_the_folder_lies(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for file in folder.iterdir():
+        (elsewhere / file.name).write_bytes(file.read_bytes())
+    names = [[[f.name for f in part] for part in StdlibText(root, "*.txt").split()] for root in (folder, elsewhere)]
+    assert names[0] == names[1]
+
+
+def test_batches_are_bytes_and_the_bytes_after_them():
+    module = data()
+    for loader in (module.train_dataloader(), module.val_dataloader()):
+        x, y = next(iter(loader))
+        assert x.dtype == y.dtype == torch.int64
+        assert x.shape == y.shape == (4, 16)
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert x.min() >= 0
+        assert y.max() < 256
+
+
+def test_the_seed_chooses_the_training_windows_and_leaves_validation_alone():
+    first, again, other = data(seed=1), data(seed=1), data(seed=2)
+    assert torch.equal(first.train_set.starts, again.train_set.starts)
+    assert not torch.equal(first.train_set.starts, other.train_set.starts)
+    assert torch.equal(first.val_set.starts, other.val_set.starts)
+
+
+def test_sizes_hold_and_every_window_is_whole():
+    module = data(train_windows=500)
+    assert len(module.train_set) == 500
+    assert len(module.val_set) == 8
+    assert len(module.train_set.text) == 20_000
+    assert len(module.val_set.text) == 2_000
+    assert {len(window) for pair in module.train_set for window in pair} == {16}
+    assert {len(window) for pair in module.val_set for window in pair} == {16}
+
+
+def test_the_last_byte_of_a_text_can_be_a_target(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(range(17)))  # exactly one window of block_size 16
+    module = data(root=tmp_path, pattern="*", max_bytes=1_000, train_windows=3, val_windows=2)
+    for x, y in [*module.train_set, *module.val_set]:
+        assert x.tolist() == list(range(16))
+        assert y.tolist() == list(range(1, 17))
+
+
+def test_own_text_by_folder_or_by_files(folder):
+    files = sorted(folder.glob("*.txt"))
+    assert sorted(sum(StdlibText(folder, "*.txt").split(), [])) == files
+    assert sorted(sum(StdlibText(files=[*files, files[0]]).split(), [])) == files, "a file counts once"
+    assert data(files=files).train_set.text.numel() > 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"root": "x", "files": ["y"]}, "got root='x' and `files`; expected one of them"),
+        ({"block_size": 0}, "`block_size=0` is not valid; expected an integer of at least 1"),
+        ({"val_windows": -1}, "`val_windows=-1` is not valid"),
+    ],
+)
+def test_wrong_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        StdlibText(**kwargs)
+
+
+def test_no_text_and_too_little_text(tmp_path):
+    with pytest.raises(ValueError, match=r"found 0 text files in .*pattern='\*\.py'.*expected at least 2"):
+        data(root=tmp_path)
+    (tmp_path / "one.py").write_text("x")
+    with pytest.raises(ValueError, match="found 1 text files"):
+        data(root=tmp_path)
+    (tmp_path / "two.py").write_text("y")
+    with pytest.raises(ValueError, match="text for training has 1 bytes; expected more than block_size=16"):
+        data(root=tmp_path)
+    with pytest.raises(ValueError, match="found 1 text files in `files`"):
+        data(files=[tmp_path / "one.py"])
+
+
+# ---- the model
+
+
+def test_first_loss_is_that_of_guessing():
+    torch.manual_seed(0)
+    x = torch.randint(256, (2, 129))
+    assert ByteGPT()._loss((x[:, :-1], x[:, 1:])).item() == pytest.approx(5.545, abs=0.1)  # ln 256
+
+
+def test_every_linear_can_run_in_fp8_and_the_head_is_its_own():
+    model = ByteGPT()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            assert module.in_features % 16 == 0
+            assert module.out_features % 16 == 0
+    assert model.lm_head.weight is not model.token_embedding.weight
+    assert isinstance(model.blocks, torch.nn.ModuleList)
+
+
+def test_a_byte_sees_only_the_bytes_before_it():
+    torch.manual_seed(0)
+    model = ByteGPT(**TINY)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], rtol=0, atol=0)
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_rotation_depends_on_distance_alone():
+    torch.manual_seed(0)
+    turn = ByteGPT(**TINY).turn
+    q, k = torch.randn(2, 8).double()
+    rotated_q = rotate(q.expand(16, 8), turn.double())
+    rotated_k = rotate(k.expand(16, 8), turn.double())
+    products = rotated_q @ rotated_k.T
+    for distance in (0, 3):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)
+    assert abs(products[0, 0] - products[0, 3]) > 1e-3
+
+
+def test_the_loss_is_computed_in_float32():
+    model = ByteGPT(**TINY)
+    x = torch.randint(256, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+        assert model._loss((x, x)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"width": 40}, "`width=40` is not valid; expected a multiple of 16"),
+        ({"width": 48, "heads": 5}, "multiple of 16 .* and of 2 \\* heads=10"),
+        ({"depth": 0}, "`depth=0` is not valid"),
+        ({"lr": 0.0}, "`lr=0.0` is not valid; expected a learning rate above 0"),
+    ],
+)
+def test_wrong_model_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ByteGPT(**kwargs)
+
+
+def test_too_long_a_sequence():
+    with pytest.raises(ValueError, match="tokens have length 17; expected at most block_size=16"):
+        ByteGPT(**TINY)(torch.zeros(1, 17, dtype=torch.int64))
+
+
+# ---- both
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+def test_it_learns_and_logs(tmp_path):
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=30, limit_val_batches=2, check_val_every_n_epoch=None, val_check_interval=30,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(ByteGPT(**TINY, lr=1e-2), data(batch_size=16))
+    assert trainer.callback_metrics["train_loss"] < 4.5
+    assert trainer.callback_metrics["val_loss"] < 4.5
+
+
+def test_importing_prints_nothing_and_draws_nothing():
+    code = "import sys, lightning_lowprec.demo; sys.exit('matplotlib' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""

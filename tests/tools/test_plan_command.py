@@ -1,0 +1,177 @@
+"""`lowprec plan`: sources, options, what is printed, and the figures behind it."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_lowprec.cli.main import main
+from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.planning.costs import flops, footprints
+from lightning_lowprec.planning.source import load
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def llama(tmp_path, layers):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": layers}))
+    return path
+
+
+def run_json(capsys, *args):
+    assert main(["plan", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("layers", "share"), [(4, 0.60), (8, 0.73), (16, 0.82), (32, 0.87)])
+def test_fp8_share_of_a_llama_3_8b_shape(tmp_path, capsys, layers, share):
+    """The published shares for these depths, with a bf16 head of 128k."""
+    data = run_json(capsys, llama(tmp_path, layers))
+    assert data["flops_per_token"]["fp8_share"] == pytest.approx(share, abs=0.006)
+
+
+def test_flops_and_bytes_by_hand():
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 16, bias=False), nn.Linear(16, 3, bias=False))
+    model[1].requires_grad_(False)
+    plan = make_plan(model)
+    counted = flops(plan, attention_width=10, sequence_length=7)
+    assert counted.fp8 == 6 * 32 * 64 + 4 * 64 * 16, "a frozen weight has no weight gradient"
+    assert counted.high_precision == 6 * 16 * 3
+    assert counted.attention == 6 * 7 * 10
+    total, trained, converted = 2048 + 1024 + 48, 2048 + 48, 2048 + 1024
+    by_name = {row.precision: row for row in footprints(model, plan, "fp8-hybrid")}
+    assert by_name["32-true"].state == 4 * total + 12 * trained
+    assert by_name["bf16-true"].state == 2 * total + 6 * trained
+    assert by_name["fp8-hybrid"].gathered == converted + 2 * (total - converted)
+    assert by_name["32-true"].gathered == 4 * total
+
+
+def test_a_mixture_counts_what_a_token_uses(capsys):
+    config = ["num_hidden_layers=1", "num_local_experts=8", "num_experts_per_tok=2"]
+    data = run_json(capsys, "mixtral", "--args", json.dumps(config))
+    experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
+    assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]
+    assert data["flops_per_token"]["high_precision"] > 6 * 2 * 3 * 4096 * 14336
+
+
+MODEL = """
+import lightning as L
+from torch import nn
+class Model(L.LightningModule):
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+    def configure_model(self):
+        self.late = nn.Linear(self.width, self.width)
+"""
+
+
+def test_a_lightning_module_by_class_path_is_built_without_weights(tmp_path, capsys):
+    (tmp_path / "my_plan_model.py").write_text(MODEL)
+    path = f"{tmp_path}/my_plan_model.py:Model"
+    data = run_json(capsys, path, "--args", '{"width": 64}', "--first-last-layers-bf16")
+    kept = {row["fqn"]: row["kept"] for row in data["plan"]}
+    first_last = "first or last block (first_last_layers_bf16)"
+    assert kept == {
+        "blocks.0.0": first_last,
+        "blocks.1.0": None,
+        "blocks.2.0": None,
+        "blocks.3.0": first_last,
+        "late": None,
+    }
+    assert all(p.is_meta for p in load(path, {}).model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["lightning.ckpt", "plain.pt", "model.safetensors", "folder"])
+def test_a_checkpoint(tmp_path, capsys, kind):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    path = tmp_path / kind
+    if kind == "lightning.ckpt":
+        torch.save({"state_dict": model.state_dict(), "epoch": 3}, path)
+    elif kind == "plain.pt":
+        torch.save(model.state_dict(), path)
+    else:
+        model.save_pretrained(tmp_path)
+        path = tmp_path if kind == "folder" else path
+    data = run_json(capsys, path)
+    assert {row["fqn"] for row in data["plan"] if row["kept"] is None} == set(make_plan(model).converted)
+    assert next(row for row in data["plan"] if row["fqn"] == "lm_head")["kept"].startswith("output head")
+    assert not any("embed_tokens" in row["fqn"] for row in data["plan"])
+
+
+def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
+    config = llama(tmp_path, 3)
+    assert main(["plan", str(config), "--html", str(tmp_path / "plan.html")]) == 0
+    text = capsys.readouterr().out
+    assert "converted 21 of 22 linear layers" in text
+    assert "3 x model.layers.*.self_attn.k_proj" in text
+    assert "slower than bf16" in text, "4096 -> 1024 is below tensorwise's published break-even"
+    assert "\033" not in text, "no colours in a pipe"
+    assert main(["plan", str(config), "--all"]) == 0
+    assert "model.layers.2.self_attn.k_proj" in capsys.readouterr().out
+    tags = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append((tag, dict(attrs)))
+    page = (tmp_path / "plan.html").read_text()
+    parser.feed(page)
+    assert not [attrs for _, attrs in tags if "src" in attrs or "href" in attrs], "self-contained"
+    assert "model.layers.*.mlp.down_proj" in page
+
+
+def test_min_gain_keeps_what_would_lose(tmp_path, capsys):
+    data = run_json(capsys, llama(tmp_path, 2), "--min-gain=auto")
+    kept = {row["fqn"]: row["kept"] for row in data["plan"]}
+    assert kept["model.layers.0.self_attn.k_proj"] == "too small to gain (below 1x)"
+    assert kept["model.layers.0.self_attn.q_proj"] is None
+    data = run_json(capsys, llama(tmp_path, 2), "--min-gain=1.72")
+    assert [row["fqn"] for row in data["plan"] if row["kept"] is None] == [
+        "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj",
+    ]  # fmt: skip
+
+
+def test_nothing_converts(capsys):
+    assert main(["plan", "gpt2"]) == 1
+    assert "kept: no Linear (Conv1D)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nosuch"], "`source='nosuch'` is not valid; expected a class path"),
+        (["llama", "--precision=half-auto"], "`precision='half-auto'` converts no layers; expected one of: fp8-hybrid"),
+        (["llama", "--keep", "q_projx"], "`keep='q_projx'` matches no Linear of the model; the nearest are: '"),
+        (["llama", "--only", "nope"], "`only='nope'` matches no Linear of the model"),
+        (["llama", "--min-gain=-1"], "`min_gain=-1.0` is not valid; expected None, 'auto' or a ratio above 0"),
+        (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
+        (["no.such.Model"], "No module named 'no'"),
+        (["lightning_lowprec.demo.Nope"], "has no 'Nope'"),
+    ],
+)
+def test_bad_input(args, message, capsys):
+    assert main(["plan", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_tensors_and_a_config_without_a_type(tmp_path, capsys):
+    torch.save({"epoch": 1}, tmp_path / "empty.ckpt")
+    assert main(["plan", str(tmp_path / "empty.ckpt")]) == 2
+    assert "holds no tensors" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["plan", str(tmp_path / "config.json")]) == 2
+    assert "has no `model_type`" in capsys.readouterr().err
+
+
+def test_a_plan_travels_as_json():
+    plan = make_plan(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 5)))
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
