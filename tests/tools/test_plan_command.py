@@ -54,7 +54,7 @@ def test_flops_and_bytes_by_hand():
 
 
 def test_a_mixture_counts_what_a_token_uses(capsys):
-    config = ["num_hidden_layers=1", "num_local_experts=8", "num_experts_per_tok=2"]
+    config = {"num_hidden_layers": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
     data = run_json(capsys, "mixtral", "--args", json.dumps(config))
     experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
     assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]
