@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Literal, Union, get_args
@@ -114,7 +114,7 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
         if not _patches:
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
         _check_launcher(precision)
-        given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple, set)) else [plugins]
+        given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in precisions.TABLE:
             other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)
@@ -122,12 +122,12 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
                 raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
             ours = precisions.create(precision)
             given.append(ours)
-            precision, plugins = None, given
+            precision = None
         elif isinstance(precision, str):
             validate_name(precision)
         if ours is not None:
             check_strategy(ours.precision, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
-        original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
+        original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
     return check
 

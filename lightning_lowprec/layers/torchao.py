@@ -41,6 +41,10 @@ class FP8Linear(Float8Linear):
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         if not (self.training or self.fp8_eval) or input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
+        # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))

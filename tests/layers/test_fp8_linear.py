@@ -18,6 +18,12 @@ RECIPES = {
 FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """All layers share one forward, and torch compiles one function only so many times."""
+    torch._dynamo.reset()
+
+
 def linear(recipe="tensorwise", k=32, n=48, bias=True, fp8_eval=True, dtype=torch.float32, power_of_two=None):
     torch.manual_seed(0)
     layer = nn.Linear(k, n, bias=bias, dtype=dtype)
@@ -210,6 +216,23 @@ def test_evaluation_in_high_precision_on_request():
         assert torch.equal(layer(x), exact) is not fp8_eval
         layer.train()
         assert not torch.equal(layer(x), exact)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_inference_mode_is_as_good_as_no_grad(recipe, compiled, autocast, tokens):
+    """What the Trainer's validate, test and predict run in; raw torchao raises there."""
+    layer = linear(recipe)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+        with torch.no_grad():
+            expected = layer(torch.ones(tokens, 32))
+        with torch.inference_mode():
+            output = run(torch.ones(tokens, 32))
+            assert torch.equal(output * 1, expected)
+    layer(torch.ones(tokens, 32)).sum().backward()  # training goes on
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -103,7 +103,7 @@ def test_a_name_beside_other_plugins():
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     environment = LightningEnvironment()
-    for plugins in (environment, [environment], (environment,)):
+    for plugins in (environment, [environment], (environment,), iter([environment])):
         trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, **QUIET)
         assert isinstance(trainer.precision_plugin, FP8TorchAO)
 
