@@ -10,6 +10,7 @@ that other optimizers have accumulated under the old one are brought to the new 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -43,10 +44,13 @@ class LossScale:
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
         checks = {
-            "initial": (self.initial >= self.floor, f"at least floor={self.floor!r}"),
-            "growth_factor": (self.growth_factor >= 1.0, "at least 1.0"),
+            "initial": (self.floor <= self.initial < math.inf, f"finite and at least floor={self.floor!r}"),
+            "growth_factor": (1.0 <= self.growth_factor < math.inf, "finite and at least 1.0"),
             "backoff_factor": (0.0 < self.backoff_factor <= 1.0, "in (0, 1]"),
-            "growth_interval": (self.growth_interval >= 1, "at least 1"),
+            "growth_interval": (
+                isinstance(self.growth_interval, int) and self.growth_interval >= 1,
+                "an integer of at least 1",
+            ),
             "floor": (self.floor > 0.0, "above 0"),
             "patience_at_floor": (self.patience_at_floor >= 1, "at least 1"),
         }
@@ -61,7 +65,7 @@ class LossScale:
             return value
         if value == "dynamic":
             return cls()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
             return cls(initial=float(value), growth_factor=1.0, backoff_factor=1.0, floor=float(value))
         raise ValueError(
             f"`loss_scale={value!r}` is not valid; expected 'dynamic', a number above 0 (a static scale), a LossScale."
@@ -82,6 +86,7 @@ class LossScaler:
         self._good_steps: int = 0
         self._skipped_at_floor: int = 0
         self._found_inf: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._carried: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def get_scale(self) -> float:
@@ -95,7 +100,7 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss * scale``; any shape, fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
         for optimizer in list(self._found_inf):  # unscaled for clipping, never stepped: another backward follows
-            del self._found_inf[optimizer]
+            self._carried[optimizer] = self._found_inf.pop(optimizer)  # clipping may have hidden what it found
             _multiply_grads(optimizer, self.scale)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
@@ -104,7 +109,7 @@ class LossScaler:
         self.watch(optimizer)
         if optimizer in self._found_inf:
             return
-        found = []
+        found = self._carried.pop(optimizer, [])
         for device, grads in _grads_by_device_and_dtype(optimizer):
             found_inf = torch.zeros((), device=device)
             inv_scale = torch.full((), 1.0 / self.scale, device=device)
@@ -134,15 +139,16 @@ class LossScaler:
         else:
             self._good_steps += 1
             self._skipped_at_floor = 0
-            if self._good_steps == self.config.growth_interval:
-                self.scale *= self.config.growth_factor
+            if self._good_steps >= self.config.growth_interval:
+                if self.scale * self.config.growth_factor <= torch.finfo(torch.float32).max:
+                    self.scale *= self.config.growth_factor
                 self._good_steps = 0
         if self.scale != old:
             self._rescale_pending_gradients(self.scale / old, stepped)
 
     def _back_off(self) -> None:
-        at_floor = self.scale <= self.config.floor
-        self.scale = max(self.scale * self.config.backoff_factor, self.config.floor)
+        lower = max(self.scale * self.config.backoff_factor, self.config.floor)
+        at_floor, self.scale = lower == self.scale, lower
         self._skipped_at_floor = self._skipped_at_floor + 1 if at_floor else 0
         if self._skipped_at_floor >= self.config.patience_at_floor:
             raise FloatingPointError(
@@ -168,18 +174,21 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale and the count of good steps; factors and intervals stay as configured here."""
+        if self.config.growth_factor == self.config.backoff_factor == 1.0:
+            return
         self.scale = max(float(state["scale"]), self.config.floor)
         self._good_steps = int(state["_growth_tracker"])
         self._skipped_at_floor = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Optimizers stay behind: they belong to the process that holds them."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_found_inf", "_optimizers")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_found_inf", "_carried", "_optimizers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no optimizer known."""
         self.__dict__.update(state)
         self._found_inf = weakref.WeakKeyDictionary()
+        self._carried = weakref.WeakKeyDictionary()
         self._optimizers = weakref.WeakSet()
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -101,6 +102,8 @@ class LowPrecision(TrainerPrecision):
     def convert_module(self, module: Module) -> Module:
         """Prepare ``module`` in place: now if its device is known, else at the first forward."""
         trainer = trainer_of(module)
+        if trainer is not None and trainer.precision_plugin is not self:  # left from an earlier fit; this is Fabric
+            trainer = None
         self._in_trainer = trainer is not None
         if trainer is not None:
             self._device = trainer.strategy.root_device
@@ -112,10 +115,10 @@ class LowPrecision(TrainerPrecision):
 
     def _settle_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for module in _alive(pending):
+        for module in alive(pending):
             self._device = self._device or _device_of(module)
             self._settle(module, self._device)
-            self._modules = [weakref.ref(m) for m in (*_alive(self._modules), module)]
+            self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             self._optimizers_checked = False
         self._device = self._device or default_device()
 
@@ -130,6 +133,8 @@ class LowPrecision(TrainerPrecision):
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Fabric, by the names in ``precision=``: an optimizer is set up, before its first step."""
         self._optimizers.append(weakref.ref(optimizer))
+        if self.scaler is not None:
+            self.scaler.watch(optimizer)
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Raise if what was converted will not train; runs once per set-up, with every optimizer that is known."""
@@ -211,7 +216,7 @@ class LowPrecision(TrainerPrecision):
     ) -> Any:
         """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
         if not self._optimizers_checked and self._optimizers:
-            self._check_optimizers([*_alive(self._optimizers), optimizer])
+            self._check_optimizers([*alive(self._optimizers), optimizer])
             self._optimizers_checked = True
         if self.scaler is not None:
             return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
@@ -263,7 +268,8 @@ class LowPrecision(TrainerPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer's public handle
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         if self.scaler is not None and clip_val > 0:
             self.scaler.unscale(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
@@ -301,7 +307,8 @@ class LowPrecision(TrainerPrecision):
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
 
 
-def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    """What the weak references still refer to."""
     return [value for value in (reference() for reference in references) if value is not None]
 
 

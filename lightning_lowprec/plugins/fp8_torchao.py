@@ -18,7 +18,7 @@ from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.optim.membership import check_membership
-from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.base import LowPrecision, alive
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 
@@ -195,17 +195,14 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        from lightning_lowprec.layers.torchao import FP8Linear
+        from lightning_lowprec.layers.torchao import fp8_linears
 
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        parameters = {
-            f"{fqn}.{name}": parameter
-            for module in modules
-            for fqn, layer in module.named_modules()
-            if isinstance(layer, FP8Linear)
-            for name, parameter in layer.named_parameters(recurse=False)
-        }
-        check_membership(parameters, optimizers, {id(p) for module in modules for p in module.parameters()})
+        modules = alive(self._modules)
+        of_any_module = {id(p) for module in modules for p in module.parameters()}
+        for module in modules:
+            converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}
+            parameters = dict(module.named_parameters())
+            check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)
 
     def _make_plan(self, module: Module) -> Plan:
         plan = make_plan(module, self.layers, recipe=self.recipe)

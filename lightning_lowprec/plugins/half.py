@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import bf16_refusal, default_device
 from lightning_lowprec.optim import LossScale, LossScaler
-from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.base import LowPrecision, alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 
 HalfName = Literal["bf16", "fp16", "auto"]
@@ -67,3 +67,5 @@ class HalfMixed(LowPrecision):
         if self._dtype is torch.float16:
             assert self._auto_loss_scale is not None
             self.scaler = LossScaler(self._auto_loss_scale)
+            for optimizer in alive(self._optimizers):
+                self.scaler.watch(optimizer)

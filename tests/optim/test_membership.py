@@ -84,6 +84,28 @@ def test_optimizers_set_up_apart_from_the_model_and_from_each_other():
     second.step()
 
 
+def test_a_second_model_may_get_its_optimizer_later_or_never():
+    """A GAN's discriminator, a teacher: same names, same shapes, nothing of it in any optimizer yet."""
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    generator, discriminator = model(), model()
+    first, optimizer = fabric.setup(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    second = fabric.setup_module(discriminator)
+    second(first(torch.ones(4, 16))).sum().backward()
+    optimizer.step()
+    late = fabric.setup_optimizers(torch.optim.SGD(discriminator.parameters(), lr=0.1))
+    late.step()
+
+
+def test_a_forgotten_layer_of_either_model_is_named():
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    generator, discriminator = model(), model()
+    first, optimizer = fabric.setup(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    _second = fabric.setup(discriminator, torch.optim.SGD(discriminator[0].parameters(), lr=0.1))
+    first(torch.ones(4, 16)).sum().backward()
+    with pytest.raises(RuntimeError, match=FORGOTTEN):
+        optimizer.step()
+
+
 def test_groups_and_state_of_an_early_optimizer_stay():
     net = model()
     optimizer = torch.optim.AdamW([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}])

@@ -1,0 +1,46 @@
+"""The plugins that the contract suite runs over. A new plugin enters by one line in ``EXTRA``, a new name by itself."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.optim import LossScale
+from lightning_lowprec.plugins import LowPrecision
+from lightning_lowprec.precisions import TABLE, create
+
+EXTRA: dict[str, Callable[..., LowPrecision]] = {
+    "HalfMixed-bf16": partial(HalfMixed, "bf16"),
+    "HalfMixed-fp16": partial(HalfMixed, "fp16"),
+    "FP8TorchAO": partial(FP8TorchAO),
+    "FP8TorchAO-fp16": partial(FP8TorchAO, base="fp16"),
+}
+
+
+def make(name: str, loss_scale: LossScale | None = None) -> LowPrecision:
+    """A new plugin; ``loss_scale`` is used by those that scale the loss and ignored by the others."""
+    options: dict[str, Any] = {"loss_scale": loss_scale} if loss_scale is not None and name in SCALED_NAMES else {}
+    if name in EXTRA:
+        return EXTRA[name](**options)
+    return TABLE[name].plugin(**TABLE[name].options, **options) if options else create(name)
+
+
+def _identity(name: str) -> str:
+    """Two names with the same class and options are one plugin to a test that takes long."""
+    plugin = make(name)
+    options = {key: value for key, value in vars(plugin).items() if key != "precision"}
+    return f"{type(plugin).__name__}{options}"
+
+
+NAMES = (*TABLE, *EXTRA)
+SCALED_NAMES = tuple(name for name in NAMES if make(name).scaler is not None)
+DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
+
+every_name = pytest.mark.parametrize("name", NAMES)
+"""For contracts that cost milliseconds."""
+every_plugin = pytest.mark.parametrize("name", DISTINCT)
+"""For contracts that need a fit: each class and set of options once."""
+every_scaled = pytest.mark.parametrize("name", [name for name in DISTINCT if name in SCALED_NAMES])
+every_unscaled = pytest.mark.parametrize("name", [name for name in DISTINCT if name not in SCALED_NAMES])
