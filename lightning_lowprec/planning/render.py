@@ -73,12 +73,11 @@ def _flops_lines(report: Report) -> list[str]:
 
 
 def _bytes_lines(rows: Sequence[Bytes]) -> list[str]:
-    header = f"{'GB, with AdamW':<24} {'weights':>9} {'gradients':>9} {'moments':>9} {'together':>9} {'all-gather':>10}"
+    header = f"{'with AdamW':<24} {'weights':>9} {'gradients':>9} {'moments':>9} {'together':>9} {'all-gather':>10}"
     lines = [header]
     for row in rows:
-        figures = (row.weights, row.gradients, row.optimizer, row.state)
-        cells = " ".join(f"{value / 1e9:>9.3f}" for value in figures)
-        lines.append(f"{row.precision:<24} {cells} {row.gathered / 1e9:>10.3f}")
+        cells = " ".join(f"{_size(value):>9}" for value in (row.weights, row.gradients, row.optimizer, row.state))
+        lines.append(f"{row.precision:<24} {cells} {_size(row.gathered):>10}")
     return lines
 
 
@@ -86,7 +85,8 @@ STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em aut
 table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px solid #ddd;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}tr.fp8{background:#eaf6ec}tr.slow{background:#fdf3dc}
 .bar{display:flex;height:1.4em;background:#eee}.bar span{display:block;white-space:nowrap;overflow:hidden;color:#fff;
-padding:0 .4em}.a{background:#2b6cb0}.b{background:#718096}.c{background:#b7791f}small{color:#666}"""
+padding:0 .4em}.a{background:#2b6cb0}.b{background:#718096}.c{background:#b7791f}i{display:inline-block;width:.8em;
+height:.8em;margin:0 .3em 0 .8em}small{color:#666}"""
 
 
 def page(report: Report) -> str:
@@ -94,16 +94,13 @@ def page(report: Report) -> str:
     flops = report.flops
     total = flops.fp8 + flops.high_precision + flops.attention or 1.0
     parts = (("a", "FP8", flops.fp8), ("b", "kept linear", flops.high_precision), ("c", "attention", flops.attention))
-    bar = "".join(
-        f'<span class="{css}" style="width:{100 * value / total:.2f}%">{name} {value / total:.0%}</span>'
-        for css, name, value in parts
-        if value
-    )
+    bar = "".join(f'<span class="{css}" style="width:{100 * value / total:.2f}%"></span>' for css, _, value in parts)
+    shares = "".join(f'<i class="{css}"></i>{name} {value / total:.1%} ' for css, name, value in parts if value)
     rows = "".join(_page_row(*entry) for entry in collapse(report.plan.rows))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(report.title)}</title>'
         f"<style>{STYLE}</style><h1>{escape(report.title)}</h1><p><code>precision={escape(report.precision)!r}</code>:"
-        f" {escape(report.plan.summary())}.</p><h2>Matrix FLOPs</h2><div class='bar'>{bar}</div>"
+        f" {escape(report.plan.summary())}.</p><h2>Matrix FLOPs</h2><div class='bar'>{bar}</div><p>{shares}</p>"
         f"<h2>Memory</h2>{_page_bytes(report.bytes)}<p><small>{escape(GATHER_NOTE)}</small></p>"
         "<h2>Layers</h2><table><tr><th>layer<th>count<th>in<th>out<th>verdict<th>expected gain"
         f"</tr>{rows}</table><p><small>Gains: {escape(SOURCE)}, nearest shape; coarse.</small></p></html>"
@@ -126,11 +123,20 @@ def _page_bytes(rows: Sequence[Bytes]) -> str:
     for row in rows:
         parts = (("a", "weights", row.weights), ("b", "gradients", row.gradients), ("c", "moments", row.optimizer))
         bar = "".join(
-            f'<span class="{css}" style="width:{100 * value / most:.2f}%">{name} {value / 1e9:.3g}</span>'
-            for css, name, value in parts
+            f'<span class="{css}" style="width:{100 * value / most:.2f}%">{_size(value)}</span>'
+            for css, _, value in parts
         )
         lines.append(
             f"<tr><td><code>{escape(row.precision)}</code><td style='width:60%'><div class='bar'>{bar}</div>"
-            f"<td class=n>{row.state / 1e9:.3f}<td class=n>{row.gathered / 1e9:.3f}</tr>"
+            f"<td class=n>{_size(row.state)}<td class=n>{_size(row.gathered)}</tr>"
         )
-    return f"<table><tr><th>precision<th>GB, with AdamW<th>together<th>all-gather</tr>{''.join(lines)}</table>"
+    legend = "".join(f'<i class="{css}"></i>{name} ' for css, name, _ in parts)
+    head = f"<tr><th>precision<th>with AdamW: {legend}<th>together<th>all-gather</tr>"
+    return f"<table>{head}{''.join(lines)}</table>"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e3:.3g} kB"
