@@ -1,0 +1,1 @@
+"""What `lowprec compare` does: one model, the same data, the same seed, several precisions, side by side."""

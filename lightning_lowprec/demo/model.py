@@ -1,0 +1,150 @@
+"""A byte-level GPT, small enough to train on two CPU cores in under a minute.
+
+Every Linear has dimensions that are multiples of 16, so FP8 converts all of them but the output head.
+
+Rotary positions, a short warm-up and a modest learning rate make it a fair subject for `lowprec compare`: without
+them training sits for a hundred steps on the plateau of the bigram loss and leaves it at a moment that any rounding
+moves, so that the final losses of two precisions say more about luck than about the precisions.
+"""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+VOCAB_SIZE = 256  # one token per byte
+INIT_STD = 0.05  # GPT-2's 0.02 goes with a width of 768; the narrower, the larger
+ROPE_BASE = 1000.0  # longest wavelength in bytes / 2 pi; well above any block_size of this model's size
+WARMUP_STEPS = 20
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): each pair of features turned by an angle that grows with the position.
+
+    x: (..., T, D), turn: cosines and sines (2, T, D / 2) -> (..., T, D) in the dtype of x.
+    """
+    cos, sin = turn.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attn_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.fc_in = nn.Linear(width, 4 * width)
+        self.fc_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """x: (B, T, width), turn: (2, T, width / heads / 2) -> (B, T, width)."""
+        x = x + self._attend(self.attn_norm(x), turn)
+        mlp: Tensor = self.fc_out(F.gelu(self.fc_in(self.mlp_norm(x))))
+        return x + mlp
+
+    def _attend(self, x: Tensor, turn: Tensor) -> Tensor:
+        b, t, width = x.shape
+        qkv = self.qkv(x).view(b, t, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
+        q, k = rotate(q, turn), rotate(k, turn)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, t, width))
+        return out
+
+
+class ByteGPT(L.LightningModule):
+    """A byte-level GPT with rotary positions and an untied output head.
+
+    Args:
+        depth: Number of transformer blocks.
+        width: Width of the residual stream; a multiple of 16 and of 2 * `heads`.
+        heads: Number of attention heads.
+        block_size: Longest sequence, in bytes.
+        lr: AdamW's learning rate.
+    """
+
+    def __init__(
+        self, depth: int = 4, width: int = 128, heads: int = 4, block_size: int = 128, lr: float = 1e-3
+    ) -> None:
+        super().__init__()
+        _check(depth=depth, width=width, heads=heads, block_size=block_size, lr=lr)
+        self.save_hyperparameters()
+        self.block_size = block_size
+        self.lr = lr
+        self.token_embedding = nn.Embedding(VOCAB_SIZE, width)
+        self.turn: Tensor
+        self.register_buffer("turn", _turn(block_size, width // heads), persistent=False)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, VOCAB_SIZE, bias=False)
+        self._init_weights(depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (B, T) int64, T <= block_size -> logits (B, T, 256)."""
+        t = tokens.shape[-1]
+        if t > self.block_size:
+            raise ValueError(
+                f"tokens have length {t!r}; expected at most block_size={self.block_size}: "
+                "cut the sequence or build the model with a larger block_size."
+            )
+        x = self.token_embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.turn[:, :t])
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """batch: (x, y), both (B, T) int64 -> mean cross-entropy in nats per byte."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `val_loss`, in nats per byte."""
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over all parameters, with a short linear warm-up."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        logits = self(x).float()  # softmax over half precision logits would lose digits in any precision
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    @torch.no_grad()
+    def _init_weights(self, depth: int) -> None:
+        for fqn, parameter in self.named_parameters():
+            if fqn.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=INIT_STD)
+            if fqn.endswith(("proj.weight", "fc_out.weight")):  # GPT-2: the residual stream must not grow with depth
+                parameter.mul_((2 * depth) ** -0.5)
+        nn.init.normal_(self.lm_head.weight, std=0.02)  # small logits: the first loss is ln 256
+
+
+def _turn(length: int, features: int) -> Tensor:
+    frequency = ROPE_BASE ** (-torch.arange(0, features, 2) / features)
+    angle = torch.arange(length)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def _check(*, depth: int, width: int, heads: int, block_size: int, lr: float) -> None:
+    for name, value in {"depth": depth, "heads": heads, "block_size": block_size}.items():
+        if value < 1:
+            raise ValueError(f"`{name}={value!r}` is not valid; expected an integer of at least 1.")
+    if width < 16 or width % 16 or width % (2 * heads):
+        raise ValueError(
+            f"`width={width!r}` is not valid; expected a multiple of 16 (FP8 needs it) and of 2 * heads={2 * heads}."
+        )
+    if not lr > 0:
+        raise ValueError(f"`lr={lr!r}` is not valid; expected a learning rate above 0.")

@@ -1,0 +1,307 @@
+"""`lowprec compare`: real trainings in real processes, with settings as small as they go."""
+
+import json
+import math
+import subprocess
+import sys
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_lowprec.cli.compare import run
+from lightning_lowprec.compare import runner
+from lightning_lowprec.compare.loading import build, load_class
+from lightning_lowprec.compare.progress import MARK, receive, send
+from lightning_lowprec.compare.recorder import Recorder
+from lightning_lowprec.compare.result import Comparison, PrecisionResult, judge
+from lightning_lowprec.compare.spec import CompareSpec
+
+USER_FILE = '''
+import os
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(6, 1)))
+
+    val_dataloader = train_dataloader
+
+
+class Model(L.LightningModule):
+    """Its losses are what `modes` says for this precision."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.modes = modes
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    @property
+    def mode(self):
+        return self.modes.get(self.trainer.precision)
+
+    def training_step(self, batch, batch_idx):
+        print("half a line", end="")
+        if self.mode == "kill":
+            os.kill(os.getpid(), 9)
+        if self.mode == "raise":
+            raise RuntimeError("the model has had enough")
+        return self.weight.sum() * (float("nan") if self.mode == "nan" and batch_idx == 1 else 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", torch.tensor(2.1 if self.mode == "gap" else 2.0))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+'''
+
+
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    file = tmp_path / "user_model.py"
+    file.write_text(USER_FILE)
+    return file
+
+
+# ---- real runs
+
+
+@needs_matplotlib
+def test_the_command_trains_the_demo_under_two_precisions(tmp_path, capfd):
+    out = tmp_path / "deep" / "out"
+    status = run(
+        [
+            *("--precisions=32-true, fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
+            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu", "--threads=1"),
+            *("--max-steps=7", "--val-every=3", "--val-batches=2", f"--out={out}"),
+        ]
+    )
+    stdout, stderr = capfd.readouterr()
+    assert status == 0, stdout + stderr
+    assert stdout.splitlines()[-1] == str(out / "report.html")
+    assert "32-true" in stdout
+    assert "emulated" in stdout
+    assert "7/7" in stderr, "the bar reaches the end"
+    figures = json.loads((out / "results.json").read_text())
+    assert figures["ok"] is True
+    baseline, fp8 = figures["results"]
+    for result in (baseline, fp8):
+        assert len(result["train_losses"]) == len(result["step_seconds"]) == 7
+        assert result["val_steps"] == [3, 6, 7], "and after the last step, which no interval hits"
+        assert result["peak_memory"] > 0
+        assert result["threads"] == 1
+        assert set(result["versions"]) == {"python", "torch", "lightning", "torchao", "lightning_lowprec"}
+    assert baseline["train_losses"][0] == pytest.approx(math.log(256), abs=0.1)
+    assert baseline["train_losses"] != fp8["train_losses"]
+    assert baseline["train_losses"] == pytest.approx(fp8["train_losses"], rel=0.01), "the same weights, the same data"
+    assert any("converted 4 of 5 linear layers" in note for note in fp8["notes"])
+    assert "converted 4 of 5" in (out / "report.html").read_text()
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+FAILURES = {
+    "bf16-mixed": ("raise", "failed: RuntimeError: the model has had enough"),
+    "64-true": ("nan", "failed: FloatingPointError: the training loss is nan at step 2"),
+    "bf16-true": ("kill", "failed: the process was killed by signal 9"),
+    "half-auto": ("gap", "off by more than 1%"),
+}
+
+
+@needs_matplotlib
+def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd):
+    out = user_file.parent / "out"
+    modes = {name: mode for name, (mode, _) in FAILURES.items()}
+    status = run(
+        [
+            *("--precisions", ",".join(["32-true", *FAILURES]), "--model", f"{user_file}:Model"),
+            *("--model-args", json.dumps({"modes": modes}), "--data", f"{user_file}:Data", "--val-metric=score"),
+            *("--max-steps=3", "--val-every=2", "--accelerator=cpu", "--threads=1", f"--out={out}"),
+        ]
+    )
+    stdout, stderr = capfd.readouterr()
+    assert status == 1
+    assert "half a line" in stdout
+    assert MARK not in stdout
+    assert "training_step" in stderr, "the traceback is shown"
+    *table, path = stdout.splitlines()[-7:]
+    page = Path(path).read_text()
+    figures = json.loads((out / "results.json").read_text())
+    first, *failed = figures["results"]
+    assert figures["ok"] is False
+    assert first["ok"]
+    for result, (name, (_, text)) in zip(failed, FAILURES.items(), strict=True):
+        assert not result["ok"]
+        assert result["text"].startswith(text)
+        assert any(line.startswith(name) and text in line for line in table)
+        assert escape(text) in page
+        assert (out / f"{name}.log").is_file()
+    assert failed[1]["train_losses"] == [1.0, None], "as far as it got"
+    assert first["train_losses"] == pytest.approx([1.0, 0.9, 0.8])
+    assert failed[-1]["train_losses"] == pytest.approx([1.0, 0.9, 0.8])
+    assert failed[-1]["gap"] == pytest.approx(0.05, abs=1e-6)
+
+
+# ---- before anything is trained
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    monkeypatch.setattr(runner, "run_one", lambda *_: pytest.fail("trained"))
+
+
+def test_unknown_names_fail_first(tmp_path, no_training):
+    with pytest.raises(ValueError, match=r"'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'"):
+        run(["--precisions=32-true,fp8-hybird", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_nothing_is_trained(tmp_path):
+    code = (
+        "import sys, lightning_lowprec.demo; from lightning_lowprec.cli.main import main\n"
+        "sys.modules['matplotlib'] = None\n"  # only now: torchmetrics imports it where it is installed
+        f"sys.exit(main(['compare', '--out', {str(tmp_path / 'out')!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "pip install 'lightning-lowprec[report]'" in result.stderr
+    assert result.stdout == "", "importing the demo prints nothing"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"precisions": []}, r"`precisions=\[\]` is not valid; expected a list of at least one"),
+        ({"precisions": "32-true"}, "`precisions='32-true'` is not valid; expected a list"),
+        ({"precisions": ["32-true", ""]}, "expected every name to be a non-empty string"),
+        ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
+        ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
+        ({"val_every": 2.5}, "`val_every=2.5` is not valid"),
+        ({"threads": -1}, "`threads=-1` is not valid; expected an integer of at least 0"),
+        ({"max_loss_gap": -0.1}, "`max_loss_gap=-0.1` is not valid"),
+        ({"max_loss_gap": math.nan}, "`max_loss_gap=nan` is not valid"),
+        ({"model": "Model"}, "`model='Model'` is not valid; expected package.module.Class or path/to/file.py:Class"),
+        ({"model": "gone.py:Model"}, "there is no file 'gone.py'"),
+        ({"data": "a.b:C"}, "`data='a.b:C'` is not valid"),
+        ({"model_args": {"x": object()}}, "`model_args=.* expected plain JSON values"),
+        ({"data_args": [1]}, r"`data_args=\[1\]` is not valid; expected a mapping"),
+        ({"val_metric": ""}, "`val_metric=''` is not valid"),
+    ],
+)
+def test_wrong_specs(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        CompareSpec(**kwargs)
+
+
+def test_a_spec_survives_json():
+    spec = CompareSpec(model_args={"depth": 2}, out=Path("x/y"), precisions=["32-true"])
+    assert CompareSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
+
+
+# ---- the pieces
+
+
+def result(name="32-true", **kwargs):
+    return PrecisionResult(name=name, **{"val_losses": [3.0, 2.0], "train_losses": [3.0], **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("last", "ok"),
+    [(2.0, True), (2.02, True), (1.98, True), (2.021, False), (1.979, False), (math.nan, False), (math.inf, False)],
+)
+def test_the_verdict_is_relative_and_has_two_sides(last, ok):
+    assert judge(result("x", val_losses=[last]), result(), 0.0101).ok is ok
+
+
+def test_a_failed_baseline_judges_nobody():
+    failed, other = result(error="Traceback\nBoom: it broke"), result("bf16-mixed")
+    comparison = Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"]), results=[failed, other])
+    assert [v.text for v in comparison.verdicts] == [
+        "failed: Boom: it broke",
+        "not judged: the baseline 32-true has no finite result",
+    ]
+    assert not comparison.ok
+
+
+def test_zero_baselines():
+    zero = result(val_losses=[0.0])
+    assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
+    assert not judge(result("x", val_losses=[1e-9]), zero, 0.01).ok
+
+
+def test_warm_up_steps_do_not_count():
+    assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
+    assert result(step_seconds=[9.0, 1.0]).step_time == 1
+    assert result().step_time is None
+
+
+def test_json_stays_strict(tmp_path):
+    comparison = Comparison(spec=CompareSpec(), results=[result(val_losses=[math.inf]), result("b", val_losses=[])])
+    comparison.write_json(tmp_path / "r.json")
+    figures = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert figures["results"][0]["val_losses"] == [None]
+
+
+def test_messages_travel_beside_what_the_model_prints(capsys):
+    print("no newline", end="")
+    send(step=1, loss=math.nan)
+    print("plain")
+    first, second = capsys.readouterr().out.strip("\n").split("\n")  # splitlines() would split at the mark
+    text, message = receive(first)
+    assert text == "no newline"
+    assert message["step"] == 1
+    assert math.isnan(message["loss"])
+    assert receive(second) == ("plain", None)
+    assert receive(f"{MARK}broken{{") == (f"{MARK}broken{{", None)
+
+
+@pytest.mark.parametrize(("logged", "names"), [({"score": 1.0, "acc": 2.0}, "acc, score"), ({}, "nothing")])
+def test_a_metric_that_was_not_logged(logged, names):
+    trainer = SimpleNamespace(callback_metrics=logged)
+    with pytest.raises(ValueError, match=f"`val_metric='val_loss'` was not logged; logged: {names}[.]"):
+        Recorder("val_loss", 1).on_validation_end(trainer, None)
+
+
+def test_a_training_step_without_loss_is_named():
+    with pytest.raises(ValueError, match="training_step returned no loss; expected"):
+        Recorder("val_loss", 1).on_train_batch_end(None, None, {}, None, 0)
+
+
+def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7\n")
+    file = tmp_path / "my_classes.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom neighbour_of_mine import VALUE\n"
+        "@dataclass\nclass Thing:\n    seed: int = VALUE\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    thing = load_class(f"{file}:Thing")
+    assert load_class(f"{file}:Thing") is thing, "a file is imported once"
+    assert build(f"{file}:Thing", {}, thing).seed == 7
+    assert build(f"{file}:Thing", {}, thing, seed=3).seed == 3
+    assert build(f"{file}:Thing", {"seed": 1}, thing, seed=3).seed == 1
+    with pytest.raises(AttributeError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
+        load_class(f"{file}:Thin")
+    with pytest.raises(TypeError, match="makes a OrderedDict; expected a Path"):
+        build("collections.OrderedDict", {}, Path)
+    for name in ("my_classes", "neighbour_of_mine"):
+        del sys.modules[name]
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in CompareSpec().as_dict():
+        assert f"--{option.replace('_', '-')}" in text
+    assert "32-true,bf16-mixed,fp8-hybrid" in text
