@@ -289,7 +289,7 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build(f"{file}:Thing", {}, thing).seed == 7
     assert build(f"{file}:Thing", {}, thing, seed=3).seed == 3
     assert build(f"{file}:Thing", {"seed": 1}, thing, seed=3).seed == 1
-    with pytest.raises(AttributeError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
+    with pytest.raises(ImportError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
         load_class(f"{file}:Thin")
     with pytest.raises(TypeError, match="makes a OrderedDict; expected a Path"):
         build("collections.OrderedDict", {}, Path)
