@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -101,5 +101,8 @@ def _add_options(parser: ArgumentParser) -> None:
         parser.add_argument(*names, type=int, default=1, help=f"how many blocks at the {end}")
     parser.add_argument(
         "--min_gain", "--min-gain", type=float | str | None, help="'auto' or a ratio: keep what gains less"
+    )
+    parser.add_argument(
+        "--frozen", type=Literal["convert", "keep"], default="convert", help="Linears that do not train"
     )
     parser.add_argument("--tokens", type=int | None, help="tokens per step and device that min_gain assumes")

@@ -21,6 +21,8 @@ class LayerOptions:
     """How many at the start, with ``first_last_layers_bf16``."""
     num_layers_at_end_in_bf16: int = 1
     """How many at the end, with ``first_last_layers_bf16``."""
+    frozen: Literal["convert", "keep"] = "convert"
+    """Linears whose weight does not train: their forward and input gradient run in FP8, or they stay as they are."""
     min_gain: float | Literal["auto"] | None = None
     """Keep layers whose expected gain over bf16 is below this; ``"auto"`` is break-even (1.0)."""
     tokens: int | None = None
@@ -38,6 +40,8 @@ class LayerOptions:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"`{field}={value!r}` is not valid; expected a number of layers, 0 or more.")
+        if self.frozen not in ("convert", "keep"):
+            raise ValueError(f"`frozen={self.frozen!r}` is not valid; expected one of: convert, keep.")
         if self.min_gain not in (None, "auto") and not (isinstance(self.min_gain, (int, float)) and self.min_gain > 0):
             raise ValueError(
                 f"`min_gain={self.min_gain!r}` is not valid; expected None, 'auto' or a ratio above 0, e.g. 1.2."

@@ -114,7 +114,10 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, *, recipe: 
 
 def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe: Recipe) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
+    trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
     reason = selection.unsupported(matmul) or reasons.get(matmul.fqn)
+    if reason is None and options.frozen == "keep" and not trains:
+        reason = "frozen"
     if reason is None and _too_small(gain, options.threshold):
         reason = f"too small to gain (below {options.threshold:g}x)"
     return PlanRow(
@@ -124,7 +127,7 @@ def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe:
         out_features=matmul.out_features,
         kept=reason,
         gain=gain,
-        trains=any(p.requires_grad for p in matmul.module.parameters(recurse=False)),
+        trains=trains,
         per_token=matmul.per_token,
         stored=matmul.stored,
     )

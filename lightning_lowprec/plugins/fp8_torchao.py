@@ -46,6 +46,7 @@ class FP8TorchAO(LowPrecision):
         only: if given, just these convert, and none of the built-in rules applies.
         first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
             ``num_layers_at_end_in_bf16`` blocks.
+        frozen: ``"keep"`` leaves Linears that do not train in high precision.
         min_gain: keep layers that are expected to gain less than this over bf16; ``"auto"``: those below break-even.
         tokens: tokens per step and device that ``min_gain`` assumes.
         base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling (tensorwise only).
@@ -73,6 +74,7 @@ class FP8TorchAO(LowPrecision):
         first_last_layers_bf16: bool = False,
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
+        frozen: Literal["convert", "keep"] = "convert",
         min_gain: float | Literal["auto"] | None = None,
         tokens: int | None = None,
         base: Base = "bf16",
@@ -106,6 +108,7 @@ class FP8TorchAO(LowPrecision):
             first_last_layers_bf16=first_last_layers_bf16,
             num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+            frozen=frozen,
             min_gain=min_gain,
             tokens=tokens,
         )

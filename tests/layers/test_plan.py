@@ -81,6 +81,44 @@ def test_other_reasons():
     }
 
 
+def test_frozen_layers_convert_unless_told_otherwise():
+    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    assert reasons(model) == {"0": None, "1": None}
+    assert reasons(model, frozen="keep") == {"0": "frozen", "1": None}
+    assert [row.trains for row in make_plan(model).rows] == [False, True]
+    with pytest.raises(ValueError, match=r"`frozen='never'` is not valid; expected one of: convert, keep\."):
+        LayerOptions(frozen="never")
+
+
+def test_routers_gates_beside_experts_and_adapters():
+    class MoE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(16, 16)
+            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    model = nn.Module()
+    model.moe = MoE()
+    model.router = nn.Sequential(nn.Linear(16, 16))
+    model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
+    assert reasons(model) == {
+        "moe.gate": "gate beside experts", "moe.experts.0": None, "moe.experts.1": None,
+        "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
+    }  # fmt: skip
+    assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
+    assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
+
+
+def test_first_and_last_blocks():
+    kept = reasons(Decoder(), first_last_layers_bf16=True)
+    assert kept["blocks.0.up"] == kept["blocks.1.down"] == "first or last block (first_last_layers_bf16)"
+    kept = reasons(Decoder(), first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
+    assert (kept["blocks.0.up"] is None, kept["blocks.1.up"] is None) == (False, True)
+    with pytest.raises(ValueError, match=r"`first_last_layers_bf16=True` needs a stack of blocks.*`keep=\[\.\.\.\]`"):
+        reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
+
+
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [
