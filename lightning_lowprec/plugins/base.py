@@ -13,7 +13,7 @@ The two call the same hooks with different signatures:
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ if not hasattr(TrainerPrecision, "_after_closure"):
     )
 
 
-class LowPrecision(TrainerPrecision):
+class LowPrecision(TrainerPrecision, ABC):
     """Base of every precision plugin of this package: autocast, loss scaling, the differences Trainer / Fabric.
 
     A plugin learns its device in one of three ways, the first that applies: ``bind_device`` (called by the names in
@@ -142,8 +142,9 @@ class LowPrecision(TrainerPrecision):
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: see all optimizers before their first step."""
-        for optimizer in optimizers if self.scaler is not None else ():
-            self.scaler.watch(optimizer)  # type: ignore[union-attr]
+        if self.scaler is not None:
+            for optimizer in optimizers:
+                self.scaler.watch(optimizer)
         if optimizers:
             self._check_optimizers(optimizers)
         self._optimizers_checked = True

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE
 from lightning_lowprec.registration import lightning_names, moved_seams
 
@@ -196,3 +197,8 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
     model = Half()
     model.trainer = L.Trainer(precision="fp8-hybrid", **QUIET)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
+
+
+def test_the_base_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        LowPrecision(None)
