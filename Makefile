@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -43,7 +43,7 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest tests/registration tests/contract
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/optim
 
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead

@@ -1,6 +1,9 @@
 """The wrapper is free: the same aten operations and collectives as the same torchao code by hand."""
 
+import os
+
 import pytest
+import torch.distributed as dist
 
 from benchmarks.hook_overhead import DEPTH, measure
 
@@ -18,6 +21,17 @@ FABRIC_ALLOWANCE = {
     "in_trainer": 3, "trainer_of": 3,
     "optimizer_step": 1,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def leave_no_process_group():
+    """DDP runs in this process; later tests must not find themselves distributed."""
+    environment = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|`training_step` returned|isinstance.treespec).*")
