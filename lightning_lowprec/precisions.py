@@ -31,6 +31,26 @@ TABLE: dict[str, Entry] = {
         options={"dtype": "auto"},
         summary="bf16 autocast where the device has bf16, else fp16 with loss scaling",
     ),
+    "bf16-master": Entry(
+        plugin=HalfMixed,
+        options={"dtype": "bf16", "master_weights": True},
+        summary="bf16 weights and compute, float32 masters in the optimizer",
+    ),
+    "fp16-master": Entry(
+        plugin=HalfMixed,
+        options={"dtype": "fp16", "master_weights": True},
+        summary="fp16 weights and compute, loss scaling, float32 masters in the optimizer",
+    ),
+    "bf16-remainder": Entry(
+        plugin=HalfMixed,
+        options={"dtype": "bf16", "master_weights": "remainder"},
+        summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
+    ),
+    "bf16-sr": Entry(
+        plugin=HalfMixed,
+        options={"dtype": "bf16", "master_weights": "stochastic"},
+        summary="bf16 weights and compute, no masters: updates are rounded stochastically",
+    ),
     # Transformer Engine is not supported yet, so the two names without a backend mean torchao's
     "fp8-hybrid": Entry(plugin=FP8TorchAO, summary=f"FP8 linear layers, {_TENSORWISE}; {_BF16}"),
     "fp8-hybrid-fp16": Entry(

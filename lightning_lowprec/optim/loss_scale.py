@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.optim.masters import held_masters, is_wrapped, prepare_grads
+
 LossScaleInput = Literal["dynamic"] | float
 
 
@@ -36,6 +38,8 @@ class LossScale:
     """Multiplies the scale on a step with a non-finite gradient; 1.0 never backs off."""
     growth_interval: int = 2000
     """Good steps in a row before the scale grows."""
+    hysteresis: int = 1
+    """Overflows until the scale backs off, counted since it last grew, as in Megatron (2 there): then each one does."""
     floor: float = 1.0
     """The scale never backs off below this."""
     patience_at_floor: int = 50
@@ -51,6 +55,7 @@ class LossScale:
                 isinstance(self.growth_interval, int) and self.growth_interval >= 1,
                 "an integer of at least 1",
             ),
+            "hysteresis": (isinstance(self.hysteresis, int) and self.hysteresis >= 1, "an integer of at least 1"),
             "floor": (self.floor > 0.0, "above 0"),
             "patience_at_floor": (self.patience_at_floor >= 1, "at least 1"),
         }
@@ -84,6 +89,7 @@ class LossScaler:
         self.scale: float = config.initial
         self.skipped_steps: int = 0
         self._good_steps: int = 0
+        self._overflows_left: int = config.hysteresis
         self._skipped_at_floor: int = 0
         self._found_inf: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
         self._carried: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
@@ -109,6 +115,8 @@ class LossScaler:
         self.watch(optimizer)
         if optimizer in self._found_inf:
             return
+        if is_wrapped(optimizer):
+            prepare_grads(optimizer)
         found = self._carried.pop(optimizer, [])
         for device, grads in _grads_by_device_and_dtype(optimizer):
             found_inf = torch.zeros((), device=device)
@@ -143,10 +151,14 @@ class LossScaler:
                 if self.scale * self.config.growth_factor <= torch.finfo(torch.float32).max:
                     self.scale *= self.config.growth_factor
                 self._good_steps = 0
+                self._overflows_left = self.config.hysteresis
         if self.scale != old:
             self._rescale_pending_gradients(self.scale / old, stepped)
 
     def _back_off(self) -> None:
+        self._overflows_left -= 1
+        if self._overflows_left > 0:
+            return
         lower = max(self.scale * self.config.backoff_factor, self.config.floor)
         at_floor, self.scale = lower == self.scale, lower
         self._skipped_at_floor = self._skipped_at_floor + 1 if at_floor else 0
@@ -170,6 +182,8 @@ class LossScaler:
             "backoff_factor": self.config.backoff_factor,
             "growth_interval": self.config.growth_interval,
             "_growth_tracker": self._good_steps,
+            "_overflows_left": self._overflows_left,
+            "skipped_steps": self.skipped_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,6 +192,8 @@ class LossScaler:
             return
         self.scale = max(float(state["scale"]), self.config.floor)
         self._good_steps = int(state["_growth_tracker"])
+        self._overflows_left = int(state.get("_overflows_left", self.config.hysteresis))
+        self.skipped_steps = int(state.get("skipped_steps", 0))
         self._skipped_at_floor = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,13 +219,13 @@ def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
 
 def _grads_by_device_and_dtype(optimizer: Optimizer) -> Iterator[tuple[torch.device, list[Tensor]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.is_sparse:
-                param.grad = param.grad.coalesce()  # duplicate rows could overflow only when they are summed
-            grad = param.grad._values() if param.grad.is_sparse else param.grad
-            groups[grad.device, grad.dtype].append(grad)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in (*params, *held_masters(optimizer)):
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            param.grad = param.grad.coalesce()  # duplicate rows could overflow only when they are summed
+        grad = param.grad._values() if param.grad.is_sparse else param.grad
+        groups[grad.device, grad.dtype].append(grad)
     for (device, _), grads in groups.items():
         yield device, grads

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
@@ -24,9 +24,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
@@ -34,10 +34,10 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.optim import LossScale, LossScaler
-from lightning_lowprec.plugins.host import in_trainer, shown_as, trainer_of
-
-T = TypeVar("T")
-SCALER_STATE = "loss_scale"
+from lightning_lowprec.optim.masters import grads_shown, is_wrapped, main_params, prepare_grads
+from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
+from lightning_lowprec.plugins.master_weights import Masters
+from lightning_lowprec.plugins.scale_state import SCALER_STATE, log_loss_scale, stored_loss_scale
 
 if not hasattr(TrainerPrecision, "_after_closure"):
     raise ImportError(
@@ -56,14 +56,16 @@ class LowPrecision(TrainerPrecision, ABC):
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
 
-    def __init__(self, loss_scale: LossScale | None) -> None:
+    def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
+        self.masters = masters
         self._device: torch.device | None = None
         self._pending: list[weakref.ref[Module]] = []
         self._modules: list[weakref.ref[Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._optimizers_checked = True
         self._in_trainer = False
+        self._will_train = True
 
     # ---- what a plugin defines
 
@@ -105,10 +107,12 @@ class LowPrecision(TrainerPrecision, ABC):
         if trainer is not None and trainer.precision_plugin is not self:  # left from an earlier fit; this is Fabric
             trainer = None
         self._in_trainer = trainer is not None
+        # evaluated before fit, weights stay float32 (autocast rounds them the same way), and fit's masters lose nothing
+        self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self._device = trainer.strategy.root_device
         self._pending.append(weakref.ref(module))
-        may_still_move = default_device().type != "cpu" and _device_of(module).type == "cpu"
+        may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         if self._device is not None or not may_still_move:
             self._settle_pending()
         return module
@@ -116,10 +120,15 @@ class LowPrecision(TrainerPrecision, ABC):
     def _settle_pending(self) -> None:
         pending, self._pending = self._pending, []
         for module in alive(pending):
-            self._device = self._device or _device_of(module)
+            self._device = self._device or device_of(module)
             self._settle(module, self._device)
+            if self.masters is not None and self._will_train:
+                self.masters.cast(module, self.autocast_dtype)
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             self._optimizers_checked = False
+        if self.masters is not None:
+            for optimizer in alive(self._optimizers):
+                self.masters.give(optimizer)
         self._device = self._device or default_device()
 
     def _known_device(self) -> torch.device:
@@ -135,6 +144,8 @@ class LowPrecision(TrainerPrecision, ABC):
         self._optimizers.append(weakref.ref(optimizer))
         if self.scaler is not None:
             self.scaler.watch(optimizer)
+        if self.masters is not None:
+            self.masters.give(optimizer)
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Raise if what was converted will not train; runs once per set-up, with every optimizer that is known."""
@@ -142,9 +153,13 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: see all optimizers before their first step."""
-        if self.scaler is not None:
-            for optimizer in optimizers:
+        for optimizer in optimizers:
+            if self.scaler is not None:
                 self.scaler.watch(optimizer)
+            if self.masters is not None:
+                self.masters.give(optimizer)
+        if self.masters is not None:
+            self.masters.forget()
         if optimizers:
             self._check_optimizers(optimizers)
         self._optimizers_checked = True
@@ -164,12 +179,12 @@ class LowPrecision(TrainerPrecision, ABC):
         if self._in_trainer:
             return data
         self._known_device()
-        return _cast(data, self.autocast_dtype)
+        return cast_floating(data, self.autocast_dtype)
 
     @override
     def convert_output(self, data: Any) -> Any:
         """Floating-point tensors to the default dtype (Fabric only calls this)."""
-        return _cast(data, torch.get_default_dtype())
+        return cast_floating(data, torch.get_default_dtype())
 
     # ---- backward
 
@@ -219,6 +234,8 @@ class LowPrecision(TrainerPrecision, ABC):
         if not self._optimizers_checked and self._optimizers:
             self._check_optimizers([*alive(self._optimizers), optimizer])
             self._optimizers_checked = True
+        if self.masters is not None:
+            self.masters.give(optimizer)  # Fabric without the names: the first that is seen of it
         if self.scaler is not None:
             return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -245,8 +262,13 @@ class LowPrecision(TrainerPrecision, ABC):
         skipped = result is None and model.automatic_optimization  # training_step returned None: no gradients
         if not skipped:
             scaler.unscale(optimizer)
-        self._after_closure(model, optimizer)
-        return result if skipped else scaler.step(optimizer, **kwargs)
+        with grads_shown(optimizer):
+            self._after_closure(model, optimizer)
+        if skipped:
+            return result
+        output = scaler.step(optimizer, **kwargs)
+        log_loss_scale(scaler, model.trainer)
+        return output
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -255,11 +277,18 @@ class LowPrecision(TrainerPrecision, ABC):
         Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
         """
         if self.scaler is None:
+            if is_wrapped(optimizer):
+                prepare_grads(optimizer)
             return
         self.scaler.unscale(optimizer)
         if self.scaler.found_inf(optimizer):
-            for group in optimizer.param_groups:
-                torch._foreach_zero_([p.grad for p in group["params"] if p.grad is not None])
+            for grad in [p.grad for p in self.main_params(optimizer) if p.grad is not None]:
+                grad.zero_()
+
+    @override
+    def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
+        """What the optimizer updates, for clipping and for looking at gradients: float32 masters where there are."""
+        return main_params(optimizer)
 
     @override
     def clip_gradients(
@@ -271,8 +300,10 @@ class LowPrecision(TrainerPrecision, ABC):
         """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self.scaler is not None and clip_val > 0:
+        if clip_val > 0 and self.scaler is not None:
             self.scaler.unscale(optimizer)
+        elif clip_val > 0 and is_wrapped(optimizer):
+            prepare_grads(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state
@@ -285,7 +316,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale if both runs scale the loss; a scale that has no use here is dropped, and logged."""
-        stored = _stored_loss_scale(state_dict)
+        stored = stored_loss_scale(state_dict)
         if stored is not None and self.scaler is not None:
             self.scaler.load_state_dict(stored)
         elif stored is not None:
@@ -306,23 +337,3 @@ class LowPrecision(TrainerPrecision, ABC):
     def __str__(self) -> str:
         """Shown in Lightning's errors, so it names the package that this plugin is made for."""
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
-
-
-def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    """What the weak references still refer to."""
-    return [value for value in (reference() for reference in references) if value is not None]
-
-
-def _device_of(module: Module) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return default_device() if parameter is None or parameter.is_meta else parameter.device
-
-
-def _cast(data: Any, dtype: torch.dtype) -> Any:
-    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _stored_loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
-    """The loss scale in our plugins' state, or in that of Lightning's MixedPrecision (a GradScaler's)."""
-    found = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
-    return found or None

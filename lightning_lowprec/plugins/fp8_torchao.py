@@ -18,9 +18,11 @@ from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.optim.membership import check_membership
-from lightning_lowprec.plugins.base import LowPrecision, alive
+from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.half import DTYPES
+from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.plugins.master_weights import Masters, MasterWeights, resolve_master_weights
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]
@@ -36,7 +38,7 @@ _NAMES = {
 
 
 class FP8TorchAO(LowPrecision):
-    """float32 weights, the GEMMs of the Linear layers in FP8, everything else under autocast.
+    """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
     Args:
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
@@ -58,6 +60,8 @@ class FP8TorchAO(LowPrecision):
         fp8_eval: whether validation, test and prediction run in FP8 too.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
         loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
+        master_weights: as in :class:`HalfMixed`: weights in ``base`` with float32 masters.
+        buffer_dtype: as in :class:`HalfMixed`.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -84,22 +88,15 @@ class FP8TorchAO(LowPrecision):
         fp8_eval: bool = True,
         round_scales_to_power_of_2: bool | None = None,
         loss_scale: LossScaleChoice = "auto",
+        master_weights: MasterWeights = False,
+        buffer_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_choice("recipe", recipe, get_args(Recipe))
-        _check_choice("base", base, get_args(Base))
-        _check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
-        _check_compile(compile)
-        if recipe != "tensorwise" and base == "fp16":
-            raise ValueError(
-                f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"
-                " use `base='bf16'` or `recipe='tensorwise'`."
-            )
-        if recipe != "tensorwise" and fp8_format == "hybrid":
-            raise ValueError(
-                f"`fp8_format='hybrid'` is not valid with `recipe={recipe!r}`, which uses e4m3 everywhere; use"
-                " `fp8_format='e4m3'` or `recipe='tensorwise'`."
-            )
-        super().__init__(resolve_loss_scale(base, loss_scale))
+        _check(recipe, base, fp8_format, compile)
+        config = resolve_master_weights(base, master_weights)
+        if config is None and buffer_dtype is not None:
+            raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
+        masters = None if config is None else Masters(config, buffer_dtype)
+        super().__init__(resolve_loss_scale(base, loss_scale), masters)
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe
         self.layers = LayerOptions(
@@ -249,6 +246,23 @@ class FP8TorchAO(LowPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, and which backend computed the FP8 GEMMs."""
         return {**super().state_dict(), "backend": BACKEND}
+
+
+def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> None:
+    _check_choice("recipe", recipe, get_args(Recipe))
+    _check_choice("base", base, get_args(Base))
+    _check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
+    _check_compile(compile)
+    if recipe != "tensorwise" and base == "fp16":
+        raise ValueError(
+            f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"
+            " use `base='bf16'` or `recipe='tensorwise'`."
+        )
+    if recipe != "tensorwise" and fp8_format == "hybrid":
+        raise ValueError(
+            f"`fp8_format='hybrid'` is not valid with `recipe={recipe!r}`, which uses e4m3 everywhere; use"
+            " `fp8_format='e4m3'` or `recipe='tensorwise'`."
+        )
 
 
 def _check_choice(field: str, value: object, allowed: Sequence[object]) -> None:

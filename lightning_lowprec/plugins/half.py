@@ -11,34 +11,63 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import bf16_refusal, default_device
 from lightning_lowprec.optim import LossScale, LossScaler
-from lightning_lowprec.plugins.base import LowPrecision, alive
+from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.plugins.master_weights import Masters, MasterWeights, resolve_master_weights
 
 HalfName = Literal["bf16", "fp16", "auto"]
+_NAMES: dict[tuple[str, str | None], str] = {
+    ("auto", None): "half-auto",
+    ("bf16", None): "bf16-mixed",
+    ("fp16", None): "16-mixed",
+    ("fp16", "fp32"): "fp16-master",
+    ("bf16", "fp32"): "bf16-master",
+    ("bf16", "remainder"): "bf16-remainder",
+    ("bf16", "stochastic"): "bf16-sr",
+    **{("auto", form): "half-auto-master" for form in ("fp32", "remainder", "stochastic")},
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class HalfMixed(LowPrecision):
-    """float32 weights, half-precision compute by ``torch.autocast``.
+    """Half-precision compute by ``torch.autocast``, over float32 weights or over half weights with float32 masters.
 
     Args:
         dtype: ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the device has it, else fp16.
         loss_scale: ``"auto"`` (dynamic for fp16, none for bf16), ``"dynamic"``, a number for a static scale, or a
             :class:`~lightning_lowprec.optim.LossScale`.
 
+        master_weights: False keeps float32 weights. Otherwise the weights are half and the optimizer updates float32
+            masters: ``True`` keeps them (4 bytes per parameter), ``"remainder"`` keeps the exact masters in 2 bytes
+            (bf16), ``"stochastic"`` keeps none and rounds the updated weights stochastically (bf16). A
+            :class:`~lightning_lowprec.optim.MasterConfig` says more: stochastically rounded bf16 moments, the seed.
+        buffer_dtype: with masters, what floating-point buffers are cast to; None leaves them (rotary tables and
+            running statistics want float32).
+
     Raises:
         ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; none with fp16.
     """
 
-    def __init__(self, dtype: HalfName = "auto", *, loss_scale: LossScaleChoice = "auto") -> None:
+    def __init__(
+        self,
+        dtype: HalfName = "auto",
+        *,
+        loss_scale: LossScaleChoice = "auto",
+        master_weights: MasterWeights = False,
+        buffer_dtype: torch.dtype | None = None,
+    ) -> None:
         if dtype not in get_args(HalfName):
             raise ValueError(f"`dtype={dtype!r}` is not valid; expected one of: {', '.join(get_args(HalfName))}.")
         self._dtype: torch.dtype | None = DTYPES.get(dtype)
         # "auto" checks the arguments as fp16 would; whether they are used is decided on the device
         scale = resolve_loss_scale("fp16" if dtype == "auto" else dtype, loss_scale)
         self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
-        super().__init__(None if dtype == "auto" else scale)
-        self.precision = {"auto": "half-auto", "bf16": "bf16-mixed", "fp16": "16-mixed"}[dtype]
+        config = resolve_master_weights(dtype, master_weights)
+        if config is None and buffer_dtype is not None:
+            raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
+        super().__init__(None if dtype == "auto" else scale, None if config is None else Masters(config, buffer_dtype))
+        self.precision = _NAMES[dtype, None if config is None else config.form]
 
     @property
     @override
@@ -65,6 +94,11 @@ class HalfMixed(LowPrecision):
         rank_zero_info(f"{self.precision}: {self.how(device)}.")
         self._dtype = torch.bfloat16 if bf16_refusal(device) is None else torch.float16
         if self._dtype is torch.float16:
+            if self.masters is not None and self.masters.config.form != "fp32":
+                raise RuntimeError(
+                    f"`master_weights={self.masters.config.form!r}` needs bf16, but {bf16_refusal(device)}; use"
+                    " `master_weights=True`."
+                )
             assert self._auto_loss_scale is not None
             self.scaler = LossScaler(self._auto_loss_scale)
             for optimizer in alive(self._optimizers):

@@ -1,13 +1,20 @@
-"""Who runs a module, Trainer or Fabric, and what Fabric sees of a plugin's hooks."""
+"""Who runs a module, Trainer or Fabric, on which device; and what Fabric sees of a plugin's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.nn import Module
 
+from lightning_lowprec.hardware import default_device
+
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,3 +42,19 @@ def shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
         return hook
 
     return decorate
+
+
+def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    """What the weak references still refer to."""
+    return [value for value in (reference() for reference in references) if value is not None]
+
+
+def device_of(module: Module) -> torch.device:
+    """Where the module's parameters are; a module without any, or on meta, will be where Lightning puts it."""
+    parameter = next(module.parameters(), None)
+    return default_device() if parameter is None or parameter.is_meta else parameter.device
+
+
+def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+    """The floating-point tensors of any collection, cast; everything else as it is."""
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -15,7 +15,7 @@ TRAINER_ALLOWANCE = {
     "optimizer_step": 1, "clip_gradients": 1,
 }  # fmt: skip
 FABRIC_ALLOWANCE = {
-    "convert_input": 1, "convert_output": 1, "_cast": 2, "<lambda>": 2,
+    "convert_input": 1, "convert_output": 1, "cast_floating": 2, "<lambda>": 2,
     "forward_context": 1, "autocast_dtype": 2, "_known_device": 2,
     "pre_backward": 1, "backward": 2, "_backward_plain": 1, "post_backward": 1,  # backward: Fabric asks for it once
     "in_trainer": 3, "trainer_of": 3,

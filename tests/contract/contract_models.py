@@ -18,6 +18,21 @@ OVERFLOW = torch.tensor([float("inf"), 4.0])
 """A batch whose gradient is not finite."""
 
 
+def same(actual: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
+    """Equal; half-precision weights stand for float32 masters, so they may be off by the rounding of one step."""
+    if actual.dtype == expected.dtype and rtol == 0.0:
+        return torch.equal(actual, expected)
+    if actual.dtype != expected.dtype:
+        rtol = max(rtol, torch.finfo(actual.dtype).eps)
+    return bool(((actual.float() - expected.float()).abs() <= rtol * expected.float().abs()).all())
+
+
+def assert_same(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> None:
+    """``torch.testing.assert_close``, for weights that may be half precision too."""
+    assert atol == 0
+    assert same(actual, expected, rtol), f"{actual} is not {expected}"
+
+
 class Batches:
     """An iterable of batches; unlike a DataLoader it makes Lightning advise nothing."""
 

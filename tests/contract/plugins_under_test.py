@@ -5,26 +5,40 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.optim import LossScale
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE, create
 
+HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master")
+"""Plugins whose gradients are fp16 until the masters take them."""
+
 EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "HalfMixed-bf16": partial(HalfMixed, "bf16"),
     "HalfMixed-fp16": partial(HalfMixed, "fp16"),
     "FP8TorchAO": partial(FP8TorchAO),
     "FP8TorchAO-fp16": partial(FP8TorchAO, base="fp16"),
+    "FP8TorchAO-master": partial(FP8TorchAO, master_weights=True),
+    "FP8TorchAO-fp16-master": partial(FP8TorchAO, base="fp16", master_weights=True),
 }
 
 
 def make(name: str, loss_scale: LossScale | None = None) -> LowPrecision:
     """A new plugin; ``loss_scale`` is used by those that scale the loss and ignored by the others."""
+    if loss_scale is None and name in HALF_GRADIENTS:
+        loss_scale = LossScale(initial=8.0)  # fp16 gradients overflow at the default, as they should
     options: dict[str, Any] = {"loss_scale": loss_scale} if loss_scale is not None and name in SCALED_NAMES else {}
     if name in EXTRA:
         return EXTRA[name](**options)
     return TABLE[name].plugin(**TABLE[name].options, **options) if options else create(name)
+
+
+def weight_dtype(name: str) -> torch.dtype:
+    """The dtype of a module's weights under this plugin."""
+    plugin = make(name)
+    return torch.float32 if plugin.masters is None else plugin.autocast_dtype
 
 
 def _identity(name: str) -> str:
@@ -35,7 +49,7 @@ def _identity(name: str) -> str:
 
 
 NAMES = (*TABLE, *EXTRA)
-SCALED_NAMES = tuple(name for name in NAMES if make(name).scaler is not None)
+SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
 
 every_name = pytest.mark.parametrize("name", NAMES)

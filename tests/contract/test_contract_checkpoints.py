@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contract_models import Net, assert_same_tensors, fabric_with, net, random_batches, train_in_fabric, trainer_with
-from plugins_under_test import every_plugin, make
+from plugins_under_test import every_plugin, make, weight_dtype
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 
@@ -42,13 +42,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @every_plugin
 def test_trainer_checkpoint_needs_no_pickle_and_has_the_plain_state_dict(name: str, tmp_path: Path) -> None:
-    """As that of 32-true does: plain tensors under plain names."""
+    """As that of 32-true does: plain tensors under plain names. Masters add a tensor per weight to the optimizer's."""
     for plugin, path in ((make(name), tmp_path / "ours.ckpt"), ("32-true", tmp_path / "stock.ckpt")):
         save_with_trainer(plugin, path)
     ours = torch.load(tmp_path / "ours.ckpt", weights_only=True)
     stock = torch.load(tmp_path / "stock.ckpt", weights_only=True)
     own_key = {type(make(name)).__qualname__}
     assert ours.keys() - own_key == stock.keys()
+    if make(name).masters is not None:
+        stock["state_dict"] = net().to(weight_dtype(name)).state_dict()
+        for state in ours["optimizer_states"]:
+            state["param_groups"][0].pop("rounding_step", None)
+            masters = [entry.pop("master_param", None) for entry in state["state"].values()]
+            assert all(m is None or m.dtype is torch.float32 for m in masters)
     for part in ("state_dict", "optimizer_states"):
         assert_same_layout(ours[part], stock[part])
 
@@ -76,8 +82,8 @@ def test_fabric_checkpoint_needs_no_pickle_and_has_the_plain_state_dict(name: st
     state = {"model": wrapped, "optimizer": optimizer, "precision": fabric.strategy.precision}
     fabric.save(tmp_path / "ours.ckpt", state)
     loaded = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-    assert_same_layout(dict(loaded["model"]), dict(net().state_dict()))
-    plain = net()
+    assert_same_layout(dict(loaded["model"]), dict(net().to(weight_dtype(name)).state_dict()))
+    plain = net().to(weight_dtype(name))
     plain.load_state_dict(loaded["model"], strict=True)
     assert_same_tensors(dict(plain.state_dict()), dict(module.state_dict()))
 

@@ -15,6 +15,7 @@ from contract_models import (
     fabric_with,
     net,
     random_batches,
+    same,
     scale_of,
     train_in_fabric,
     trainer_with,
@@ -160,7 +161,7 @@ def test_fabric_setup_order_does_not_matter(name: str, order: str) -> None:
         opt = fabric.setup_optimizers(optimizer)
         wrapped = fabric.setup_module(module)
     train_in_fabric(fabric, wrapped, opt, random_batches(2))
-    assert all(not torch.equal(p, before[fqn]) for fqn, p in module.named_parameters())
+    assert all(not same(p, before[fqn]) for fqn, p in module.named_parameters())
 
 
 @every_plugin
@@ -170,7 +171,7 @@ def test_frozen_parameters_stay_frozen(name: str) -> None:
     frozen = module.layers[0].weight.detach().clone()
     trainer_with(make(name)).fit(module, random_batches(2))
     assert not module.layers[0].weight.requires_grad
-    assert torch.equal(module.layers[0].weight, frozen)
+    assert same(module.layers[0].weight, frozen)
     assert module.layers[3].weight.requires_grad
 
 
@@ -186,7 +187,7 @@ def test_module_that_left_a_trainer_belongs_to_fabric(name: str) -> None:
     wrapped, opt = fabric.setup(module, optimizer)
     opt.zero_grad()
     fabric.backward(wrapped(X))
-    assert torch.equal(module.w.grad, X * scale_of(plugin))
+    assert same(module.w.grad, X * scale_of(plugin))
     opt.step()
-    assert torch.equal(module.w, -X)
+    assert same(module.w, -X)
     assert plugin.convert_input(X).dtype == plugin.autocast_dtype

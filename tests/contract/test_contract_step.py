@@ -15,6 +15,7 @@ from contract_models import (
     fabric_with,
     net,
     random_batches,
+    same,
     scale_of,
     trainer_with,
 )
@@ -30,7 +31,7 @@ def test_trainer_steps_once_per_batch(name: str) -> None:
     probe = Probe()
     trainer_with(make(name), max_epochs=2).fit(probe, Batches(X, Y, X))
     assert len(probe.optimizer.calls) == 6
-    assert torch.equal(probe.w, -2 * (X + Y + X))
+    assert same(probe.w, -2 * (X + Y + X))
 
 
 @every_plugin
@@ -41,7 +42,7 @@ def test_fabric_steps_once_per_call(name: str) -> None:
         fabric.backward(module(batch))
         optimizer.step()
     assert len(raw.calls) == 3
-    assert torch.equal(probe.w, -(X + Y + X))
+    assert same(probe.w, -(X + Y + X))
 
 
 @every_plugin
@@ -50,7 +51,7 @@ def test_trainer_accumulates(name: str) -> None:
     probe = Probe()
     trainer_with(make(name), accumulate_grad_batches=2).fit(probe, Batches(X, Y, Y, Y))
     assert len(probe.optimizer.calls) == 2
-    assert torch.equal(probe.w, -((X + Y) / 2 + Y))
+    assert same(probe.w, -((X + Y) / 2 + Y))
 
 
 @every_plugin
@@ -62,7 +63,7 @@ def test_fabric_accumulates(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len(raw.calls) == 2
-    assert torch.equal(probe.w, -(X + 3 * Y))
+    assert same(probe.w, -(X + 3 * Y))
 
 
 class SometimesNone(Probe):
@@ -77,7 +78,7 @@ class SometimesNone(Probe):
 def test_training_step_that_returns_none_skips_the_step(name: str) -> None:
     plugin, probe = make(name), SometimesNone()
     trainer_with(plugin).fit(probe, Batches(X, Y, X, Y))
-    assert torch.equal(probe.w, -2 * X)
+    assert same(probe.w, -2 * X)
     if plugin.scaler is not None:
         assert len(probe.optimizer.calls) == 2
         assert plugin.scaler.state_dict()["_growth_tracker"] == 2  # a batch without a loss is no good step
@@ -94,7 +95,7 @@ def test_trainer_passes_step_arguments_through(name: str) -> None:
     probe = StepArguments()
     trainer_with(make(name)).fit(probe, Batches(X, Y))
     assert probe.optimizer.calls == [{"flavour": "sour", "number": 0}, {"flavour": "sour", "number": 1}]
-    assert torch.equal(probe.w, -(X + Y))
+    assert same(probe.w, -(X + Y))
 
 
 @every_plugin
@@ -109,7 +110,7 @@ def test_trainer_passes_step_arguments_through_in_manual_optimization(name: str)
     probe.automatic_optimization = False
     trainer_with(make(name)).fit(probe, Batches(X, Y))
     assert probe.optimizer.calls == [{"flavour": "sweet"}] * 2
-    assert torch.equal(probe.w, -(X + Y))
+    assert same(probe.w, -(X + Y))
 
 
 @every_plugin
@@ -120,7 +121,7 @@ def test_plugin_passes_step_arguments_through_without_a_trainer(name: str) -> No
     probe.w.grad = X * scale_of(plugin)
     plugin.optimizer_step(optimizer, flavour="salty")
     assert optimizer.calls == [{"flavour": "salty"}]
-    assert torch.equal(probe.w, -X)
+    assert same(probe.w, -X)
 
 
 @every_plugin
@@ -137,9 +138,9 @@ def test_fabric_step_runs_a_closure_once_and_returns_its_result(name: str) -> No
         return loss
 
     assert optimizer.step(closure) == 2.5
-    assert torch.equal(torch.stack(calls), X[None] * scale_of(plugin))
+    assert same(torch.stack(calls), X[None] * scale_of(plugin))
     assert len(raw.calls) == 1
-    assert torch.equal(probe.w, -X)
+    assert same(probe.w, -X)
 
 
 @every_plugin
@@ -158,7 +159,7 @@ def test_manual_step_runs_a_closure_once(name: str) -> None:
     probe.automatic_optimization = False
     trainer_with(make(name)).fit(probe, Batches(X, Y))
     assert len(probe.optimizer.calls) == 2
-    assert torch.equal(probe.w, -(X + Y))
+    assert same(probe.w, -(X + Y))
 
 
 class StepsTwice(Net):
@@ -233,7 +234,7 @@ def test_lbfgs_in_the_trainer_equals_plain_torch(name: str) -> None:
     probe = LBFGSProbe()
     trainer_with(make(name)).fit(probe, Batches(TARGET, TARGET))
     w, calls = plain_lbfgs(2)
-    assert torch.equal(probe.w, w)
+    assert same(probe.w, w)
     assert probe.calls == calls > 2
 
 
@@ -251,7 +252,7 @@ def test_lbfgs_in_fabric_equals_plain_torch(name: str) -> None:
     for _ in range(2):
         optimizer.step(closure)
     w, calls = plain_lbfgs(2)
-    assert torch.equal(probe.w, w)
+    assert same(probe.w, w)
     assert probe.calls == calls > 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_models import OVERFLOW, Batches, CountingSGD, Probe, X, fabric_with, scale_of, trainer_with
+from contract_models import OVERFLOW, Batches, CountingSGD, Probe, X, fabric_with, same, scale_of, trainer_with
 from plugins_under_test import every_plugin, every_scaled, make
 from torch import Tensor, nn
 
@@ -96,8 +96,8 @@ Y = torch.tensor([-2.0, 1.0])
 def test_trainer_updates_both_exactly(name: str, loop: Any, growing: bool) -> None:
     module = TwoWeights(loop)
     trainer_with(make(name, GROWS_EVERY_STEP if growing else None)).fit(module, Batches((X, Y), (X, Y)))
-    assert torch.equal(module.w, -2 * (X if loop is not clipped else X.clamp(max=3.5)))
-    assert torch.equal(module.v, -2 * Y)
+    assert same(module.w, -2 * (X if loop is not clipped else X.clamp(max=3.5)))
+    assert same(module.v, -2 * Y)
     steps = 1 if loop is second_every_other_time else 2
     assert [len(o.calls) for o in module.both] == [2, steps]
 
@@ -111,8 +111,8 @@ def test_unused_optimizer_is_left_alone(name: str) -> None:
 
     module = TwoWeights(only_first)
     trainer_with(make(name)).fit(module, Batches((X, Y), (X, Y)))
-    assert torch.equal(module.w, -2 * X)
-    assert torch.equal(module.v, torch.zeros(2))
+    assert same(module.w, -2 * X)
+    assert same(module.v, torch.zeros(2))
     assert module.both[1].calls == []
 
 
@@ -122,8 +122,8 @@ def test_overflow_of_one_does_not_touch_the_other(name: str, loop: Any) -> None:
     plugin, module = make(name), TwoWeights(loop)
     scale = scale_of(plugin)
     trainer_with(plugin).fit(module, Batches((OVERFLOW, Y), (X, Y)))
-    assert torch.equal(module.w, -X)  # the first step is skipped
-    assert torch.equal(module.v, -2 * Y)
+    assert same(module.w, -X)  # the first step is skipped
+    assert same(module.v, -2 * Y)
     assert scale_of(plugin) == scale / 2
     assert [len(o.calls) for o in module.both] == [1, 2]
 
@@ -142,8 +142,8 @@ def test_fabric_updates_both_exactly(name: str, loop: Any, growing: bool) -> Non
     _, module, raw, first, second = fabric_pair(make(name, GROWS_EVERY_STEP if growing else None))
     for batch in ((X, Y), (X, Y)):
         loop(module, first, second, batch)
-    assert torch.equal(raw.w, -2 * (X if loop is not clipped else X.clamp(max=3.5)))
-    assert torch.equal(raw.v, -2 * Y)
+    assert same(raw.w, -2 * (X if loop is not clipped else X.clamp(max=3.5)))
+    assert same(raw.v, -2 * Y)
 
 
 @every_scaled
@@ -158,8 +158,8 @@ def test_fabric_overflow_of_one_leaves_the_pending_gradient_of_the_other_right(n
         with torch.no_grad():
             raw.w.zero_(), raw.v.zero_()
     backward_both_then_step_both(module, first, second, (OVERFLOW, Y))
-    assert torch.equal(raw.w, torch.zeros(2))
-    assert torch.equal(raw.v, -Y)
+    assert same(raw.w, torch.zeros(2))
+    assert same(raw.v, -Y)
     assert scale_of(plugin) == scale / 2
 
 
@@ -176,7 +176,7 @@ def test_fabric_clipped_overflow_is_skipped_though_another_backward_follows(name
     second.step()
     assert [len(o.calls) for o in raw.both] == [0, 1]
     assert scale_of(plugin) == scale / 2
-    assert torch.equal(raw.v, -Y)
+    assert same(raw.v, -Y)
 
 
 @every_plugin
@@ -189,6 +189,6 @@ def test_two_modules_in_one_fabric(name: str) -> None:
         fabric.backward(module(x))
     for optimizer in optimizers:
         optimizer.step()
-    assert torch.equal(probes[0].w, -X)
-    assert torch.equal(probes[1].w, -Y)
+    assert same(probes[0].w, -X)
+    assert same(probes[1].w, -Y)
     assert type(probes[0].linear) is type(probes[1].linear)

@@ -151,7 +151,8 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
 
 
 def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):
-    monkeypatch.setattr("lightning_lowprec.plugins.base.default_device", lambda: torch.device("cuda", 0))
+    for module in ("base", "host"):
+        monkeypatch.setattr(f"lightning_lowprec.plugins.{module}.default_device", lambda: torch.device("cuda", 0))
     models = [Stack(), Stack()]  # on CPU still, in a process that has a GPU: they may move
     plugin = FP8TorchAO()
     for model in models:

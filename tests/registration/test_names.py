@@ -33,7 +33,15 @@ def test_name_in_fabric_and_trainer(name):
 
 def test_the_designed_names_and_no_others_are_registered():
     tensorwise = {"fp8-hybrid", "fp8-e4m3", "fp8-tensorwise", "fp8-hybrid-torchao", "fp8-e4m3-torchao"}
-    expected = {"half-auto", "fp8-rowwise", "fp8-rowwise-gw-hp", *tensorwise, *(f"{n}-fp16" for n in tensorwise)}
+    masters = {"fp16-master", "bf16-master", "bf16-remainder", "bf16-sr"}
+    expected = {
+        *masters,
+        "half-auto",
+        "fp8-rowwise",
+        "fp8-rowwise-gw-hp",
+        *tensorwise,
+        *(f"{n}-fp16" for n in tensorwise),
+    }
     assert set(TABLE) == expected
 
 

@@ -1,0 +1,27 @@
+"""Where the loss scale goes: checkpoints and loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_lowprec.optim import LossScaler
+
+SCALER_STATE = "loss_scale"
+"""Its key in a plugin's state."""
+
+
+def stored_loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The loss scale in our plugins' state, or in that of Lightning's MixedPrecision (a GradScaler's)."""
+    found = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
+    return found or None
+
+
+def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
+    """Send ``loss_scale`` and ``skipped_steps`` to the user's loggers, as often as the Trainer sends its metrics."""
+    if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # its logger connector sets it
+        return
+    for logger in trainer.loggers:
+        metrics = {"loss_scale": scaler.scale, "skipped_steps": float(scaler.skipped_steps)}
+        logger.log_metrics(metrics, step=trainer.global_step)
