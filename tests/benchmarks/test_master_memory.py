@@ -1,0 +1,23 @@
+"""Bytes per parameter, against what each form promises."""
+
+import pytest
+
+from benchmarks.master_memory import PLUGINS, measure
+
+AT_REST = {  # weights + gradients + masters + two moments
+    "32-true": 4 + 4 + 0 + 8,
+    "bf16-mixed": 4 + 4 + 0 + 8,
+    "bf16-true": 2 + 2 + 0 + 4,
+    "bf16-master": 2 + 2 + 4 + 8,
+    "bf16-remainder": 2 + 2 + 2 + 8,
+    "bf16-sr": 2 + 2 + 0 + 8,
+    "bf16-sr, bf16 moments": 2 + 2 + 0 + 4,
+    "fp16-master": 2 + 2 + 4 + 8,
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_bytes_at_rest(name):
+    row = measure(name)
+    assert row["rest"] == pytest.approx(AT_REST[name], abs=0.02)
+    assert row["rest"] <= row["peak"] <= 24
