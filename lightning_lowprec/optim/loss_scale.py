@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.optim.masters import held_masters, is_wrapped, prepare_grads
+from lightning_lowprec.optim.masters import drop_grads, held_masters, is_wrapped, prepare_grads
 
 LossScaleInput = Literal["dynamic"] | float
 
@@ -133,6 +133,8 @@ class LossScaler:
         """Unscale if that was not done yet, step unless a gradient is not finite, and update the scale."""
         self.unscale(optimizer)
         skip = self.found_inf(optimizer)
+        if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
+            drop_grads(optimizer)
         output = None if skip else optimizer.step(**kwargs)
         del self._found_inf[optimizer]
         self._update(skip, stepped=optimizer)

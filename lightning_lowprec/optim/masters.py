@@ -111,6 +111,12 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
     return list(optimizer._masters.master_of.values()) if isinstance(optimizer, MasterOptimizer) else []
 
 
+def drop_grads(optimizer: Optimizer) -> None:
+    """Forget gradients that were moved to the masters, as after a step; for a step that is skipped."""
+    if isinstance(optimizer, MasterOptimizer):
+        optimizer._masters.drop_grads()
+
+
 @contextmanager
 def grads_shown(optimizer: Optimizer) -> Iterator[None]:
     """Show the masters' float32 gradients as ``grad`` of the parameters, for hooks that look at or edit them.

@@ -151,6 +151,21 @@ def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     assert "skipped_steps" in header
 
 
+def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach():
+    fabric = L.Fabric(
+        plugins=HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0)), accelerator="cpu"
+    )
+    net = nn.Linear(16, 16)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.weight.detach().clone()
+    for value in (float("inf"), 1.0, 1.0):
+        fabric.backward(model(torch.full((2, 16), value)).float().mean())
+        optimizer.step()
+        model.zero_grad()
+    assert fabric.strategy.precision.scaler.skipped_steps == 1
+    assert not torch.equal(net.weight, before)
+
+
 @pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16])
 def test_buffers_stay_float32_unless_told(buffer_dtype):
     class Buffered(Net):
