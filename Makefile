@@ -5,7 +5,7 @@ FLOOR := .venv-floor
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format test-floor bench clean
+.PHONY: help demo test check format test-gpu gpu-lane test-floor bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,8 @@ help:
 	@echo "make test        run the tests"
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
+	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
+	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about 50 minutes)"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -41,6 +43,12 @@ check: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+test-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest tests/gpu -W default
+
+gpu-lane: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.gpu_lane --part smoke linear step8b tests step1b overhead memory accumulation --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/optim

@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.optim import LossScale, LossScaler
+from lightning_lowprec.optim.casting import HALF_DTYPES
 from lightning_lowprec.optim.masters import grads_shown, is_wrapped, main_params, prepare_grads
 from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.plugins.master_weights import Masters
@@ -66,6 +67,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self._optimizers_checked = True
         self._in_trainer = False
         self._will_train = True
+        self._half_weights = False
 
     # ---- what a plugin defines
 
@@ -124,6 +126,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._settle(module, self._device)
             if self.masters is not None and self._will_train:
                 self.masters.cast(module, self.autocast_dtype)
+            self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             self._optimizers_checked = False
         if self.masters is not None:
@@ -175,8 +178,11 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Fabric: floating-point tensors to the autocast dtype. Trainer: untouched, as Lightning's mixed precision."""
-        if self._in_trainer:
+        """Floating-point tensors to the autocast dtype, in Fabric and where the weights are half precision.
+
+        In the Trainer, over float32 weights, batches stay as they are: as with Lightning's own mixed precision.
+        """
+        if self._in_trainer and not self._half_weights:
             return data
         self._known_device()
         return cast_floating(data, self.autocast_dtype)

@@ -151,6 +151,28 @@ def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     assert "skipped_steps" in header
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_that_begins_with_a_norm_takes_float_batches_in_every_stage(name):
+    class Normed(Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.training_step(batch, batch_idx))
+
+        test_step = validation_step
+
+        val_dataloader = test_dataloader = Net.train_dataloader
+
+    model = Normed()
+    trainer = L.Trainer(precision=name, max_epochs=1, **QUIET)
+    trainer.validate(model, verbose=False)
+    trainer.fit(model)
+    trainer.test(model, verbose=False)
+    assert trainer.callback_metrics["val"].isfinite()
+
+
 def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach():
     fabric = L.Fabric(
         plugins=HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0)), accelerator="cpu"

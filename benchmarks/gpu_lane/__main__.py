@@ -1,0 +1,136 @@
+"""The GPU lane.
+
+    python -m benchmarks.gpu_lane --part smoke linear --out OUT [--minutes 8] [--smoke] [--only KEY ...]
+    python -m benchmarks.gpu_lane --merge DIR DIR ... --out OUT
+
+Writes OUT/results.json after every item, then report.md, gains.json (the linear table for ``layers/gains.py``) and
+pictures. A call with an OUT that has results already goes on with what is not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_lane.settings import Settings
+
+ONE_MINUTE = {"smoke": 2.0}
+"""Parts that take no more than this, in minutes, whatever ``--minutes`` says."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if everything that could be asked for was tried; 2 if the arguments or the output folder do not do."""
+    started = time.monotonic()
+    args = _parser().parse_args(argv)
+    if args.merge:
+        return _merge(args.merge, args.out)
+    import torch
+
+    from benchmarks.gpu_lane import machine, measure
+    from benchmarks.gpu_lane.parts import PARTS
+    from benchmarks.gpu_lane.results import Results
+    from benchmarks.gpu_lane.runner import run_part
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = _settings(args, device.type)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        if not args.smoke:
+            print("No CUDA device: only --smoke runs here.", file=sys.stderr)
+            return 2
+    try:
+        facts = machine.facts(device)
+    except Exception as error:
+        facts = {"device": str(device), "failed": measure.describe(error)}
+    run = {
+        "date": args.date, "commit": machine.commit(), "smoke": args.smoke, "parts": args.part, "argv": sys.argv[1:],
+        "machine": facts,
+    }  # fmt: skip
+    try:
+        results = Results(args.out, run)
+    except ValueError as error:
+        print(f"{args.out}: {error}", file=sys.stderr)
+        return 2
+    isolate = args.isolate or device.type != "cpu"
+    for index, name in enumerate(args.part):
+        minutes = min(args.minutes, ONE_MINUTE.get(name, args.minutes))
+        deadline = (started if index == 0 else time.monotonic()) + minutes * 60
+        run_part(PARTS[name], settings, results, isolate=isolate, deadline=deadline)
+        write(results.data, args.out)
+    print((args.out / "report.md").read_text())
+    return 0
+
+
+def write(data: dict[str, Any], folder: Path) -> None:
+    """Everything that follows from the results."""
+    from benchmarks.gpu_lane import figures, measure, plots, report
+
+    text = report.render(data)
+    try:
+        gains = figures.gains(data)
+        if gains:
+            (folder / "gains.json").write_text(json.dumps(gains, indent=1))
+    except Exception as error:
+        text += f"\ngains.json: {measure.describe(error)}\n"
+    for name, reason in plots.draw(data, folder).items():
+        text += f"\nNo picture ({name}): {reason}\n"
+    (folder / "report.md").write_text(text)
+
+
+def _merge(folders: Sequence[Path], out: Path) -> int:
+    from benchmarks.gpu_lane.results import FILE, merge
+
+    try:
+        data = merge([json.loads((folder / FILE).read_text()) for folder in folders])
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    (out / FILE).write_text(json.dumps(data, indent=1))
+    write(data, out)
+    return 0
+
+
+def _settings(args: argparse.Namespace, device: str) -> Settings:
+    return Settings(
+        device=device,
+        smoke=args.smoke,
+        compile=device != "cpu",
+        steps=args.steps or (6 if args.smoke else 50),
+        batch=args.batch,
+        only=tuple(args.only),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ("smoke", "linear", "step8b", "step1b", "tests", "overhead", "memory", "accumulation")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
+    what.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="folders of earlier calls")
+    parser.add_argument("--out", type=Path, required=True, help="where results go; continued if there are some")
+    parser.add_argument("--smoke", action="store_true", help="toy sizes; the only way without a GPU")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for each part (smoke: 2 at most)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="items whose key contains one of these")
+    parser.add_argument("--steps", type=int, help="training steps of step8b and step1b (50)")
+    parser.add_argument("--batch", type=int, help="sequences per step (what fits)")
+    parser.add_argument("--device", help="cuda or cpu")
+    parser.add_argument("--isolate", action="store_true", help="worker processes on CPU too")
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the run, if the clock is wrong")
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a broken CUDA context must not hang the exit

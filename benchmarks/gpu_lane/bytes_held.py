@@ -1,0 +1,103 @@
+"""What a training step holds in memory: weights, gradients, optimizer, activations apart.
+
+On CUDA by the difference of ``memory_allocated`` at the borders of forward, backward and step; on CPU by summing the
+storages, activations through the hooks of autograd's saved tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_lane.running import Batch, Running
+
+
+def storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes by address of every storage that these tensors hold; subclasses are taken apart."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        for plain in _plain(tensor):
+            storage = plain.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _plain(tensor: Any) -> Iterator[Tensor]:
+    if not isinstance(tensor, Tensor) or tensor.is_meta:
+        return
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def weights(model: nn.Module) -> int:
+    return sum(storages(model.parameters()).values())
+
+
+def gradients(model: nn.Module) -> int:
+    return sum(storages(p.grad for p in model.parameters() if p.grad is not None).values())
+
+
+def optimizer_state(optimizer: Any) -> int:
+    """Everything in the optimizer's state that is a tensor; Fabric's wrapper shows the same state."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(storages(values).values())
+
+
+def masters(optimizer: Any, model: nn.Module) -> int:
+    """What our optimizers hold beside parameters, gradients and state: found by walking their attributes."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    known = storages(model.parameters()) | storages(p.grad for p in model.parameters() if p.grad is not None)
+    known |= storages(value for state in optimizer.state.values() for value in state.values())
+    found = storages(_reachable(vars(inner), depth=12, seen=set()))
+    return sum(size for address, size in found.items() if address not in known)
+
+
+def _reachable(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    if depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in [*value.keys(), *value.values()]:
+            yield from _reachable(inner, depth - 1, seen)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from _reachable(inner, depth - 1, seen)
+    elif type(value).__module__.startswith("lightning_lowprec"):
+        yield from _reachable(getattr(value, "__dict__", {}), depth - 1, seen)
+
+
+def by_storage(running: Running, batch: Batch) -> dict[str, int]:
+    """One step, counted by storages."""
+    kept: dict[int, int] = {}
+    held = set(storages([*running.bare.parameters(), *running.bare.buffers(), *batch]))
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.update({address: size for address, size in storages([tensor]).items() if address not in held})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = running.forward(batch)
+    running.backward(loss)
+    return {"activations": sum(kept.values()), "gradients": gradients(running.bare)}
+
+
+def by_allocator(running: Running, batch: Batch, device: torch.device) -> dict[str, int]:
+    """One step, counted by what torch allocated."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = running.forward(batch)
+    torch.cuda.synchronize(device)
+    after_forward = torch.cuda.memory_allocated(device)
+    running.backward(loss)
+    del loss
+    torch.cuda.synchronize(device)
+    after_backward = torch.cuda.memory_allocated(device)
+    return {"activations": after_forward - before, "gradients": after_backward - before}

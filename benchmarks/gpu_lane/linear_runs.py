@@ -1,0 +1,154 @@
+"""One bias-free Linear, forward and backward, by everyone: what the linear table times.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+Weights are bf16 for all, as in torchao's and Transformer Engine's published tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_lane.item import missing_library
+from benchmarks.gpu_lane.setups import te_recipe
+
+Run = Callable[[], None]
+BF16, LIMIT = "bf16", "fp8 GEMMs alone"
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE = ("delayed", "current", "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One shape and the tensors that all contenders share."""
+
+    m: int
+    k: int
+    n: int
+    device: torch.device
+    compile: bool
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Input (M, K) that wants a gradient, and grad_output (M, N); random, never zeros."""
+        torch.manual_seed(0)
+        x = torch.randn(self.m, self.k, device=self.device, dtype=torch.bfloat16, requires_grad=True)
+        return x, torch.randn(self.m, self.n, device=self.device, dtype=torch.bfloat16)
+
+    def plain(self) -> nn.Linear:
+        return nn.Linear(self.k, self.n, bias=False, device=self.device, dtype=torch.bfloat16)
+
+
+NAMES = (BF16, *(f"torchao {recipe}" for recipe in TORCHAO), *(f"te {recipe}" for recipe in TE), LIMIT)
+"""The columns of the linear table."""
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why this contender is missing here, or None."""
+    if name.startswith("torchao "):
+        return missing_library(("torchao.float8",))
+    if name.startswith("te "):
+        return missing_library(("transformer_engine.pytorch",)) or (None if device.type == "cuda" else "needs a GPU")
+    return None
+
+
+def make(problem: Problem, name: str) -> Run:
+    """A callable that runs forward and backward of this contender once."""
+    backend, _, recipe = name.partition(" ")
+    if backend == "torchao":
+        return _torchao(problem, recipe)
+    if backend == "te":
+        return _te(problem, recipe)
+    return _bf16(problem) if name == BF16 else _gemms(problem)
+
+
+def _stepper(problem: Problem, layer: nn.Module, call: Callable[[Tensor], Tensor]) -> Run:
+    x, grad = problem.tensors()
+
+    def run() -> None:
+        x.grad = None
+        for parameter in layer.parameters():
+            parameter.grad = None
+        call(x).backward(grad)
+
+    return run
+
+
+def _bf16(problem: Problem) -> Run:
+    layer = problem.plain()
+    return _stepper(problem, layer, layer)
+
+
+def _torchao(problem: Problem, recipe: str) -> Run:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    model = convert_to_float8_training(nn.Sequential(problem.plain()), config=config)
+    return _stepper(problem, model, torch.compile(model, dynamic=False) if problem.compile else model)
+
+
+def _te(problem: Problem, recipe: str) -> Run:
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(problem.k, problem.n, bias=False, params_dtype=torch.bfloat16, device=problem.device)
+    fp8 = te_recipe(recipe)
+
+    def call(x: Tensor) -> Tensor:
+        with te.autocast(enabled=True, recipe=fp8):
+            out: Tensor = layer(x)
+        return out
+
+    return _stepper(problem, layer, call)
+
+
+def _gemms(problem: Problem) -> Run:
+    """The three GEMMs on operands that are FP8 already: what no recipe can beat at this shape."""
+    x, grad = problem.tensors()
+    weight = problem.plain().weight
+    one = torch.ones((), device=problem.device)
+    e4m3 = torch.float8_e4m3fn
+
+    def columns(t: Tensor) -> Tensor:
+        """The second operand of _scaled_mm is column-major."""
+        return t.t().contiguous().t()
+
+    with torch.no_grad():
+        pairs = [
+            (x.to(e4m3), weight.to(e4m3).t(), True),  # [M, K] @ [K, N]
+            (grad.to(torch.float8_e5m2), columns(weight.to(e4m3)), False),  # [M, N] @ [N, K]
+            (grad.to(torch.float8_e5m2).t().contiguous(), columns(x.to(e4m3)), False),  # [N, M] @ [M, K]
+        ]
+
+    def run() -> None:
+        for a, b, fast in pairs:
+            torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return run
+
+
+def peaks(device: torch.device, n: int) -> dict[str, tuple[float, Run]]:
+    """Square matrix products by kind: FLOPs and a run each, on random data."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=device)
+    rows, cols = torch.ones(n, 1, device=device), torch.ones(1, n, device=device)
+
+    def scaled(scale_a: Tensor, scale_b: Tensor, fast: bool) -> Run:
+        def run() -> None:
+            torch._scaled_mm(a8, b8, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+        return run
+
+    flops = 2.0 * n**3
+    return {
+        "bf16": (flops, lambda: torch.mm(a, b)),
+        "fp8 tensorwise": (flops, scaled(one, one, True)),
+        "fp8 tensorwise, exact accumulation": (flops, scaled(one, one, False)),
+        "fp8 rowwise": (flops, scaled(rows, cols, True)),
+    }

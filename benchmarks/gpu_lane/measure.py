@@ -1,0 +1,144 @@
+"""How time and memory are measured: CUDA events around warmed runs, medians, contenders in turn.
+
+On CPU the same functions read the host clock, so that every benchmark runs there too; the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+HIDE_LAUNCHES_MS = 2.0
+"""The GPU sleeps this long before a short timed run, so that the host has launched everything by the time it starts.
+
+Without it, small layers measure the launching host. In a training step the host is ahead of the GPU.
+"""
+CLOCK_HZ = 1.98e9  # of Hopper's multiprocessors: turns milliseconds into cycles of `torch.cuda._sleep`; a rough figure
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Host time of one run to its end: for first calls, which compile."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def one(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that the device takes for one run."""
+    if device.type != "cuda":
+        return seconds(run, device) * 1e3
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(int(HIDE_LAUNCHES_MS * 1e-3 * CLOCK_HZ))
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize(device)
+    return float(start.elapsed_time(stop))
+
+
+def back_to_back(run: Callable[[], Any], device: torch.device, count: int) -> float:
+    """Milliseconds per run of ``count`` runs in a row, host included: what a loop over this alone would take."""
+
+    def all_of_them() -> None:
+        for _ in range(count):
+            run()
+
+    return seconds(all_of_them, device) * 1e3 / count
+
+
+def in_turn(
+    runs: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Samples of several contenders, taken in turn so that drift hits all alike; and who failed, with the error."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    failed: dict[str, str] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if name in failed:
+                continue
+            try:
+                samples[name].append(one(run, device))
+            except Exception as error:
+                failed[name] = describe(error)
+                del samples[name]
+    return samples, failed
+
+
+def rounds_within(ms: float, budget_s: float, low: int, high: int) -> int:
+    """How many rounds of ``ms`` fit into the budget, between ``low`` and ``high``."""
+    return max(low, min(high, int(budget_s * 1e3 / max(ms, 1e-3))))
+
+
+def summary(samples: list[float]) -> dict[str, Any]:
+    """The median beside the spread and every sample."""
+    return {
+        "ms": statistics.median(samples),
+        "min": min(samples),
+        "max": max(samples),
+        "samples": [round(sample, 5) for sample in samples],
+    }
+
+
+def steps(step: Callable[[int], Any], count: int, device: torch.device) -> tuple[list[float], float]:
+    """Milliseconds of each of ``count`` steps that follow each other without waiting, and of all by the host clock."""
+    synchronize(device)
+    start = time.perf_counter()
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for index in range(count):
+            step(index)
+            marks[index + 1].record()
+        torch.cuda.synchronize(device)
+        times = [float(a.elapsed_time(b)) for a, b in pairwise(marks)]
+    else:
+        times = [seconds(lambda index=index: step(index), device) * 1e3 for index in range(count)]
+    return times, (time.perf_counter() - start) * 1e3
+
+
+def allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def peak(device: torch.device) -> dict[str, int]:
+    """Most bytes since ``forget``, of tensors and of what torch took from the device."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def forget(device: torch.device) -> None:
+    """Free what nobody holds on the GPU, and earlier peaks."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def forget_compiled(device: torch.device) -> None:
+    """Also drop what torch.compile holds, so that the next shape is compiled as static again."""
+    torch._dynamo.reset()
+    forget(device)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"

@@ -1,0 +1,120 @@
+"""``linear``: one Linear, forward and backward, by shape and recipe; ratio to bf16 and to the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu_lane import measure
+from benchmarks.gpu_lane.item import Item, stage
+from benchmarks.gpu_lane.linear_runs import BF16, NAMES, Problem, make, peaks, why_not
+from benchmarks.gpu_lane.results import FAILED, MISSING, OK
+from benchmarks.gpu_lane.settings import Settings
+
+PEAKS = "peaks"
+LLAMA_8B = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024))
+LLAMA_70B = ((8192, 28672), (28672, 8192), (8192, 8192), (8192, 1024))
+LLAMA_1B = ((2048, 8192), (8192, 2048), (2048, 2048), (2048, 512))
+SMALL = ((1024, 2048, 1024), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 1024, 4096), (8192, 2048, 8192))
+SHAPES = (
+    *((8192, k, n) for k, n in LLAMA_8B),
+    (8192, 8192, 28672),
+    (8192, 8192, 8192),
+    *SMALL[:3],
+    *((16384, k, n) for k, n in LLAMA_1B),
+    *((8192, k, n) for k, n in LLAMA_70B if (k, n) not in ((8192, 28672), (8192, 8192))),
+    *SMALL[3:],
+    *((16384, k, n) for k, n in (*LLAMA_8B, *LLAMA_70B)),
+)
+"""(M, K, N), the most valuable first: what the 8B-shaped step is made of, the 8192 class, small ones, the 1B step."""
+TOY_SHAPES = ((32, 64, 128), (32, 128, 64))
+SAMPLE_SECONDS = 0.3
+"""Time for the samples of one contender at one shape."""
+
+
+class Linears:
+    """The part."""
+
+    name = "linear"
+
+    def items(self, settings: Settings) -> list[Item]:
+        shapes = TOY_SHAPES if settings.smoke else SHAPES
+        keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes)]
+        return [Item(key=key, seconds=8.0, limit=120.0) for key in keys]
+
+    def run(self, key: str, settings: Settings) -> dict[str, Any]:
+        if key == PEAKS:
+            return measure_peaks(settings)
+        m, k, n = map(int, key.split("x"))
+        return measure_shape(m, k, n, settings)
+
+
+def measure_peaks(settings: Settings) -> dict[str, Any]:
+    """TFLOP/s of large products, by kind."""
+    device, n = settings.torch_device, 64 if settings.smoke else 8192
+    found: dict[str, Any] = {"n": n, "tflops": {}, "failed": {}, "samples": {}}
+    for name, (flops, run) in peaks(device, n).items():
+        try:
+            for _ in range(3):
+                run()
+            samples = [measure.one(run, device) for _ in range(20)]
+        except Exception as error:
+            found["failed"][name] = measure.describe(error)
+            continue
+        row = measure.summary(samples)
+        found["samples"][name] = row["samples"]
+        found["tflops"][name] = flops / row["ms"] / 1e9
+    measure.forget(device)
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found["tflops"].items())
+    return {**found, "headline": f"TFLOP/s: {rates}"}
+
+
+def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
+    """Every contender at one shape, set up and warmed one by one, then timed in turn."""
+    device = settings.torch_device
+    measure.forget_compiled(device)
+    problem = Problem(m=m, k=k, n=n, device=device, compile=settings.compile)
+    rows: dict[str, dict[str, Any]] = {}
+    runs = {}
+    for name in NAMES:
+        stage(f"set up {name}")
+        reason = why_not(name, device)
+        if reason is not None:
+            rows[name] = {"status": MISSING, "reason": reason}
+            continue
+        try:
+            run = make(problem, name)
+            first = measure.seconds(run, device)
+            warm = [measure.seconds(run, device) * 1e3 for _ in range(2 if settings.smoke else 5)]
+        except Exception as error:
+            rows[name] = {"status": FAILED, "reason": measure.describe(error)}
+        else:
+            runs[name] = run
+            rows[name] = {"first_call_s": first, "warm_ms": min(warm)}
+    stage("timing")
+    _time(runs, rows, settings)
+    runs.clear()
+    measure.forget_compiled(device)
+    return {"m": m, "k": k, "n": n, "runs": rows, "headline": _headline(rows)}
+
+
+def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Device time in turn, then the time of a loop, host included."""
+    device = settings.torch_device
+    slowest = max((rows[name]["warm_ms"] for name in runs), default=1.0)
+    rounds = 3 if settings.smoke else measure.rounds_within(slowest, SAMPLE_SECONDS, 10, 40)
+    samples, failed = measure.in_turn(runs, device, rounds)
+    for name, reason in failed.items():
+        rows[name] = {"status": FAILED, "reason": reason}
+    for name, taken in samples.items():
+        rows[name] |= {"status": OK, **measure.summary(taken)}
+        rows[name]["loop_ms"] = measure.back_to_back(runs[name], device, rounds)
+
+
+def _headline(rows: dict[str, dict[str, Any]]) -> str:
+    base = rows.get(BF16, {}).get("ms")
+    if base is None:
+        return "no bf16 figure"
+    return ", ".join(
+        f"{name} {row['ms']:.3f} ms ({base / row['ms']:.2f}x)" if "ms" in row else f"{name} {row['status']}"
+        for name, row in rows.items()
+    )

@@ -1,0 +1,100 @@
+"""``overhead``: host time per step that our plugin adds to the same torchao code by hand, in Fabric and Trainer.
+
+The model is so small that the host is what takes the time; ours and by hand alternate in one process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import hook_overhead
+from benchmarks.gpu_lane import measure
+from benchmarks.gpu_lane.item import Item, missing_library, stage
+from benchmarks.gpu_lane.settings import Settings
+
+FABRIC, TRAINER, PROFILED = "fabric", "trainer", "fabric, profiled"
+WIDTH, DEPTH, TOKENS = 256, 8, 64
+FITS = 3
+"""Fits of each kind, in turn: the Trainer cannot alternate within one."""
+
+
+class Overhead:
+    """The part."""
+
+    name = "overhead"
+
+    def items(self, settings: Settings) -> list[Item]:
+        missing = missing_library(("torchao.float8",))
+        return [Item(key=key, seconds=5.0, limit=150.0, missing=missing) for key in (FABRIC, TRAINER, PROFILED)]
+
+    def run(self, key: str, settings: Settings) -> dict[str, Any]:
+        if not settings.smoke:
+            hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS = WIDTH, DEPTH, TOKENS
+        steps = 5 if settings.smoke else 200
+        if key == TRAINER:
+            return trainer(steps)
+        return fabric(steps, settings) if key == FABRIC else profiled(settings)
+
+
+def fabric(steps: int, settings: Settings) -> dict[str, Any]:
+    """Time until a step is launched, and until it is done."""
+    loops = _loops()
+    launched: dict[bool, list[float]] = {True: [], False: []}
+    done: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(steps):
+        for by_hand, loop in loops.items():
+            measure.synchronize(settings.torch_device)
+            start = time.perf_counter()
+            loop()
+            launched[by_hand].append((time.perf_counter() - start) * 1e3)
+            measure.synchronize(settings.torch_device)
+            done[by_hand].append((time.perf_counter() - start) * 1e3)
+    return _difference(launched) | {"until_done": _difference(done)}
+
+
+def trainer(steps: int) -> dict[str, Any]:
+    """Time from the start of a batch to its end, the device waited for, over several fits."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for fit in range(FITS):
+        for by_hand in (True, False) if fit % 2 == 0 else (False, True):
+            stage(f"fit {fit}, {'by hand' if by_hand else 'ours'}")
+            times[by_hand] += [t * 1e3 for t in hook_overhead.trainer_run(by_hand, "auto", steps).times]
+    return _difference(times)
+
+
+def profiled(settings: Settings) -> dict[str, Any]:
+    """The same by torch's profiler: its own cost is in both, so only the difference counts."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    found = {}
+    for by_hand, loop in _loops().items():
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(3 if settings.smoke else 20):
+                loop()
+        rows = profile.key_averages()
+        found["by_hand" if by_hand else "ours"] = {
+            "operations": sum(row.count for row in rows),
+            "self_cpu_ms": sum(row.self_cpu_time_total for row in rows) / 1e3,
+        }
+    added = found["ours"]["operations"] - found["by_hand"]["operations"]
+    return {**found, "headline": f"{added} profiled operations more than by hand"}
+
+
+def _loops() -> dict[bool, Callable[[], None]]:
+    loops = {by_hand: hook_overhead.fabric_step(by_hand, "auto") for by_hand in (True, False)}
+    for loop in loops.values():
+        for _ in range(3):
+            loop()
+    return loops
+
+
+def _difference(times: dict[bool, list[float]]) -> dict[str, Any]:
+    """ours - by hand, in milliseconds per step."""
+    by_hand, ours = measure.summary(times[True]), measure.summary(times[False])
+    added = statistics.median(times[False]) - statistics.median(times[True])
+    headline = f"ours {ours['ms']:.3f} ms, by hand {by_hand['ms']:.3f} ms: {added:+.3f} ms per step"
+    return {"ours": ours, "by_hand": by_hand, "added_ms": added, "headline": headline}

@@ -1,0 +1,116 @@
+"""The pictures, each from the results alone; without matplotlib there are none, and the reason is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_lane import figures
+from benchmarks.gpu_lane.item import missing_library
+from benchmarks.gpu_lane.linear_runs import BF16
+from benchmarks.gpu_lane.results import figures_of
+
+Data = dict[str, Any]
+
+
+def draw(data: Data, folder: Path) -> dict[str, str]:
+    """Write what can be drawn; returns by name what could not, and why."""
+    reason = missing_library(("matplotlib",))
+    if reason is not None:
+        return {"all plots": reason}
+    import matplotlib
+
+    matplotlib.use("Agg")
+    pictures: dict[str, Callable[[Data, Any], bool]] = {
+        "linear": _linear, "steps": _steps, "memory": _memory, "accumulation": _accumulation,
+    }  # fmt: skip
+    problems = {}
+    for name, picture in pictures.items():
+        try:
+            _one(name, picture, data, folder)
+        except Exception as error:  # a picture is no reason to lose figures
+            problems[name] = f"{type(error).__name__}: {error}"
+    return problems
+
+
+def _one(name: str, picture: Callable[[Data, Any], bool], data: Data, folder: Path) -> None:
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(11, 6), layout="constrained")
+    try:
+        if picture(data, figure):
+            figure.savefig(folder / f"{name}.png", dpi=110)
+    finally:
+        pyplot.close(figure)
+
+
+def _linear(data: Data, figure: Any) -> bool:
+    rows = {shape: figures.ratios(row) for shape, row in figures.linear_rows(data).items()}
+    axes = figure.subplots()
+    for name in dict.fromkeys(name for row in rows.values() for name in row if name != BF16):
+        points = [(index, row[name]) for index, row in enumerate(rows.values()) if name in row]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), [" x ".join(map(str, shape)) for shape in rows], rotation=75, fontsize=7)
+    axes.set_ylabel("times faster than bf16")
+    axes.set_title("one Linear, forward + backward, by M x K x N")
+    if rows:
+        axes.legend(fontsize=8)
+    return bool(rows)
+
+
+def _steps(data: Data, figure: Any) -> bool:
+    parts = [part for part in ("step8b", "step1b") if figures_of(data, part)]
+    figure.set_size_inches(7.5 * max(len(parts), 1), 10)
+    grid = figure.subplots(2, max(len(parts), 1), squeeze=False)
+    for column, part in enumerate(parts):
+        _speed(figures_of(data, part), grid[0][column], part)
+        _loss(figures_of(data, part), grid[1][column])
+    return bool(parts)
+
+
+def _speed(steps: Data, axes: Any, part: str) -> None:
+    steps = dict(sorted(steps.items(), key=lambda pair: pair[1]["tokens_per_s"]))
+    colours = ["tab:orange" if name.startswith("ours") else "tab:blue" for name in steps]
+    axes.barh(list(steps), [step["tokens_per_s"] for step in steps.values()], color=colours)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(part)
+    axes.tick_params(axis="y", labelsize=7)
+
+
+def _loss(steps: Data, axes: Any) -> None:
+    for name, step in steps.items():
+        losses = [float(loss) for loss in step["losses"]]
+        axes.plot(losses, label=name, linestyle="-" if name.startswith("ours") else "--")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    axes.legend(fontsize=5)
+
+
+def _memory(data: Data, figure: Any) -> bool:
+    found = figures_of(data, "memory")
+    axes = figure.subplots()
+    left = dict.fromkeys(found, 0.0)
+    for kind in ("weights", "gradients", "masters", "optimizer"):
+        sizes = {key: row["bytes_per_parameter"][kind] for key, row in found.items()}
+        axes.barh(list(sizes), list(sizes.values()), left=[left[key] for key in sizes], label=kind)
+        left = {key: left[key] + size for key, size in sizes.items()}
+    axes.set_xlabel("bytes per parameter")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.legend()
+    return bool(found)
+
+
+def _accumulation(data: Data, figure: Any) -> bool:
+    axes = figure.subplots()
+    found = figures_of(data, "accumulation")
+    for key, row in found.items():
+        counts = [int(count) for count in row["rows"]]
+        axes.plot(counts, [entry["ms_per_micro_batch"] for entry in row["rows"].values()], marker="o", label=key)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("micro-batches per optimizer step")
+    axes.set_ylabel("ms per micro-batch")
+    if found:
+        axes.legend(fontsize=8)
+    return bool(found)

@@ -1,0 +1,227 @@
+"""``report.md``: the tables. A pure function of the results; a section that cannot be rendered says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.gpu_lane import figures
+from benchmarks.gpu_lane.contenders import BASELINE
+from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
+from benchmarks.gpu_lane.part_linear import PEAKS
+from benchmarks.gpu_lane.results import OK, figures_of
+
+Data = dict[str, Any]
+Row = Iterable[object]
+
+
+def render(data: Data) -> str:
+    """The whole report."""
+    sections: list[tuple[str, Callable[[Data], str]]] = [
+        ("Machine", _machine), ("Targets", _targets), ("Peak rates", _peaks), ("Linear layers", _linear),
+        ("Training steps, 8B-shaped stack", lambda d: _steps(d, "step8b")),
+        ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("Host overhead", _overhead),
+        ("Memory", _memory), ("Gradient accumulation", _accumulation), ("Smoke", _smoke), ("GPU tests", _tests),
+        ("Missing, failed, not reached", _gaps),
+    ]  # fmt: skip
+    text = ["# GPU lane"]
+    if any(run["smoke"] for run in data["runs"]):
+        text.append("**Toy sizes (`--smoke`): shows that everything runs; no figure here means anything.**")
+    for title, section in sections:
+        try:
+            body = section(data)
+        except Exception as error:  # figures of another version, or cut short
+            body = f"(could not be rendered: {type(error).__name__}: {error})"
+        if body:
+            text.append(f"## {title}\n\n{body}")
+    return "\n\n".join(text) + "\n"
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """A Markdown table; empty if there are no rows."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    head = list(head)
+    return "\n".join([f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head), *lines]) if lines else ""
+
+
+def number(value: object, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-" if value is None else str(value)
+
+
+def _machine(data: Data) -> str:
+    rows = []
+    for run in data["runs"]:
+        machine = run["machine"]
+        versions = ", ".join(f"{name} {v}" for name, v in machine.get("versions", {}).items() if v)
+        memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else "-"
+        rows.append((
+            run["date"], machine.get("device"), machine.get("driver"), memory, run["commit"],
+            f"python {machine.get('python')}, CUDA {machine.get('cuda')}, {versions}", " ".join(run["parts"]),
+        ))  # fmt: skip
+    return table(("date", "device", "driver", "memory", "commit", "versions", "parts"), rows)
+
+
+def _targets(data: Data) -> str:
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    rows = [
+        (t["target"], f"{t['sign']} {t['wanted']:g}", number(t["measured"], 3), words[t["met"]])
+        for t in figures.targets(data)
+    ]
+    return table(("target", "wanted", "measured", ""), rows)
+
+
+def _peaks(data: Data) -> str:
+    found = figures_of(data, "linear").get(PEAKS) or figures_of(data, "smoke").get(PEAKS)
+    if found is None:
+        return ""
+    size = found["n"]
+    text = table(("product", "TFLOP/s"), ((name, number(rate, 1)) for name, rate in found["tflops"].items()))
+    return f"{size} x {size} x {size}, random data, median of 20.\n\n{text}"
+
+
+def _linear(data: Data) -> str:
+    rows = figures.linear_rows(data)
+    if not rows:
+        return ""
+    names = [name for name in dict.fromkeys(n for row in rows.values() for n in row["runs"]) if name != BF16]
+    ratio = table(
+        ("M", "K", "N", "bf16 ms", *names),
+        (
+            (*shape, number(figures.times(row).get(BF16), 3), *(_cell(row, name) for name in names))
+            for shape, row in rows.items()
+        ),
+    )
+    text = [
+        "Forward and backward of one bias-free Linear, bf16 weights: milliseconds on the device, and (in brackets) how"
+        f" many times faster than bf16 (below 1: slower). `{LIMIT}`: the three GEMMs on operands that are FP8 already.",
+        ratio,
+        "The same in a loop over the layer alone, the host's launches included (bf16 = 1):",
+        table(("M", "K", "N", *names), ((*s, *_loop_cells(row, names)) for s, row in rows.items())),
+    ]
+    peak = figures.peak_tflops(data)
+    if peak is not None:
+        text += [
+            f"Share of the peak rate of `torch._scaled_mm` ({peak:.0f} TFLOP/s):",
+            table(
+                ("M", "K", "N", BF16, *names),
+                ((*s, *_limit_cells(row, [BF16, *names], peak)) for s, row in rows.items()),
+            ),
+        ]
+    return "\n\n".join(text)
+
+
+def _cell(row: Data, name: str) -> str:
+    ms, ratio = figures.times(row).get(name), figures.ratios(row).get(name)
+    if ms is None:
+        return str(row["runs"].get(name, {}).get("status", "-"))
+    return f"{ms:.3f} ({number(ratio)}x)"
+
+
+def _loop_cells(row: Data, names: list[str]) -> list[str]:
+    found = figures.ratios(row, "loop_ms")
+    return [number(found.get(name)) for name in names]
+
+
+def _limit_cells(row: Data, names: list[str], peak: float) -> list[str]:
+    found = figures.of_limit(row, peak)
+    return [f"{found[name]:.0%}" if name in found else "-" for name in names]
+
+
+def _steps(data: Data, part: str) -> str:
+    steps = figures_of(data, part)
+    if not steps:
+        return ""
+    any_step = next(iter(steps.values()))
+    best, rows = figures.best_bf16(steps), figures.linear_rows(data)
+    lines = [_step_line(name, step, steps, best, rows) for name, step in steps.items()]
+    head = (
+        "contender", "tokens/s", "ms", "over bf16-mixed, compiled", "over the best bf16", "bound by time",
+        "bound by FLOPs", f"loss after {any_step['steps']}", "peak GB", "FP8 share", "matrix TFLOP/s", "first step s",
+    )  # fmt: skip
+    return (
+        f"{any_step['parameters'] / 1e9:.2f} billion parameters, {any_step['tokens']} tokens per step (batch"
+        f" {any_step['batch']}): forward, loss, backward, fused AdamW; median of the timed steps, compilation apart"
+        " (in the first step, from the compiler's cache where an earlier contender had the same code)."
+        f" The best bf16 of Lightning's own: {best}. The bounds say what the linear table of the same run allows over"
+        f" bf16-mixed, compiled.\n\n{table(head, lines)}"
+    )
+
+
+def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, rows: Any) -> Row:
+    base = steps[BASELINE]["ms"] if BASELINE in steps else None
+    by_time = None if base is None else figures.amdahl_by_time(step, base, rows)
+    return (
+        name, f"{step['tokens_per_s']:.0f}", number(step["ms"]), number(figures.speedups(steps).get(name)),
+        number(figures.speedups(steps, best or "").get(name)), number(by_time),
+        number(figures.amdahl_by_flops(step, rows)), number(step["losses"][-1], 4),
+        number(step["peak_bytes"] / 1e9 if "peak_bytes" in step else None, 1), number(step["fp8_share"]),
+        number(step["matrix_tflops"], 1), number(step["first_step_s"], 1),
+    )  # fmt: skip
+
+
+def _overhead(data: Data) -> str:
+    rows = [
+        (name, number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
+        for name, f in figures_of(data, "overhead").items()
+        if "added_ms" in f
+    ]
+    return table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows)
+
+
+def _memory(data: Data) -> str:
+    names = ("weights", "gradients", "masters", "optimizer", "other")
+    rows = [
+        (
+            key, *(number(f["bytes_per_parameter"].get(name)) for name in names),
+            number(f["state_bytes_per_parameter"]), number(f["activation_bytes_per_token"] / 1e3, 1),
+        )
+        for key, f in figures_of(data, "memory").items()
+    ]  # fmt: skip
+    return table(("precision and optimizer", *(f"{n}, bytes/parameter" for n in names), "state, bytes/parameter",
+                  "activations, kB/token"), rows)  # fmt: skip
+
+
+def _accumulation(data: Data) -> str:
+    rows = [
+        (key, count, number(row["ms"]), number(row["ms_per_micro_batch"]), f"{row['tokens_per_s']:.0f}")
+        for key, found in figures_of(data, "accumulation").items()
+        for count, row in found["rows"].items()
+    ]
+    return table(("contender", "micro-batches", "ms per step", "ms per micro-batch", "tokens/s"), rows)
+
+
+def _smoke(data: Data) -> str:
+    return table(("item", "found"), ((key, f.get("headline", "")) for key, f in figures_of(data, "smoke").items()))
+
+
+def _tests(data: Data) -> str:
+    found = figures_of(data, "tests")
+    text = table(("file", "outcome"), ((key, f["headline"]) for key, f in found.items()))
+    bad = [
+        (name, f["reasons"].get(name, ""))
+        for f in found.values()
+        for name, outcome in f["outcomes"].items()
+        if outcome in ("failed", "error")
+    ]
+    return "\n\n".join(filter(None, (text, table(("failed", "reason"), bad))))
+
+
+def _gaps(data: Data) -> str:
+    rows = [
+        (part, key, entry)
+        for part, found in data["parts"].items()
+        for key, entry in found["items"].items()
+        if entry["status"] != OK
+    ]
+    rows += [
+        (f"linear {key}", name, run)
+        for key, found in figures_of(data, "linear").items()
+        for name, run in found.get("runs", {}).items()
+        if run.get("status") != OK
+    ]
+    where: dict[tuple[str, str, str], list[str]] = {}
+    for part, key, entry in rows:
+        reason = " ".join(str(entry.get("reason", "")).replace("|", "/").split())[:300]
+        where.setdefault((key, entry["status"], reason), []).append(part)
+    lines = ((key, status, reason, ", ".join(parts)) for (key, status, reason), parts in where.items())
+    return table(("item", "", "reason", "in"), lines) or "None."

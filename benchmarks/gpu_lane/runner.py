@@ -1,0 +1,237 @@
+"""Runs the items of a part in order, records each, and goes on when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.gpu_lane import measure
+from benchmarks.gpu_lane.item import PROTOCOL_FD, Item, Part
+from benchmarks.gpu_lane.machine import ROOT
+from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
+from benchmarks.gpu_lane.settings import Settings
+
+LOG_LINES = 30
+"""How much of a failed process's output is kept."""
+
+
+class Inline:
+    """Runs items in this process: for toy sizes, where starting one costs more than the item."""
+
+    def __init__(self, part: Part, settings: Settings) -> None:
+        self.part, self.settings = part, settings
+
+    def run(self, item: Item, timeout: float, upcoming: Item | None) -> dict[str, Any]:
+        try:
+            return {"status": OK, "figures": self.part.run(item.key, self.settings)}
+        except Exception as error:
+            return {"status": FAILED, "reason": measure.describe(error)}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Isolated:
+    """Runs items in worker processes: a crash, a hang or a broken CUDA context costs one item.
+
+    A worker serves item after item until one fails, or one item if that is ``fresh``. The worker of a fresh item that
+    comes next is started beforehand: it imports, and waits for its turn without touching the device.
+    """
+
+    def __init__(self, part: Part, settings: Settings) -> None:
+        self.part, self.settings = part, settings
+        self._current: Worker | None = None
+        self._next: tuple[str, Worker] | None = None
+
+    def run(self, item: Item, timeout: float, upcoming: Item | None) -> dict[str, Any]:
+        worker = self._worker(item)
+        if upcoming is not None and upcoming.fresh:
+            self._next = (upcoming.key, Worker(self.part.name, self.settings, upcoming.needs))
+        entry = worker.run(item.key, timeout)
+        if item.fresh or (entry["status"] != OK and not entry.pop("reusable", False)):
+            worker.close()
+            self._current = None
+        return entry
+
+    def _worker(self, item: Item) -> Worker:
+        if self._next is not None:
+            key, worker = self._next
+            self._next = None
+            if key == item.key:
+                self._replace(worker)
+                return worker
+            worker.close()
+        if self._current is None or item.fresh:
+            self._replace(Worker(self.part.name, self.settings, item.needs))
+        assert self._current is not None
+        return self._current
+
+    def _replace(self, worker: Worker) -> None:
+        if self._current is not None:
+            self._current.close()
+        self._current = worker
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for worker in (self._current, self._next and self._next[1]):
+            if worker is not None:
+                worker.close()
+
+
+class Worker:
+    """One process of ``module``."""
+
+    module = "benchmarks.gpu_lane.worker"
+
+    def __init__(self, part: str, settings: Settings, needs: tuple[str, ...]) -> None:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", self.module, part, settings.to_json(), *needs]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(writing,),
+            env={**os.environ, PROTOCOL_FD: str(writing)}, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        os.close(writing)
+        self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._readers = [
+            threading.Thread(target=self._listen, args=(reading,), daemon=True),
+            threading.Thread(target=self._keep_log, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _listen(self, fd: int) -> None:
+        with os.fdopen(fd) as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    self.messages.put(json.loads(line))
+        self.messages.put(None)
+
+    def _keep_log(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.log.append(line.decode(errors="replace").rstrip()[:300])
+
+    def run(self, key: str, timeout: float) -> dict[str, Any]:
+        """The entry of one item: what the worker sends, or how far it came."""
+        deadline = time.monotonic() + timeout
+        reached: dict[str, Any] = {"stage": "start", "figures": {}}
+        with suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.write((json.dumps({"key": key, "timeout": timeout}) + "\n").encode())
+            self.process.stdin.flush()
+        while True:
+            try:
+                message = self.messages.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                return self._lost(f"stopped after {timeout:.0f} s", reached)
+            if message is None:
+                return self._lost(f"the process ended (exit status {self._ended()})", reached)
+            if "status" in message:
+                if message["status"] != OK:
+                    message |= {"stage": reached["stage"], "figures": reached["figures"], "log": list(self.log)}
+                return message
+            reached = {"stage": message["stage"], "figures": {**reached["figures"], **message["figures"]}}
+
+    def _lost(self, what: str, reached: dict[str, Any]) -> dict[str, Any]:
+        reason = f"{what} in stage {reached['stage']!r}"
+        return {"status": FAILED, "reason": reason, "figures": reached["figures"], "log": list(self.log)}
+
+    def _ended(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout=10)
+        return None
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        with suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+
+def run_part(part: Part, settings: Settings, results: Results, *, isolate: bool, deadline: float) -> None:
+    """Every item that ``results`` does not have yet, until ``deadline`` (of ``time.monotonic``)."""
+    start = time.monotonic()
+    try:
+        items = [item for item in part.items(settings) if wanted(item, settings)]
+    except Exception as error:  # the list itself: nothing of this part can run, the next part can
+        results.record(part.name, "(the list of items)", {"status": FAILED, "reason": measure.describe(error)})
+        return
+    for item in items:
+        if item.missing is not None:
+            _say(part, item, {"status": MISSING, "reason": item.missing}, results)
+    pending = [item for item in items if item.missing is None and not results.done(part.name, item.key)]
+    settings = _run(part, pending, settings, results, isolate, deadline)
+    results.add_seconds(part.name, time.monotonic() - start, json.loads(settings.to_json()))
+
+
+def _run(
+    part: Part, pending: list[Item], settings: Settings, results: Results, isolate: bool, deadline: float
+) -> Settings:
+    """Run what is pending; returns the settings in the end: smaller ones if the first item did not fit the device."""
+    execute = Isolated(part, settings) if isolate else Inline(part, settings)
+    any_ok = False
+    try:
+        for index, item in enumerate(pending):
+            entry = _attempt(index, pending, execute, deadline)
+            smaller = None if any_ok else _smaller(settings, entry)
+            if smaller is not None:
+                settings = smaller
+                execute.close()
+                execute = Isolated(part, settings) if isolate else Inline(part, settings)
+                entry = _attempt(index, pending, execute, deadline)
+            any_ok = any_ok or entry["status"] == OK
+            _say(part, item, entry, results)
+    finally:
+        execute.close()
+    return settings
+
+
+def _smaller(settings: Settings, entry: dict[str, Any]) -> Settings | None:
+    """Half the batch, if that is what an item ran out of memory with; the same for all that come after it."""
+    batch = entry.get("figures", {}).get("batch", 1)
+    if entry["status"] == OK or "OutOfMemory" not in entry.get("reason", "") or batch < 2:
+        return None
+    return replace(settings, batch=batch // 2)
+
+
+def _attempt(index: int, pending: list[Item], execute: Inline | Isolated, deadline: float) -> dict[str, Any]:
+    """The entry of one item, if there is time for it."""
+    item, left = pending[index], deadline - time.monotonic()
+    if left < item.seconds:
+        reason = f"{max(left, 0):.0f} s were left, it wants {item.seconds:.0f} s"
+        return {"status": NOT_REACHED, "reason": reason}
+    upcoming = pending[index + 1] if index + 1 < len(pending) else None
+    if upcoming is not None and left - item.seconds < upcoming.seconds:
+        upcoming = None
+    start = time.monotonic()
+    entry = execute.run(item, min(item.limit, left), upcoming)
+    return {**entry, "seconds": round(time.monotonic() - start, 1)}
+
+
+def wanted(item: Item, settings: Settings) -> bool:
+    """Whether ``--only`` names it."""
+    return not settings.only or any(text in item.key for text in settings.only)
+
+
+def _say(part: Part, item: Item, entry: dict[str, Any], results: Results) -> None:
+    results.record(part.name, item.key, entry)
+    text = entry.get("reason") or entry.get("figures", {}).get("headline", "")
+    print(f"[{part.name}] {item.key}: {entry['status']} ({entry.get('seconds', 0)} s) {text}"[:400], flush=True)

@@ -1,0 +1,90 @@
+"""A contender that is set up: a model, its optimizer, and how to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_lane.models import Llama, Shape, build
+
+Batch = tuple[Tensor, Tensor]
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every contender is given."""
+
+    shape: Shape
+    device: torch.device
+    compile: bool = True
+    """Whether contenders that compile do so."""
+    optimizer: str = "AdamW"
+    """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
+
+    def model(self) -> Llama:
+        return build(self.shape, self.device)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "AdamW":
+            return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        import torchao.optim
+
+        maker = getattr(torchao.optim, self.optimizer)
+        optimizer: torch.optim.Optimizer = maker(model.parameters(), lr=LEARNING_RATE)
+        return optimizer
+
+
+@dataclass(kw_only=True)
+class Running:
+    """Ready to train."""
+
+    model: nn.Module
+    """Called with tokens and targets, returns the loss; wrapped by whoever wraps."""
+    bare: nn.Module
+    """The model inside."""
+    optimizer: Any
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around every forward."""
+    before_micro: Callable[[int], None] = lambda index: None
+    """Told which micro-batch of a step comes next."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What the setup has to say, e.g. the plan's summary."""
+
+    def forward(self, batch: Batch, index: int = 0) -> Tensor:
+        """The loss of one micro-batch."""
+        self.before_micro(index)
+        with self.context():
+            loss: Tensor = self.model(*batch)
+        return loss
+
+    def step(self, batches: Sequence[Batch]) -> Tensor:
+        """One optimizer step over these micro-batches; the last one's loss, not waited for."""
+        for index, batch in enumerate(batches):
+            loss = self.forward(batch, index)
+            self.backward(loss / len(batches) if len(batches) > 1 else loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def compile_blocks(model: Llama, job: Job) -> None:
+    """What a user does by hand: every block compiled in place; equal blocks share their code."""
+    if job.compile:
+        for block in model.layers:
+            block.compile()
+
+
+def low_precision_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that are no plain Linear any more: torchao's, Transformer Engine's, ours."""
+    return [
+        fqn
+        for fqn, module in model.named_modules()
+        if hasattr(module, "in_features") and hasattr(module, "weight") and type(module) is not nn.Linear
+    ]

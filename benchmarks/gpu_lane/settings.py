@@ -1,0 +1,43 @@
+"""What one call was asked to do; travels to the worker processes as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The size of everything follows from these few."""
+
+    device: str = "cpu"
+    smoke: bool = False
+    """Toy sizes: seconds on a CPU."""
+    compile: bool = True
+    """Compile what a user would compile; off in ``--smoke`` on CPU, where nothing is timed in earnest."""
+    steps: int = 50
+    """Training steps of the step parts, the first ones included."""
+    batch: int | None = None
+    """Sequences per step; None is what fits the device (see ``models.fitting_batch``)."""
+    only: tuple[str, ...] = ()
+    """Items whose key contains one of these; empty is all."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``device`` as torch's own type."""
+        return torch.device(self.device)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether there is anything to time in earnest."""
+        return self.torch_device.type == "cuda"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        fields = json.loads(text)
+        return cls(**{**fields, "only": tuple(fields["only"])})

@@ -1,0 +1,63 @@
+"""A worker process: imports, then runs the items whose keys come on its input, until one fails.
+
+Results go through a pipe of their own, so that nothing a library prints gets between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from benchmarks.gpu_lane.item import PROTOCOL_FD, TIMEOUT, missing_library, send
+from benchmarks.gpu_lane.measure import describe, forget_compiled
+from benchmarks.gpu_lane.results import FAILED, OK, clean
+from benchmarks.gpu_lane.settings import Settings
+
+
+def main() -> None:
+    name, settings, needs = sys.argv[1], Settings.from_json(sys.argv[2]), sys.argv[3:]
+    fd = int(os.environ[PROTOCOL_FD])
+    os.set_inheritable(fd, False)  # what this process starts must not hold the pipe open
+    from benchmarks.gpu_lane.parts import PARTS
+
+    missing_library(needs)  # imported while another worker has the device; what is missing will show itself
+    if not settings.cuda:
+        import torch
+
+        torch.set_num_threads(1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        os.environ[TIMEOUT] = str(order["timeout"])
+        entry = _run(PARTS[name], order["key"], settings)
+        send(fd, entry)
+        if entry["status"] != OK and not entry["reusable"]:
+            break
+    sys.stdout.flush()
+    os._exit(0)  # no teardown of a CUDA context that may be broken
+
+
+def _run(part: Any, key: str, settings: Settings) -> dict[str, Any]:
+    try:
+        return {"status": OK, "figures": clean(part.run(key, settings))}
+    except BaseException as error:  # SystemExit of a library too: the parent must hear of it
+        traceback.print_exc()
+        reason = describe(error)
+    return {"status": FAILED, "reason": reason, "reusable": _still_works(settings)}
+
+
+def _still_works(settings: Settings) -> bool:
+    """Whether the device still computes after an error; most CUDA errors stay for the life of a process."""
+    import torch
+
+    try:
+        forget_compiled(settings.torch_device)
+        return float(torch.ones(2, device=settings.torch_device).sum()) == 2.0
+    except BaseException:
+        return False
+
+
+if __name__ == "__main__":
+    main()

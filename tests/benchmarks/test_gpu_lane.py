@@ -1,0 +1,218 @@
+"""The GPU lane at toy size on CPU: everything runs, fails and merges as it will, unseen, on a GPU machine."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_lane import figures, report
+from benchmarks.gpu_lane.__main__ import main
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, TO_COME
+from benchmarks.gpu_lane.part_linear import TOY_SHAPES
+from lightning_lowprec.precisions import TABLE
+
+ROOT = Path(__file__).parents[2]
+PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "accumulation", "tests"]
+WITHOUT_TE = "import sys; sys.modules['transformer_engine'] = None; from benchmarks.gpu_lane.__main__ import main;"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """All parts in one process in which Transformer Engine is not installed."""
+    folder = tmp_path_factory.mktemp("lane") / "out"
+    argv = ["--part", *PARTS, "--smoke", "--out", str(folder), "--date", "2030-01-02"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{WITHOUT_TE} sys.exit(main({argv!r}))"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "LOWPREC_COMMIT": "abc123"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(out):
+    return json.loads((out / "results.json").read_text())
+
+
+def ok(data, part):
+    return {key: e["figures"] for key, e in data["parts"][part]["items"].items() if e["status"] == "ok"}
+
+
+def test_every_part_ran_and_nothing_failed(data):
+    assert list(data["parts"]) == PARTS
+    failed = {
+        (part, key): entry.get("reason")
+        for part, found in data["parts"].items()
+        for key, entry in found["items"].items()
+        if entry["status"] not in ("ok", "missing")
+    }
+    assert failed == {}
+    assert all(found["seconds"] > 0 and found["settings"]["smoke"] for found in data["parts"].values())
+
+
+def test_the_origin_is_written(data):
+    (run,) = data["runs"]
+    assert (run["date"], run["commit"], run["smoke"]) == ("2030-01-02", "abc123", True)
+    assert run["machine"]["device"] == "cpu"
+    assert run["machine"]["versions"]["torch"]
+    assert {"torchao", "lightning", "transformer-engine", "triton"} <= run["machine"]["versions"].keys()
+
+
+def test_a_missing_library_is_reported_with_the_reason(data, out):
+    for part in ("step8b", "step1b", "smoke", "memory", "accumulation"):
+        reasons = [e["reason"] for key, e in data["parts"][part]["items"].items() if "te delayed" in key]
+        assert reasons
+        assert set(reasons) == {"transformer_engine.pytorch is not installed"}
+    runs = ok(data, "linear")["32x64x128"]["runs"]
+    assert runs["te block"] == {"status": "missing", "reason": "transformer_engine.pytorch is not installed"}
+    assert "transformer_engine.pytorch is not installed" in (out / "report.md").read_text()
+
+
+def test_names_enter_by_themselves_and_others_are_reported_as_missing(data):
+    items = data["parts"]["step8b"]["items"]
+    for name in TO_COME:
+        assert name in TABLE or items[f"ours {name}"]["status"] == "missing"
+    identities = {f"{entry.plugin.__name__} {sorted(entry.options.items())}" for entry in TABLE.values()}
+    ours = [key for key in items if key.startswith("ours ") and items[key].get("reason", "").find("table") < 0]
+    assert len(ours) == len(identities) + 2, "one per distinct plugin, min_gain=auto, fsdp2"
+
+
+def test_linear_ratios_follow_from_the_raw_figures(data, out):
+    rows = ok(data, "linear")
+    gains = json.loads((out / "gains.json").read_text())
+    for m, k, n in TOY_SHAPES:
+        row = rows[f"{m}x{k}x{n}"]
+        runs = {name: run for name, run in row["runs"].items() if run["status"] == "ok"}
+        assert {"bf16", "torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp"} <= runs.keys()
+        for name, run in runs.items():
+            assert run["ms"] == pytest.approx(statistics.median(run["samples"]), abs=1e-4)
+            assert 0 < run["min"] <= run["ms"] <= run["max"] < 10_000
+            assert figures.ratios(row)[name] == pytest.approx(runs["bf16"]["ms"] / run["ms"])
+        (gain,) = (g for g in gains if (g["tokens"], g["in_features"], g["recipe"]) == (m, k, "rowwise"))
+        assert gain["out_features"] == n
+        assert (gain["device"], gain["backend"]) == ("cpu", "torchao")
+        assert gain["ratio"] == pytest.approx(runs["bf16"]["ms"] / runs["torchao rowwise"]["ms"], abs=1e-3)
+        assert gain["loop_ratio"] == pytest.approx(
+            runs["bf16"]["loop_ms"] / runs["torchao rowwise"]["loop_ms"], abs=1e-3
+        )
+    assert rows["peaks"]["tflops"]["bf16"] > 0
+
+
+@pytest.mark.parametrize("part", ["step8b", "step1b"])
+def test_steps_train_the_same_model_on_the_same_data(data, part):
+    steps = ok(data, part)
+    assert {BASELINE, MAIN, "torchao tensorwise, compiled", "accelerate torchao, compiled"} <= steps.keys()
+    for step in steps.values():
+        assert step["tokens"] == step["batch"] * 32
+        assert len(step["losses"]) == step["steps"] == 6
+        assert step["ms"] == pytest.approx(statistics.median(step["samples"]), abs=1e-4)
+        assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["ms"] * 1e3)
+        assert step["losses"][0] == pytest.approx(steps[BASELINE]["losses"][0], abs=0.01)
+        assert step["losses"][-1] < step["losses"][0]
+
+
+def test_the_share_of_fp8_is_counted(data):
+    steps = ok(data, "step8b")
+    shape = {"hidden": 64, "ffn": 128, "kv": 32, "vocab": 256, "layers": 2, "sequence": 32}
+    block = 2 * 64 * (64 + shape["kv"]) + 3 * 64 * shape["ffn"]
+    fp8, head, attention = 6 * 2 * block, 6 * 64 * 256, 6 * 32 * 64 * 2
+    assert steps[MAIN]["fp8_share"] == pytest.approx(fp8 / (fp8 + head + attention))
+    assert steps[MAIN]["matrix_flops_per_token"] == fp8 + head + attention
+    assert steps[MAIN]["fp8_shapes"] == {"64x64": 4, "64x32": 4, "64x128": 4, "128x64": 2}
+    assert steps[MAIN]["fp8_layers"] == 14
+    assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
+    assert steps[BASELINE]["fp8_share"] == 0
+    assert steps["ours fp8-hybrid, min_gain=auto"]["fp8_layers"] == 0
+
+
+def test_memory_is_in_bytes_per_parameter(data):
+    found = ok(data, "memory")
+    expected = {
+        "lightning 32-true + AdamW": (4, 4, 8),
+        "lightning bf16-mixed + AdamW": (4, 4, 8),
+        "lightning bf16-true + AdamW": (2, 2, 4),
+        f"{MAIN} + AdamW": (4, 4, 8),
+    }
+    for key, sizes in expected.items():
+        row = found[key]["bytes_per_parameter"]
+        assert (row["weights"], row["gradients"]) == sizes[:2]
+        assert row["optimizer"] == pytest.approx(sizes[2], abs=0.01)
+        assert found[key]["state_bytes_per_parameter"] == pytest.approx(sum(sizes), abs=0.01)
+    masters = {"bf16-master": 4, "fp16-master": 4, "bf16-remainder": 2, "bf16-sr": 0}
+    for name, size in masters.items():
+        if name in TABLE:
+            assert found[f"ours {name} + AdamW"]["bytes_per_parameter"]["masters"] == pytest.approx(size, abs=0.01)
+    eight_bit = found["lightning bf16-true + AdamW8bit"]["bytes_per_parameter"]["optimizer"]
+    assert 2 <= eight_bit < 3
+    activations = {key: row["activation_bytes_per_token"] for key, row in found.items()}
+    assert activations["lightning bf16-true + AdamW"] < activations["lightning 32-true + AdamW"]
+
+
+def test_overhead_is_ours_less_by_hand(data):
+    for key in ("fabric", "trainer"):
+        row = ok(data, "overhead")[key]
+        difference = statistics.median(row["ours"]["samples"]) - statistics.median(row["by_hand"]["samples"])
+        assert row["added_ms"] == pytest.approx(difference, abs=1e-3)
+    assert ok(data, "overhead")["fabric, profiled"]["ours"]["operations"] > 0
+
+
+def test_accumulation_counts_micro_batches(data):
+    for row in ok(data, "accumulation").values():
+        assert list(row["rows"]) == ["1", "4", "16"]
+        for count, found in row["rows"].items():
+            assert found["ms_per_micro_batch"] == pytest.approx(found["ms"] / int(count))
+            assert found["tokens_per_s"] == pytest.approx(32 * int(count) / found["ms"] * 1e3)
+
+
+def test_the_tests_part_reads_pytest(data):
+    (row,) = ok(data, "tests").values()
+    assert row["exit_status"] == 0
+    assert row["outcomes"]
+    assert set(row["outcomes"].values()) <= {"passed", "skipped"}
+
+
+def test_the_report_is_complete_and_pretends_nothing(data, out):
+    text = (out / "report.md").read_text()
+    for title in ("Machine", "Targets", "Linear layers", "Training steps, 8B", "Host overhead", "Memory", "GPU tests"):
+        assert f"## {title}" in text
+    assert "could not be rendered" not in text
+    assert "no figure here means anything" in text
+    assert all(target["met"] is None for target in figures.targets(data)), "toy figures meet no target"
+    pictures = {path.name for path in out.glob("*.png")}
+    missing = "No picture" in text
+    assert missing or pictures == {"linear.png", "steps.png", "memory.png", "accumulation.png"}
+    assert len(list(out.iterdir())) <= 8, "more files do not come back from the GPU machine"
+
+
+def test_a_second_call_goes_on_and_keeps_what_is_there(data, out, capsys):
+    assert main(["--part", "linear", "--smoke", "--out", str(out), "--only", "peaks"]) == 0
+    after = json.loads((out / "results.json").read_text())
+    assert after["parts"]["linear"]["items"] == data["parts"]["linear"]["items"]
+    assert len(after["runs"]) == 2
+    assert "[linear]" not in capsys.readouterr().out, "nothing was measured again"
+
+
+def test_one_part_in_worker_processes(tmp_path):
+    argv = ["--part", "linear", "--smoke", "--isolate", "--out", str(tmp_path), "--only", "peaks", "32x64x128"]
+    assert main(argv) == 0
+    items = json.loads((tmp_path / "results.json").read_text())["parts"]["linear"]["items"]
+    assert {key: entry["status"] for key, entry in items.items()} == {"peaks": "ok", "32x64x128": "ok"}
+
+
+def test_without_a_gpu_only_smoke_runs(tmp_path, capsys):
+    assert main(["--part", "linear", "--device", "cpu", "--out", str(tmp_path / "none")]) == 2
+    assert "only --smoke runs here" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_section_of_unknown_figures_does_not_lose_the_others(data):
+    broken = json.loads(json.dumps(data))
+    broken["parts"]["overhead"]["items"]["fabric"]["figures"] = {"added_ms": 1}
+    text = report.render(broken)
+    assert text.count("could not be rendered") == 1
+    assert "## Memory" in text

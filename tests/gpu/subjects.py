@@ -1,0 +1,119 @@
+"""What the GPU tests train, and the precisions that they train it in."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowprec.availability import availability
+from lightning_lowprec.precisions import TABLE
+from tests.gpu.device import DEVICE
+
+WIDTH = 128
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks of linears and a head; nothing in it is non-deterministic on a GPU."""
+
+    def __init__(self, width: int = WIDTH, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Subject(L.LightningModule):
+    """Fits random targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Stack()
+        self.losses: list[float] = []
+        self.predictions: list[Tensor] = []
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.model(x).float(), y)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def batches(count: int = 3, tokens: int = 48) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(tokens, WIDTH, generator=generator), torch.randn(tokens, 16, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def loader(count: int = 3, tokens: int = 48) -> DataLoader:
+    return DataLoader(batches(count, tokens), batch_size=None)
+
+
+def trainer(**options) -> L.Trainer:
+    quiet = {
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    options = {"enable_checkpointing": False, "accelerator": DEVICE.type, "devices": 1, **quiet, **options}
+    return L.Trainer(**options)
+
+
+def distinct() -> list[str]:
+    """Every name of the table whose plugin or options differ from those before it; new names enter by themselves."""
+    found: dict[str, str] = {}
+    for name, entry in TABLE.items():
+        found.setdefault(f"{entry.plugin.__name__} {sorted(entry.options.items())}", name)
+    return list(found.values())
+
+
+def runs_here(name: str) -> str | None:
+    """Why a name cannot run on this machine (a missing library, another GPU's recipe), or None."""
+    verdict = availability(name, DEVICE)
+    return None if verdict.runs else verdict.reason
+
+
+NAMES = distinct()
+FP8_NAMES = [name for name in NAMES if TABLE[name].plugin.__name__.startswith("FP8")]
+FP16_NAMES = [name for name in NAMES if "fp16" in name]
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    """Signal to noise in dB."""
+    reference, value = reference.double().cpu(), value.double().cpu()
+    noise = (reference - value).pow(2).sum()
+    return float("inf") if noise == 0 else float(10 * torch.log10(reference.pow(2).sum() / noise))

@@ -1,0 +1,112 @@
+"""The FP8 kernels against emulation, and against float32: FP8 runs, and it is the FP8 that the documents describe."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO
+from tests.gpu.device import DEVICE, on_gpu_only
+from tests.gpu.subjects import FP8_NAMES, runs_here, sqnr
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+AGREEMENT_DB = 35.0
+FP8_DB = (20.0, 40.0)
+"""One Linear in FP8 against float32: worse is broken, better is not FP8 (bf16 is beyond 45 dB)."""
+TOKENS, K, N = 512, 1024, 768
+
+
+def gradients(model, plugin, x, grad):
+    """Output and gradients of one Linear under a plugin (None: float32)."""
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, **({"plugins": plugin} if plugin else {}))
+    module = fabric.setup_module(copy.deepcopy(model))
+    x = x.clone().requires_grad_()
+    y = module(x)
+    fabric.backward((y * grad).sum())
+    weight = next(p for p in module.parameters() if p.ndim == 2)
+    return {"output": y.detach(), "grad_input": x.grad, "grad_weight": weight.grad}
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N)).to(DEVICE)
+    return model, torch.randn(TOKENS, K, device=DEVICE), torch.randn(TOKENS, N, device=DEVICE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kernels_agree_with_emulation(problem, recipe, compiled, record_property):
+    if compiled and DEVICE.type == "cpu":
+        pytest.skip("slow on CPU")
+    model, x, grad = problem
+    real_model = copy.deepcopy(model)
+    plugin = FP8TorchAO(recipe=recipe, compile=False)
+    if compiled:
+        real_model[0].compile()
+    real = gradients(real_model, plugin, x, grad)
+    emulated = gradients(model, FP8TorchAO(recipe=recipe, compile=False, emulate=True), x, grad)
+    found = {what: sqnr(emulated[what], real[what]) for what in real}
+    record_property("sqnr_db", found)
+    assert min(found.values()) > AGREEMENT_DB, found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_fp8_that_runs(problem, recipe, record_property):
+    model, x, grad = problem
+    exact = gradients(model, None, x, grad)
+    found = {
+        what: sqnr(exact[what], value)
+        for what, value in gradients(model, FP8TorchAO(recipe=recipe, compile=False), x, grad).items()
+    }
+    record_property("sqnr_db", found)
+    low = {what: value for what, value in found.items() if what != "grad_weight" or recipe != "rowwise_with_gw_hp"}
+    assert all(FP8_DB[0] < value < FP8_DB[1] for value in low.values()), found
+
+
+@pytest.mark.parametrize("name", FP8_NAMES)
+def test_every_fp8_name_is_fp8(problem, name, record_property):
+    reason = runs_here(name)
+    if reason is not None:
+        pytest.skip(reason)
+    model, x, _ = problem
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, precision=name)
+    module = fabric.setup_module(copy.deepcopy(model))
+    with torch.no_grad():
+        found = sqnr(model(x), module(x))
+    record_property("sqnr_db", found)
+    assert FP8_DB[0] < found < FP8_DB[1]
+
+
+@on_gpu_only
+@pytest.mark.parametrize("axis", [None, -1])
+def test_codes_and_scales_are_those_of_the_cpu(axis):
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
+    x = torch.randn(256, 512) * 3
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        here, there = (
+            hp_tensor_to_float8_dynamic(t, dtype, LinearMMConfig(), scaling_granularity=granularity, axiswise_dim=axis)
+            for t in (x, x.to(DEVICE))
+        )
+        assert torch.equal(here._scale, there._scale.cpu())
+        assert torch.equal(here._data.view(torch.uint8), there._data.cpu().view(torch.uint8))
+
+
+@on_gpu_only
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_autocast_of_cuda_reaches_everything(dtype):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 16)).to(DEVICE)
+    seen = {}
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TorchAO(base=dtype, keep=["2"], compile=False))
+    module = fabric.setup_module(model)
+    for fqn, layer in model.named_children():
+        layer.register_forward_hook(lambda _, args, out, fqn=fqn: seen.update({fqn: out.dtype}))
+    module(torch.randn(32, 64, device=DEVICE))
+    half = torch.bfloat16 if dtype == "bf16" else torch.float16
+    assert seen == {"0": half, "1": torch.float32, "2": half}
