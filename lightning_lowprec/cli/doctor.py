@@ -25,7 +25,7 @@ PACKAGES = ("lightning-lowprec", "torch", "lightning", "torchao", "transformer-e
 def run(argv: list[str]) -> int:
     """Print the survey, or the verdict on one name; 1 if that one does not run."""
     args = _parser().parse_args(argv)
-    device = torch.device(args.device) if args.device else default_device()
+    device = _device(args.device) if args.device else default_device()
     if args.name is not None:
         return _one(args.name, device, as_json=args.json)
     facts = machine(device)
@@ -35,6 +35,15 @@ def run(argv: list[str]) -> int:
     else:
         print(_text(facts, verdicts))
     return 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device={name!r}` is not available here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def _one(name: str, device: torch.device, *, as_json: bool) -> int:

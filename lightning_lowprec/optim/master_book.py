@@ -189,6 +189,14 @@ class MasterBook:
             self._save()
             self._stepping = False
 
+    def first_evaluation_holds(self) -> bool:
+        """Whether this is the first evaluation of the step, and of the weights as they still are."""
+        moved = any(store.version != shown for store, shown in zip(self._stores, self._shown, strict=True))
+        if self._evaluated or moved:
+            return False
+        self._evaluated = True
+        return True
+
     def before_evaluation(self) -> None:
         """Show the model what the masters have become in this step, and forget the last evaluation's gradients."""
         for i, store in enumerate(self._stores):

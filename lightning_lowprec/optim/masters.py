@@ -34,7 +34,9 @@ MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's chec
 
 
 def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None) -> T:
-    """Give ``optimizer`` float32 masters of its half-precision parameters, in place; a second call changes nothing.
+    """Give ``optimizer`` float32 masters of its half-precision parameters, in place.
+
+    A second call makes masters of parameters that have become half precision since.
 
     Args:
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
@@ -47,13 +49,16 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
 
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
+        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer).
         RuntimeError: wrapped with another store already; or somebody replaced ``optimizer.step``.
     """
     config = MasterConfig.of(store)
     if isinstance(optimizer, MasterOptimizer):
         if optimizer._masters.config != config:
             raise RuntimeError(f"the optimizer already has masters by {optimizer._masters.config}, asked for {config}.")
+        optimizer._masters.adopt(values or {})
         return optimizer
+    _check_kind(optimizer)
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
@@ -66,6 +71,14 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = book
     return optimizer
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    if isinstance(getattr(optimizer, "optim", None), Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use that one"
+            " directly, or a precision with float32 weights."
+        )
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:
@@ -171,21 +184,26 @@ class MasterOptimizer(Optimizer):
         """The optimizer's own step, on the masters."""
         self._opt_called = True  # read by schedulers
         book = self._masters
-        if closure is None:
-            book.prepare_grads(1.0)
-        else:
-            args = (self._evaluation(closure), *args)
+        if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
+            with torch.enable_grad():
+                args = (self._evaluation(closure, closure()), *args)
+        book.prepare_grads(1.0)
         with book.stepping(), book.inside():
             return super().step(*args, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it once more, and hooks would run twice
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` as the optimizer may call it: the model sees its weights, the optimizer float32 gradients."""
+    def _evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
+        """``closure`` as the optimizer may call it: the model sees its weights, the optimizer float32 gradients.
+
+        The first call returns ``first``, unless the optimizer has moved the masters before it.
+        """
         book = self._masters
 
         def evaluate() -> Any:
+            if book.first_evaluation_holds():
+                return first
             with book.outside():
                 book.before_evaluation()
                 result = closure()
@@ -222,7 +240,7 @@ class MasterOptimizer(Optimizer):
         book = self._masters
         with book.inside():
             super().load_state_dict(state_dict)
-        book.set_values(self._incoming)
+        book.set_values({key: value.clone() for key, value in self._incoming.items()})  # they may be our own, live
         self._incoming = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -257,7 +275,7 @@ def _has_master(entry: Any) -> bool:
 
 @functools.cache
 def _master_class(plain: type[Any]) -> type[Any]:
-    return type(f"Master{plain.__name__}", (MasterOptimizer, plain), {"__doc__": plain.__doc__})
+    return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
 def _book(optimizer: Optimizer) -> MasterBook:

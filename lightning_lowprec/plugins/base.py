@@ -40,11 +40,8 @@ from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_t
 from lightning_lowprec.plugins.master_weights import Masters
 from lightning_lowprec.plugins.scale_state import SCALER_STATE, log_loss_scale, stored_loss_scale
 
-if not hasattr(TrainerPrecision, "_after_closure"):
-    raise ImportError(
-        "This version of lightning has no `Precision._after_closure`, which runs hooks and clipping between unscaling"
-        " and stepping. lightning_lowprec supports lightning >= 2.5.0, < 2.7."
-    )
+if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
+    raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -63,8 +60,8 @@ class LowPrecision(TrainerPrecision, ABC):
         self._device: torch.device | None = None
         self._pending: list[weakref.ref[Module]] = []
         self._modules: list[weakref.ref[Module]] = []
+        self._unchecked: list[weakref.ref[Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._optimizers_checked = True
         self._in_trainer = False
         self._will_train = True
         self._half_weights = False
@@ -117,6 +114,8 @@ class LowPrecision(TrainerPrecision, ABC):
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         if self._device is not None or not may_still_move:
             self._settle_pending()
+        elif self.masters is not None:  # before DDP makes buckets of the weights' dtype
+            self.masters.cast(module, self.autocast_dtype)
         return module
 
     def _settle_pending(self) -> None:
@@ -128,7 +127,7 @@ class LowPrecision(TrainerPrecision, ABC):
                 self.masters.cast(module, self.autocast_dtype)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
-            self._optimizers_checked = False
+            self._unchecked.append(weakref.ref(module))
         if self.masters is not None:
             for optimizer in alive(self._optimizers):
                 self.masters.give(optimizer)
@@ -150,6 +149,15 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             self.masters.give(optimizer)
 
+    def _before_first_step(self, optimizer: Optimizer) -> None:
+        """Fabric, after every set-up of modules."""
+        if self._optimizers:
+            self._check_optimizers([*alive(self._optimizers), optimizer])
+        if self.masters is not None:
+            self.masters.give(optimizer)  # without the names, this is the first that is seen of it
+            self.masters.forget()
+        self._unchecked = []
+
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Raise if what was converted will not train; runs once per set-up, with every optimizer that is known."""
 
@@ -165,7 +173,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self.masters.forget()
         if optimizers:
             self._check_optimizers(optimizers)
-        self._optimizers_checked = True
+        self._unchecked = []
         return super().connect(model, optimizers, lr_schedulers)
 
     # ---- forward
@@ -237,11 +245,8 @@ class LowPrecision(TrainerPrecision, ABC):
         **kwargs: Any,
     ) -> Any:
         """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
-        if not self._optimizers_checked and self._optimizers:
-            self._check_optimizers([*alive(self._optimizers), optimizer])
-            self._optimizers_checked = True
-        if self.masters is not None:
-            self.masters.give(optimizer)  # Fabric without the names: the first that is seen of it
+        if self._unchecked:
+            self._before_first_step(optimizer)
         if self.scaler is not None:
             return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -338,7 +343,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but modules and optimizers, which stay in their process."""
-        return {**self.__dict__, "_pending": [], "_modules": [], "_optimizers": []}
+        return {**self.__dict__, "_pending": [], "_modules": [], "_unchecked": [], "_optimizers": []}
 
     def __str__(self) -> str:
         """Shown in Lightning's errors, so it names the package that this plugin is made for."""

@@ -55,7 +55,7 @@ class FP8TorchAO(LowPrecision):
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         emulate: multiply dequantised codes in float32 instead of FP8 kernels. None: on CPU yes, on a GPU no, and a
             GPU without FP8 raises.
-        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless the model is compiled already; True does
+        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless some are compiled already; True does
             on any device, False never; a mapping gives ``torch.compile`` options.
         fp8_eval: whether validation, test and prediction run in FP8 too.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
@@ -199,7 +199,7 @@ class FP8TorchAO(LowPrecision):
 
         modules = alive(self._modules)
         of_any_module = {id(p) for module in modules for p in module.parameters()}
-        for module in modules:
+        for module in alive(self._unchecked):
             converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}
             parameters = dict(module.named_parameters())
             check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)

@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_lowprec.optim.casting import HALF_DTYPES, cast_parameters
 from lightning_lowprec.optim.master_book import MasterConfig
-from lightning_lowprec.optim.masters import is_wrapped, wrap
+from lightning_lowprec.optim.masters import wrap
 
 MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 
@@ -50,20 +51,27 @@ class Masters:
 
     def cast(self, module: Module, dtype: torch.dtype) -> None:
         """Cast the module's parameters in place, and its buffers if ``buffer_dtype`` says so."""
+        norms = {
+            f"{fqn}.{name}".lstrip(".")
+            for fqn, norm in module.named_modules()
+            if isinstance(norm, _BatchNorm)  # its weights go with its float32 running statistics
+            for name, _ in norm.named_parameters(recurse=False)
+        }
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
-        self._originals |= cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype)
+        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=norms.__contains__)
+        self._originals |= {key: value for key, value in originals.items() if key in trained}
 
     def give(self, optimizer: Optimizer) -> None:
-        """Wrap an optimizer that holds half-precision parameters; others wait until their module is cast."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if is_wrapped(optimizer) or not any(p.dtype in HALF_DTYPES for p in params):
-            return
+        """Wrap an optimizer; again, when more of its parameters have been cast since."""
         wrap(optimizer, self.config, values=self._originals)
-        for p in params:
-            self._originals.pop(id(p), None)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype in HALF_DTYPES:
+                    self._originals.pop(id(p), None)
 
     def forget(self) -> None:
-        """Drop what waits for an optimizer: none will come."""
+        """Drop what waits for an optimizer, when training has begun: none will come."""
         self._originals = {}
 
     def __repr__(self) -> str:

@@ -20,7 +20,8 @@ def stored_loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
 
 def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
     """Send ``loss_scale`` and ``skipped_steps`` to the user's loggers, as often as the Trainer sends its metrics."""
-    if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # its logger connector sets it
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its logger connector sets it
+    if not every or trainer.global_step % every:
         return
     for logger in trainer.loggers:
         metrics = {"loss_scale": scaler.scale, "skipped_steps": float(scaler.skipped_steps)}

@@ -44,7 +44,7 @@ def test_class_and_what_the_groups_show(form):
     model, optimizer = wrapped(ADAMW, form)
     params = list(model.parameters())
     assert isinstance(optimizer, optim.AdamW)
-    assert type(optimizer).__name__ == "MasterAdamW"
+    assert type(optimizer).__name__ == "AdamW"
     assert is_wrapped(optimizer)
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.extend(o.param_groups[0]["params"]))

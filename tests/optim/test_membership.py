@@ -116,3 +116,14 @@ def test_groups_and_state_of_an_early_optimizer_stay():
     _, wrapped = fabric.setup(net, optimizer)
     assert [group["lr"] for group in wrapped.param_groups] == [0.5, 1e-3]
     assert all(torch.equal(v, optimizer.state[p][k]) for p in net.parameters() for k, v in state[id(p)].items())
+
+
+def test_two_stages_over_one_backbone():
+    """A second model shares a part of the first, which is still alive and no longer trained."""
+    backbone = nn.Linear(16, 16)
+    stages = [nn.Sequential(backbone, nn.Linear(16, 16)) for _ in range(2)]
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    for net in stages:
+        module, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        module(torch.ones(4, 16)).sum().backward()
+        optimizer.step()

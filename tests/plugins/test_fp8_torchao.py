@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.cli.main import main
 from lightning_lowprec.layers.torchao import FP8Linear, fp8_linears
 from lightning_lowprec.optim import LossScale
 
@@ -273,3 +274,9 @@ def test_with_a_broken_torchao(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import lightning_lowprec; lightning_lowprec.FP8TorchAO()"
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "torchao, which is installed but does not import (AttributeError: module 'torch'" in result.stderr
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:97"])
+def test_doctor_refuses_a_device_that_is_not_there(device, capsys):
+    assert main(["doctor", f"--device={device}"]) == 2
+    assert f"`device='{device}'` is not available here" in capsys.readouterr().err

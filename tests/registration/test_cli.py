@@ -98,12 +98,16 @@ def test_stock_fabric_launcher_with_lt_precision(project):
 
 @pytest.mark.distributed
 def test_lowprec_run_launches_fabric_and_trainer_without_an_import_in_the_script(project):
-    trainer = "print(L.Trainer(logger=False, enable_checkpointing=False).precision)"
+    trainer = """
+trainer = L.Trainer(logger=False, enable_checkpointing=False)
+words = [fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:], trainer.precision]
+open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
+"""
     (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="") + trainer)
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    result = python("-m", "lightning_lowprec.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
-    assert result.stdout.count("fp8-hybrid 2 --lr 3") == 2
-    assert result.stdout.count("fp8-hybrid\n") == 2
+    python("-m", "lightning_lowprec.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
+    for rank in (0, 1):
+        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 2 --lr 3 fp8-hybrid"
 
 
 def test_lowprec_run_refuses_before_it_launches(project):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.optim import LossScale, MasterConfig, main_params
-from lightning_lowprec.optim.masters import is_wrapped
+from lightning_lowprec.optim.masters import held_masters, is_wrapped
 
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -216,3 +216,58 @@ def test_buffers_stay_float32_unless_told(buffer_dtype):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         HalfMixed(**options)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "fp16-master", "bf16-sr"])
+def test_batch_norm_keeps_float32(name):
+    class Convolutional(Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+    model = Convolutional()
+    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(model)
+    assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
+    assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-sr"])
+def test_no_master_takes_memory_while_activations_do(name):
+    seen = []
+
+    class Watched(Net):
+        def training_step(self, batch, batch_idx):
+            masters = held_masters(self.optimizers().optimizer)
+            seen.append(sum(master.untyped_storage().nbytes() for master in masters))
+            return super().training_step(batch, batch_idx)
+
+    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(Watched())
+    assert len(seen) == 8
+    assert not any(seen)
+
+
+def test_a_logger_that_is_never_asked_for_the_scale():
+    plugin = HalfMixed("fp16", loss_scale=LossScale(initial=8.0))
+    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=0, **QUIET).fit(Net())
+
+
+def test_fabric_keeps_no_float32_copies_once_training_runs():
+    fabric = L.Fabric(precision="bf16-master", accelerator="cpu")
+    net = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net[1].parameters(), lr=0.1))
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    assert fabric.strategy.precision.masters._originals == {}
+
+
+def test_optimizers_set_up_before_their_modules_lose_nothing():
+    fabric = L.Fabric(precision="bf16-master", accelerator="cpu")
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    start = [m.weight.detach().clone() for m in (first, second)]
+    optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.0))
+    modules = fabric.setup_module(first), fabric.setup_module(second)
+    modules[1](modules[0](torch.ones(2, 16))).sum().backward()
+    optimizer.step()
+    masters = list(main_params(optimizer.optimizer))
+    assert torch.equal(masters[0], start[0])
+    assert torch.equal(masters[2], start[1])
