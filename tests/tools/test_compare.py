@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,9 +61,6 @@ class Model(L.LightningModule):
 '''
 
 
-needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-
-
 @pytest.fixture
 def user_file(tmp_path):
     file = tmp_path / "user_model.py"
@@ -75,7 +71,6 @@ def user_file(tmp_path):
 # ---- real runs
 
 
-@needs_matplotlib
 def test_the_command_trains_the_demo_under_two_precisions(tmp_path, capfd):
     out = tmp_path / "deep" / "out"
     status = run(
@@ -116,7 +111,6 @@ FAILURES = {
 }
 
 
-@needs_matplotlib
 def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd):
     out = user_file.parent / "out"
     modes = {name: mode for name, (mode, _) in FAILURES.items()}

@@ -12,8 +12,6 @@ from lightning_lowprec.compare.result import Comparison, PrecisionResult
 from lightning_lowprec.compare.spec import CompareSpec
 from lightning_lowprec.compare.table import render
 
-pytest.importorskip("matplotlib")
-
 VOID = {"meta", "img", "br"}
 
 
