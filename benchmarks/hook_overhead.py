@@ -5,7 +5,8 @@
 By hand means: the model converted with torchao's own ``convert_to_float8_training``, an autocast written into the
 step, Lightning's stock ``Precision`` (and, on CPU only, a hook that casts the input, since torchao does not see CPU
 autocast). Compared are, per step: aten operations, Python calls into our files, collectives (under DDP with one
-process), all counted; and the time, as a ratio of medians of alternating steps in one run. Counts hold on every
+process), all counted; and the time, as a ratio of medians in one run
+(Fabric alternates step by step, the Trainer fit by fit, which a busy machine upsets). Counts hold on every
 machine; the clock means something on a GPU only.
 """
 

@@ -28,6 +28,8 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]
 FP8Format = Literal["hybrid", "e4m3"]
 BACKEND = "torchao"
+CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
+"""Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
 _NAMES = {
     ("tensorwise", "hybrid"): "fp8-tensorwise",
@@ -140,6 +142,8 @@ class FP8TorchAO(LowPrecision):
     def refusal(self, device: torch.device) -> str | None:
         """No torchao, or a GPU without FP8 that is not told to emulate it."""
         reason = fp8_refusal(device)
+        if device.type == "cpu" and not self.emulates(device) and self.recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
+            return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU. Leave `emulate` alone; torch 2.13 has one"
         if reason is None or device.type == "cpu" or self.emulates(device):
             return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
         return (
@@ -182,10 +186,13 @@ class FP8TorchAO(LowPrecision):
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")
+        if self.layers.min_gain is not None:
+            tokens = self.layers.tokens or DEFAULT_TOKENS
+            rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")
         slow = plan.below_break_even()
         if self.emulates(device):
             rank_zero_info(f"{self.precision}: {self.how(device)}.")
-        elif slow:
+        elif slow and device.type == "cuda":  # the published figures are those of a GPU
             names = ", ".join(f"{row.fqn} ({row.in_features} -> {row.out_features})" for row in slow[:3])
             rank_zero_warn(
                 f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"

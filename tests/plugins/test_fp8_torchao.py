@@ -280,3 +280,27 @@ def test_with_a_broken_torchao(tmp_path):
 def test_doctor_refuses_a_device_that_is_not_there(device, capsys):
     assert main(["doctor", f"--device={device}"]) == 2
     assert f"`device='{device}'` is not available here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_kernels_on_cpu_run_if_this_torch_has_them_and_are_refused_if_not(recipe):
+    def set_up(emulate):
+        torch.manual_seed(0)
+        return fabric(FP8TorchAO(recipe=recipe, emulate=emulate)).setup(Stack())
+
+    if recipe == "rowwise" and torch.__version__ < "2.13":
+        with pytest.raises(RuntimeError, match=r"has no rowwise FP8 kernel for CPU\. Leave `emulate` alone"):
+            set_up(False)
+        return
+    x = torch.randn(16, 32)
+    exact, kernels = set_up(True)(x), set_up(False)(x)
+    noise = (kernels - exact).pow(2).mean() / exact.pow(2).mean()
+    assert 10 * torch.log10(noise) < -30.0, "the same codes; products rounded to bf16 (2**-9, -48 dB) at each layer"
+
+
+def test_min_gain_says_what_it_assumes(caplog):
+    caplog.set_level(logging.INFO)
+    fabric(FP8TorchAO(min_gain="auto", tokens=4096)).setup(Stack())
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("min_gain='auto' converts none of the 7" in line and "4096 tokens" in line for line in lines)
+    assert any(line.startswith("fp8-tensorwise: min_gain assumes 4096 tokens") for line in lines)
