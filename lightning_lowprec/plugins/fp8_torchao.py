@@ -143,7 +143,7 @@ class FP8TorchAO(LowPrecision):
         """No torchao, or a GPU without FP8 that is not told to emulate it."""
         reason = fp8_refusal(device)
         if device.type == "cpu" and not self.emulates(device) and self.recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
-            return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU. Leave `emulate` alone; torch 2.13 has one"
+            return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
         if reason is None or device.type == "cpu" or self.emulates(device):
             return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
         return (
