@@ -35,7 +35,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_lowprec import precisions
 from lightning_lowprec.plugins import LowPrecision
-from lightning_lowprec.strategy_support import check_strategy
+from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec.strategies.resolve import half_under_fsdp2, is_fsdp2, resolve_strategy
+from lightning_lowprec.strategy_support import SHARDED, check_strategy
 
 CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}
 CONNECTORS = ((fabric_connector, "_Connector"), (trainer_connector, "_AcceleratorConnector"))
@@ -62,6 +64,8 @@ def register() -> None:
         _widen_annotation(owner.__init__)
     if hasattr(model_summary.ModelSummary, "__init__"):
         _patch(model_summary.ModelSummary, "__init__", _count_bytes)
+    for connector, cls in ((fabric_connector, FabricFSDP2Strategy), (trainer_connector, FSDP2Strategy)):
+        _strategies(connector).register("fsdp2", cls, "FSDP2, in every precision, with FP8 all-gather", override=True)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, "_plugin_to_compute_dtype"):
             _patch(module, "_plugin_to_compute_dtype", _compute_dtype)
@@ -73,6 +77,8 @@ def unregister() -> None:
         owner, name, original, replacement = _patches.pop()
         if getattr(owner, name) is replacement:  # else somebody wrapped it after us; ours then passes through
             setattr(owner, name, original)
+    for connector, _ in CONNECTORS:
+        _strategies(connector).pop("fsdp2", None)
     while _annotations:
         annotations, original = _annotations.pop()
         annotations["precision"] = original
@@ -125,7 +131,13 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
             precision = None
         elif isinstance(precision, str):
             validate_name(precision)
+        if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
+            ours = half_under_fsdp2(precision)
+            given.append(ours)
+            precision = None
         if ours is not None:
+            for_trainer = not isinstance(self, fabric_connector._Connector)
+            strategy = resolve_strategy(strategy, getattr(self, "_registered_strategies", ()), for_trainer)
             check_strategy(ours.precision, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
@@ -133,7 +145,10 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _registry(connector: Any) -> Any:
-    module = fabric_connector if isinstance(connector, fabric_connector._Connector) else trainer_connector
+    return _strategies(fabric_connector if isinstance(connector, fabric_connector._Connector) else trainer_connector)
+
+
+def _strategies(module: ModuleType) -> Any:
     return getattr(module, "STRATEGY_REGISTRY", None) or getattr(module, "StrategyRegistry", {})
 
 
@@ -155,7 +170,9 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin.precision, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
-            if isinstance(self, fabric_connector._Connector):
+            if isinstance(self.strategy, SHARDED):
+                plugin.bind_shards()
+            if isinstance(self, fabric_connector._Connector) and not is_fsdp2(self.strategy):  # it shows them itself
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init

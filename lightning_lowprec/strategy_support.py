@@ -8,7 +8,10 @@ from typing import Any
 from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies as trainer
 
+SHARDED = (fabric.ModelParallelStrategy, trainer.ModelParallelStrategy)
+"""Of these, ours shard by themselves; under Lightning's own, ``parallelize`` does our part in the user's code."""
 SUPPORTED = (
+    *SHARDED,
     fabric.DDPStrategy,
     fabric.SingleDeviceStrategy,
     trainer.DDPStrategy,
@@ -22,7 +25,10 @@ UNSUPPORTED = (  # some of Lightning's derive from the ones above
     trainer.SingleDeviceXLAStrategy,
     trainer.XLAStrategy,
 )
-WORKS = "one device, or 'ddp' and its kin (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true)"
+WORKS = (
+    "one device, 'ddp' and its kin (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true), 'fsdp2', or"
+    " 'fsdp', which becomes 'fsdp2'"
+)
 
 
 def check_strategy(precision: str, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:

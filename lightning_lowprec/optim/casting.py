@@ -47,6 +47,8 @@ def cast_parameters(
             if keep:
                 originals[id(parameter)] = parameter.data.float()
             _cast_parameter(parameter, dtype)
+    if any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+        module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 looks at its shards again
     if buffer_dtype is not None:
         for buffer in module.buffers():
             if buffer.dtype in _CASTABLE:
@@ -56,5 +58,9 @@ def cast_parameters(
 
 def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     grad, parameter.grad = parameter.grad, None  # torch refuses a gradient of another dtype
-    parameter.data = parameter.data.to(dtype)
+    if hasattr(parameter, "to_local"):  # `.data =` would leave a DTensor's shard as it was
+        swapped = nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, swapped)  # type: ignore[no-untyped-call]
+    else:
+        parameter.data = parameter.data.to(dtype)
     parameter.grad = None if grad is None else grad.to(dtype)

@@ -1,14 +1,4 @@
-"""One precision plugin for Trainer and Fabric.
-
-The two call the same hooks with different signatures:
-
-* backward: the Trainer calls ``backward(loss, module, optimizer, *args)`` and expects ``pre_backward`` and
-  ``post_backward`` to run its hooks and to return the loss; Fabric calls ``backward(loss, module_or_None, *args)``
-  and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
-* step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
-* Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
-  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there.
-"""
+"""One precision plugin for Trainer and Fabric; how the two differ stands in :mod:`~lightning_lowprec.plugins.host`."""
 
 from __future__ import annotations
 
@@ -20,16 +10,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
@@ -38,10 +26,8 @@ from lightning_lowprec.optim.casting import HALF_DTYPES
 from lightning_lowprec.optim.masters import grads_shown, is_wrapped, main_params, prepare_grads
 from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.plugins.master_weights import Masters
-from lightning_lowprec.plugins.scale_state import SCALER_STATE, log_loss_scale, stored_loss_scale
-
-if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
-    raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
+from lightning_lowprec.plugins.refusals import refuse_lbfgs, refuse_sharded, refuse_uncast
+from lightning_lowprec.plugins.scale_state import SCALER_STATE, load_loss_scale, log_loss_scale
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -65,6 +51,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self._in_trainer = False
         self._will_train = True
         self._half_weights = False
+        self._sharded: weakref.WeakSet[Module] | None = None  # None: not under FSDP2
 
     # ---- what a plugin defines
 
@@ -110,11 +97,14 @@ class LowPrecision(TrainerPrecision, ABC):
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self._device = trainer.strategy.root_device
+        if module in (self._sharded or ()):
+            return module
+        refuse_sharded(module, self.precision)
         self._pending.append(weakref.ref(module))
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         if self._device is not None or not may_still_move:
             self._settle_pending()
-        elif self.masters is not None:  # before DDP makes buckets of the weights' dtype
+        elif self.masters is not None and self._sharded is None:  # before DDP makes buckets of their dtype
             self.masters.cast(module, self.autocast_dtype)
         return module
 
@@ -123,7 +113,7 @@ class LowPrecision(TrainerPrecision, ABC):
         for module in alive(pending):
             self._device = self._device or device_of(module)
             self._settle(module, self._device)
-            if self.masters is not None and self._will_train:
+            if self.masters is not None and self._will_train and self._sharded is None:
                 self.masters.cast(module, self.autocast_dtype)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
@@ -138,6 +128,22 @@ class LowPrecision(TrainerPrecision, ABC):
             self._settle_pending()
         assert self._device is not None
         return self._device
+
+    # ---- FSDP2
+
+    def bind_shards(self) -> None:
+        """Our FSDP2 strategy runs this: float32 masters are its float32 shards, and other forms wait for shards."""
+        self._sharded = weakref.WeakSet() if self._sharded is None else self._sharded
+        if self.masters is not None and self.masters.config.form == "fp32":
+            self.masters = None
+
+    def cast_shards(self, module: Module) -> None:
+        """``module`` is sharded, in float32: cast the shards if the weights are half precision."""
+        assert self._sharded is not None
+        self._sharded.add(module)
+        if self.masters is not None:
+            self.masters.cast(module, self.autocast_dtype)
+            self._half_weights = True
 
     # ---- optimizers
 
@@ -154,6 +160,7 @@ class LowPrecision(TrainerPrecision, ABC):
         if self._optimizers:
             self._check_optimizers([*alive(self._optimizers), optimizer])
         if self.masters is not None:
+            refuse_uncast(self._sharded, self.precision)
             self.masters.give(optimizer)  # without the names, this is the first that is seen of it
             self.masters.forget()
         self._unchecked = []
@@ -261,11 +268,7 @@ class LowPrecision(TrainerPrecision, ABC):
         closure: Callable[[], Any] | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                f"`precision={self.precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
-                " they do not go together. Use a bf16 precision, or another optimizer."
-            )
+        refuse_lbfgs(optimizer, self.precision)
         result = None if closure is None else closure()
         if model is None:
             scaler.step(optimizer, **kwargs)
@@ -327,11 +330,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale if both runs scale the loss; a scale that has no use here is dropped, and logged."""
-        stored = stored_loss_scale(state_dict)
-        if stored is not None and self.scaler is not None:
-            self.scaler.load_state_dict(stored)
-        elif stored is not None:
-            rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={self.precision!r}` needs none.")
+        load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -343,7 +342,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but modules and optimizers, which stay in their process."""
-        return {**self.__dict__, "_pending": [], "_modules": [], "_unchecked": [], "_optimizers": []}
+        return {**self.__dict__, "_pending": [], "_modules": [], "_unchecked": [], "_optimizers": [], "_sharded": None}
 
     def __str__(self) -> str:
         """Shown in Lightning's errors, so it names the package that this plugin is made for."""

@@ -1,4 +1,14 @@
-"""Who runs a module, Trainer or Fabric, on which device; and what Fabric sees of a plugin's hooks."""
+"""Who runs a module, Trainer or Fabric, on which device; and what Fabric sees of a plugin's hooks.
+
+The two call the same hooks with different signatures:
+
+* backward: the Trainer calls ``backward(loss, module, optimizer, *args)`` and expects ``pre_backward`` and
+  ``post_backward`` to run its hooks and to return the loss; Fabric calls ``backward(loss, module_or_None, *args)``
+  and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
+* step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
+* Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
+  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +18,15 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_lowprec.hardware import default_device
+
+if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
+    raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Trainer
 
 from lightning_lowprec.optim import LossScaler
@@ -16,6 +17,15 @@ def stored_loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
     """The loss scale in our plugins' state, or in that of Lightning's MixedPrecision (a GradScaler's)."""
     found = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
     return found or None
+
+
+def load_loss_scale(scaler: LossScaler | None, state: dict[str, Any], precision: str) -> None:
+    """Restore the loss scale of a checkpoint; drop it, and say so, where nothing is scaled."""
+    stored = stored_loss_scale(state)
+    if stored is not None and scaler is not None:
+        scaler.load_state_dict(stored)
+    elif stored is not None:
+        rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
 
 
 def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:

@@ -1,0 +1,64 @@
+"""What happens each time a sharded model begins to compute, by its forward or by a step of the Trainer.
+
+The scales of FP8 weights are made good first, with one reduction. And inference mode is left for ``no_grad``: FSDP2
+makes tensors that live on (gathered weights, streams of lazy set-up), and a tensor made in inference mode can never
+train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+if TYPE_CHECKING:
+    from lightning_lowprec.distributed.fp8_weight import GatherScales
+
+
+def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> None:
+    """Set this up on a sharded model, for its forward and for ``methods`` (of which the ones it has become forwards).
+
+    Args:
+        model: the root, sharded.
+        scales: of its FP8 weights, if it gathers any.
+        methods: names of methods that compute without calling ``model(...)``, such as ``training_step``.
+    """
+    open_stacks: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        open_stacks.append(_enter(scales))
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        open_stacks.pop().close()
+
+    model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)  # in front of FSDP2's own
+    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    for name in methods:
+        if callable(getattr(model, name, None)):
+            register_fsdp_forward_method(model, name)
+            setattr(model, name, MethodType(_entered(getattr(model, name), scales), model))
+
+
+def _entered(method: Callable[..., Any], scales: GatherScales | None) -> Callable[..., Any]:
+    @wraps(method)
+    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _enter(scales):
+            return method(*args, **kwargs)
+
+    return entered
+
+
+def _enter(scales: GatherScales | None) -> ExitStack:
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+    if scales is not None:
+        scales.refresh()
+    return stack

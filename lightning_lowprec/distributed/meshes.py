@@ -1,0 +1,61 @@
+"""The device mesh: copies x shards x tensor parallel."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+REPLICATE: Final = "replicate"
+SHARD: Final = "data_parallel"
+TENSOR: Final = "tensor_parallel"
+"""Names of the dimensions; those of the last two are Lightning's."""
+
+
+def shards(world_size: int, replicate: int, tensor_parallel_size: int) -> int:
+    """Over how many ranks one copy of the model is sharded.
+
+    Raises:
+        ValueError: the sizes do not divide the world.
+    """
+    if world_size % (replicate * tensor_parallel_size):
+        raise ValueError(
+            f"`replicate={replicate}` times `tensor_parallel_size={tensor_parallel_size}` does not divide the number of"
+            f" processes ({world_size})."
+        )
+    return world_size // (replicate * tensor_parallel_size)
+
+
+def make_mesh(device: torch.device, world_size: int, replicate: int, tensor_parallel_size: int) -> DeviceMesh:
+    """``(data_parallel, tensor_parallel)``, with ``replicate`` in front where there are copies."""
+    shape: tuple[int, ...] = (shards(world_size, replicate, tensor_parallel_size), tensor_parallel_size)
+    names: tuple[str, ...] = (SHARD, TENSOR)
+    if replicate > 1:
+        shape, names = (replicate, *shape), (REPLICATE, *names)
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of ``mesh`` that ``fully_shard`` takes: one dimension, or two where there are copies."""
+    names = mesh.mesh_dim_names or ()
+    if SHARD not in names:
+        if mesh.ndim <= 2:
+            return mesh  # of the user's own naming, without tensor parallelism
+        raise ValueError(f"a mesh with the dimensions {names} has none named {SHARD!r}.")
+    return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
+
+
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The part of ``mesh`` for tensor parallelism, if it has more than one rank."""
+    if TENSOR not in (mesh.mesh_dim_names or ()) or mesh[TENSOR].size() == 1:
+        return None
+    return mesh[TENSOR]
+
+
+def data_ranks(mesh: DeviceMesh) -> dict[str, Any]:
+    """``num_replicas`` and ``rank`` of a distributed sampler: ranks of one tensor-parallel group read the same data."""
+    copies = mesh[REPLICATE].size() if REPLICATE in (mesh.mesh_dim_names or ()) else 1
+    copy = mesh.get_local_rank(REPLICATE) if copies > 1 else 0
+    size = mesh[SHARD].size()
+    return {"num_replicas": copies * size, "rank": copy * size + mesh.get_local_rank(SHARD)}

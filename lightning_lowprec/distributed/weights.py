@@ -1,0 +1,105 @@
+"""Where the weights of a sharded model come from: every rank has them, one has, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+Origin = Literal["every rank", "rank 0", "nowhere"]
+
+
+def origin(model: nn.Module) -> Origin:
+    """Who has the weights: all ranks agree on the answer.
+
+    Raises:
+        RuntimeError: the model is on meta in part, or on some ranks in a way that nobody can fill.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    on_meta = sum(t.is_meta for t in tensors)
+    mine = "meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if set(everyone) == {"real"}:
+        return "every rank"
+    if everyone[0] == "real" and set(everyone[1:]) == {"meta"}:
+        return "rank 0"
+    if set(everyone) == {"meta"}:
+        return "nowhere"
+    raise RuntimeError(
+        f"{type(model).__name__} has {on_meta} of {len(tensors)} parameters and buffers on the meta device here, and"
+        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a real"
+        " device on rank 0 and on meta on all others."
+    )
+
+
+def full_values(model: nn.Module) -> dict[str, Tensor]:
+    """References to the tensors of an unsharded model's state dict, to be sent to the other ranks later."""
+    return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Tensor] | None) -> None:
+    """Give a sharded model its weights.
+
+    Args:
+        model: sharded.
+        device: where parameters that are on meta go (CPU, where they are offloaded).
+        source: what :func:`origin` said.
+        values: on rank 0, if it alone has them: what :func:`full_values` gave.
+
+    Raises:
+        RuntimeError: modules with parameters on meta that cannot initialise themselves.
+    """
+    if source == "every rank":
+        return
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        _check_initialisable(model, source)
+        model.to_empty(device=device)
+    if source == "rank 0":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        full: dict[str, Any] = dict(values or {})
+        set_model_state_dict(model, full, options=options)
+        _send_buffers(model)
+        return
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if _own(module) and reset is not None:
+            reset()
+
+
+def _check_initialisable(model: nn.Module, source: Origin) -> None:
+    if source != "nowhere":
+        return
+    unable = sorted({type(m).__name__ for m in model.modules() if _own(m) and not hasattr(m, "reset_parameters")})
+    if unable:
+        raise RuntimeError(
+            f"{type(model).__name__} is on the meta device, and {', '.join(unable)} have parameters or buffers but no"
+            " `reset_parameters()` to initialise them. Give them one, or load the weights on rank 0 (on meta on all"
+            " others), from where they are sent."
+        )
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+@torch.no_grad()
+def _send_buffers(model: nn.Module) -> None:
+    """Buffers that no state dict holds (rotary tables) come from rank 0 too."""
+    persistent = set(model.state_dict())
+    for fqn, buffer in model.named_buffers():
+        if fqn not in persistent and not isinstance(buffer, DTensor):
+            dist.broadcast(buffer, src=0)
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point buffers in place."""
+    to: Callable[[Tensor], Tensor] = lambda buffer: buffer.to(dtype)  # noqa: E731
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = to(buffer.data)

@@ -1,0 +1,96 @@
+"""FSDP2 for Fabric."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowprec.distributed.meshes import data_ranks
+from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.plugins import LowPrecision
+from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
+from lightning_lowprec.strategies.sharding import Sharding
+from lightning_lowprec.strategies.trainer import check_state_dict_type
+
+
+class FabricFSDP2Strategy(ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order.
+
+    Args:
+        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards, ``"full"`` ones
+            are single files.
+        process_group_backend: None: nccl on CUDA, gloo on CPU.
+        timeout: of the process group.
+        options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`.
+
+    Raises:
+        ValueError: an option that is not valid.
+    """
+
+    strategy_name = "fsdp2"
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **options: Any,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        super().__init__(
+            parallelize_fn=lambda module, mesh: module,  # not called: `setup_module` is ours
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        check_parent(self)
+        self.state_dict_type = state_dict_type
+        self.arguments = {
+            "state_dict_type": state_dict_type,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            **options,
+        }
+        self.sharding = Sharding(ShardOptions(**options))
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data this rank reads."""
+        return data_ranks(self.device_mesh)
+
+    @override
+    def setup_environment(self) -> None:
+        """Processes, their mesh, and what the precision has to know of them."""
+        self.sharding.meet(self.precision, self.root_device)
+        set_sizes(self, self.sharding.options)
+        super().setup_environment()
+        set_mesh(self, self.sharding.options)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        """Shard a module that Fabric has had converted."""
+        self.sharding.apply(module, self.device_mesh, self.precision, self.root_device)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer, built before or after sharding, updates the shards."""
+        self.sharding.follow(optimizer)
+        if isinstance(self.precision, LowPrecision):
+            self.precision.see_optimizer(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """A step; after the first, what was gathered is checked and said."""
+        output = super().optimizer_step(optimizer, **kwargs)
+        self.sharding.after_step()
+        return output

@@ -1,0 +1,46 @@
+"""Which strategy a user's words mean, once the precision is known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from lightning_lowprec.plugins import HalfMixed, LowPrecision
+from lightning_lowprec.strategies.fabric import FabricFSDP2Strategy
+from lightning_lowprec.strategies.trainer import FSDP2Strategy
+
+OURS: Final = (FabricFSDP2Strategy, FSDP2Strategy)
+_HALF: Final = {
+    "16-mixed": "fp16",
+    "16": "fp16",
+    16: "fp16",
+    "bf16-mixed": "bf16",
+    "bf16": "bf16",
+}
+
+
+def is_fsdp2(strategy: Any) -> bool:
+    """Whether a strategy, or its name, is ours."""
+    return isinstance(strategy, OURS) or (isinstance(strategy, str) and strategy.lower() == "fsdp2")
+
+
+def half_under_fsdp2(precision: Any) -> LowPrecision | None:
+    """Our plugin for Lightning's mixed precisions, which gathers half weights and scales the loss; else None."""
+    dtype: Any = _HALF.get(precision)
+    return None if dtype is None else HalfMixed(dtype)
+
+
+def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -> Any:
+    """The strategy for one of our precisions: FSDP becomes FSDP2, and a Trainer's FSDP2 works in Fabric and back.
+
+    Args:
+        strategy: what the user gave: a name, an object, or nothing.
+        names: the names that Lightning knows.
+        for_trainer: for the Trainer, not for Fabric.
+    """
+    ours = FSDP2Strategy if for_trainer else FabricFSDP2Strategy
+    if isinstance(strategy, OURS) and not isinstance(strategy, ours):
+        return ours(**strategy.arguments)
+    if isinstance(strategy, str) and strategy.lower() in names and strategy.lower().startswith("fsdp"):
+        return ours(cpu_offload="offload" in strategy.lower())
+    return strategy

@@ -1,0 +1,144 @@
+"""What the two FSDP2 strategies share: the plugin's part in sharding, and what came of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.optim.following import Replacements
+from lightning_lowprec.plugins import FP8TorchAO, LowPrecision
+from lightning_lowprec.plugins.host import in_trainer
+
+if TYPE_CHECKING:
+    from lightning_lowprec.distributed.shard import Sharded
+
+STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+"""What the Trainer calls instead of the module itself; Fabric goes through the module."""
+
+
+class _Known(NamedTuple):
+    precision: str
+    sharded: Sharded
+
+
+_sharded: weakref.WeakKeyDictionary[Module, _Known] = weakref.WeakKeyDictionary()
+
+
+class Sharding:
+    """The sharded models of one strategy.
+
+    Args:
+        options: what the user chose.
+    """
+
+    def __init__(self, options: ShardOptions) -> None:
+        self.options = options
+        self._replacements: list[Replacements] = []
+        self._unreported: list[Sharded] = []
+
+    def meet(self, plugin: Any, device: torch.device) -> None:
+        """The strategy has its precision plugin and its device.
+
+        Raises:
+            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
+        """
+        param_dtype(plugin)
+        gathers_fp8(plugin, self.options)
+        if isinstance(plugin, LowPrecision):
+            plugin.bind_device(device)
+            plugin.bind_shards()
+
+    def knows(self, model: Module, plugin: Any) -> bool:
+        """Whether ``model`` was sharded for this precision before: in an earlier fit, or by an earlier Trainer."""
+        known = _sharded.get(model)
+        return known is not None and known.precision == plugin.precision
+
+    def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
+        """Shard a converted model in place, unless that was done before."""
+        if self.knows(model, plugin):
+            return
+        from lightning_lowprec.distributed.shard import shard
+
+        replacements = Replacements(model)
+        sharded = shard(
+            model,
+            mesh,
+            self.options,
+            device=device,
+            param_dtype=param_dtype(plugin),
+            fp8_all_gather=gathers_fp8(plugin, self.options),
+            methods=STEPS if in_trainer(model) else (),
+        )
+        if isinstance(plugin, LowPrecision):
+            plugin.cast_shards(model)
+        replacements.note()
+        self._replacements.append(replacements)
+        self._unreported.append(sharded)
+        _sharded[model] = _Known(plugin.precision, sharded)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was built before sharding update what its model has become."""
+        for replacements in self._replacements:
+            replacements.follow(optimizer)
+
+    def after_step(self) -> None:
+        """Once, after the first step: say what was gathered; raise if it was not what was promised."""
+        unreported, self._unreported = self._unreported, []
+        for sharded in unreported:
+            line = sharded.wire.check()
+            if line is not None:
+                rank_zero_info(f"fsdp2: {line}.")
+
+
+def known(model: Module) -> bool:
+    """Whether one of our strategies, or ``parallelize``, sharded ``model``."""
+    return model in _sharded
+
+
+def param_dtype(plugin: Any) -> torch.dtype | None:
+    """What weights are gathered as under a precision plugin; None: as they are stored.
+
+    Raises:
+        ValueError: a plugin of which that is not known.
+    """
+    if isinstance(plugin, LowPrecision):
+        return plugin.autocast_dtype
+    if type(plugin) in (FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
+        return None
+    raise ValueError(
+        f"`{type(plugin).__name__}` (precision={getattr(plugin, 'precision', None)!r}) does not run under 'fsdp2'. Use"
+        " '32-true', 'bf16-true', 'bf16-mixed', '16-mixed', or a precision of lightning_lowprec."
+    )
+
+
+def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
+    """Whether weights are gathered as float8.
+
+    Raises:
+        ValueError: it was asked for and the precision cannot.
+    """
+    wanted = options.fp8_all_gather
+    if wanted is False:
+        return False
+    if not isinstance(plugin, FP8TorchAO):
+        reason = f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
+    elif plugin.recipe != "tensorwise":
+        reason = f"`recipe={plugin.recipe!r}` has a scale per row, and only one per tensor can be gathered"
+    elif not plugin.fp8_eval:
+        reason = "`fp8_eval=False` evaluates with the weights in high precision"
+    else:
+        return True
+    if wanted is True:
+        raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
+    return False

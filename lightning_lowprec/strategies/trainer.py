@@ -1,0 +1,125 @@
+"""FSDP2 for the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_lowprec.distributed.meshes import data_ranks
+from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
+from lightning_lowprec.strategies.sharding import Sharding
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision, of any LightningModule, as it is.
+
+    Args:
+        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards, ``"full"`` ones
+            are single files.
+        process_group_backend: None: nccl on CUDA, gloo on CPU.
+        timeout: of the process group.
+        options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`.
+
+    Raises:
+        ValueError: an option that is not valid.
+    """
+
+    strategy_name = "fsdp2"
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **options: Any,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        super().__init__(
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        check_parent(self)
+        self.state_dict_type = state_dict_type
+        self.arguments = {
+            "state_dict_type": state_dict_type,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            **options,
+        }
+        self.sharding = Sharding(ShardOptions(**options))
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data this rank reads."""
+        return data_ranks(self.device_mesh)
+
+    @override
+    def setup_environment(self) -> None:
+        """Processes, their mesh, and what the precision has to know of them."""
+        self.sharding.meet(self.precision_plugin, self.root_device)
+        set_sizes(self, self.sharding.options)
+        super().setup_environment()
+        mesh = set_mesh(self, self.sharding.options)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = mesh
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Convert, shard, and only then build optimizers."""
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if not self.sharding.knows(self.model, self.precision_plugin):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
+        self._move_metrics()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _move_metrics(self) -> None:
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, Metric):  # their states are no buffers, which are there already
+                module.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """The user's optimizers; one that was built in ``__init__`` follows its parameters."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.sharding.follow(optimizer)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A step; after the first, what was gathered is checked and said."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.sharding.after_step()
+        return output
+
+
+def check_state_dict_type(value: object) -> None:
+    """Raise ValueError for an unknown one."""
+    if value not in ("sharded", "full"):
+        raise ValueError(f"`state_dict_type={value!r}` is not valid; expected one of: sharded, full.")
