@@ -1,12 +1,16 @@
-"""What happens each time a sharded model begins to compute, by its forward or by a step of the Trainer.
+"""What happens each time a sharded model begins to compute, by its forward or by a step of the Trainer, and ends.
 
-The scales of FP8 weights are made good first, with one reduction. And inference mode is left for ``no_grad``: FSDP2
-makes tensors that live on (gathered weights, streams of lazy set-up), and a tensor made in inference mode can never
-train.
+Before: the scales of FP8 weights are made good, with one reduction. And inference mode is left for ``no_grad``: FSDP2
+makes tensors that live on (gathered weights, streams of lazy set-up), and one made in inference mode can never train.
+
+After, without gradients: what is still gathered is freed. FSDP2 keeps the root gathered for a backward pass that will
+not come, and until the next one ``parameters()`` would show copies: an EMA callback that puts its weights back after
+validation, or a checkpoint that is loaded then, would write to those and change nothing.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
@@ -29,36 +33,56 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
         scales: of its FP8 weights, if it gathers any.
         methods: names of methods that compute without calling ``model(...)``, such as ``training_step``.
     """
-    open_stacks: list[ExitStack] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        open_stacks.append(_enter(scales))
-
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        open_stacks.pop().close()
-
-    model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)  # in front of FSDP2's own
-    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    visits = Visits(model, scales)
+    # in front of FSDP2's own hook, and behind it
+    model.register_forward_pre_hook(lambda module, args, kwargs: visits.enter(), prepend=True, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, kwargs, output: visits.leave(), with_kwargs=True, always_call=True)
     for name in methods:
         if callable(getattr(model, name, None)):
             register_fsdp_forward_method(model, name)
-            setattr(model, name, MethodType(_entered(getattr(model, name), scales), model))
+            setattr(model, name, MethodType(_visited(getattr(model, name), visits), model))
 
 
-def _entered(method: Callable[..., Any], scales: GatherScales | None) -> Callable[..., Any]:
+class Visits:
+    """The computations of one model that are under way; they may be nested, as ``training_step`` calls the forward."""
+
+    def __init__(self, model: nn.Module, scales: GatherScales | None) -> None:
+        self._model = weakref.ref(model)
+        self._scales = scales
+        self._open: list[ExitStack] = []
+
+    def enter(self) -> None:
+        """One begins."""
+        stack = ExitStack()
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        self._open.append(stack)
+        if self._scales is not None:
+            self._scales.refresh()
+
+    def leave(self) -> None:
+        """One has ended, with or without an error."""
+        stack = self._open.pop()
+        if not self._open and not torch.is_grad_enabled():
+            reshard(self._model())
+        stack.close()
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Free whatever is gathered, so that ``parameters()`` shows the shards."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _visited(method: Callable[..., Any], visits: Visits) -> Callable[..., Any]:
     @wraps(method)
-    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _enter(scales):
+    def visited(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        visits.enter()
+        try:
             return method(*args, **kwargs)
+        finally:
+            visits.leave()
 
-    return entered
-
-
-def _enter(scales: GatherScales | None) -> ExitStack:
-    stack = ExitStack()
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-    if scales is not None:
-        scales.refresh()
-    return stack
+    return visited

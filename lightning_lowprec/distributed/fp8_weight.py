@@ -33,6 +33,7 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import EPS
 
+from lightning_lowprec.distributed.several_meshes import by_mesh
 from lightning_lowprec.layers.torchao import FP8Linear, fp8_linears
 
 _aten = torch.ops.aten
@@ -84,21 +85,25 @@ class GatherScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of all weights with one all-reduce, if a weight was written to since."""
+        """Compute the scales of all weights with one all-reduce per mesh, if a weight was written to since."""
         if not self.stale or not self.weights:
             return
+        for weights in by_mesh(self.weights):
+            self._compute(weights)
+        self.stale = False
+        self.reductions += 1
+
+    def _compute(self, weights: list[Tensor]) -> None:
         # a norm of infinite order is max(|w|); it is a partial value per rank, which `clamp` reduces
-        amax = torch.clamp(torch.stack(torch._foreach_norm(self.weights, ord=torch.inf)), EPS)
+        amax = torch.clamp(torch.stack(torch._foreach_norm(weights, ord=torch.inf)), EPS)
         scales = torch.finfo(self.dtype).max / amax.to(torch.float64)  # as torchao: eager and compiled agree in fp64
         if amax.dtype == torch.float16:
             scales = torch.clamp(scales, max=torch.finfo(torch.float16).max)
         local = cast(DTensor, scales).to_local().to(torch.float32)
-        for weight, scale in zip(self.weights, local.unbind(), strict=True):
+        for weight, scale in zip(weights, local.unbind(), strict=True):
             shard = cast(DTensor, weight)._local_tensor
             assert isinstance(shard, GatheredWeight)
             shard._scale = scale
-        self.stale = False
-        self.reductions += 1
 
 
 class GatheredWeight(Tensor):

@@ -33,8 +33,8 @@ def origin(model: nn.Module) -> Origin:
         return "nowhere"
     raise RuntimeError(
         f"{type(model).__name__} has {on_meta} of {len(tensors)} parameters and buffers on the meta device here, and"
-        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a real"
-        " device on rank 0 and on meta on all others."
+        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a"
+        " real device on rank 0 and on meta on all others."
     )
 
 

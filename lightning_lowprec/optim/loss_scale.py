@@ -220,7 +220,7 @@ def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
 
 
 def _grads_by_device_and_dtype(optimizer: Optimizer) -> Iterator[tuple[torch.device, list[Tensor]]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in (*params, *held_masters(optimizer)):
         if param.grad is None:
@@ -228,6 +228,6 @@ def _grads_by_device_and_dtype(optimizer: Optimizer) -> Iterator[tuple[torch.dev
         if param.grad.is_sparse:
             param.grad = param.grad.coalesce()  # duplicate rows could overflow only when they are summed
         grad = param.grad._values() if param.grad.is_sparse else param.grad
-        groups[grad.device, grad.dtype].append(grad)
-    for (device, _), grads in groups.items():
+        groups[grad.device, grad.dtype, getattr(grad, "device_mesh", None)].append(grad)
+    for (device, *_), grads in groups.items():
         yield device, grads

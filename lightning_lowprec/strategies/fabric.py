@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
@@ -87,6 +89,21 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         if isinstance(self.precision, LowPrecision):
             self.precision.see_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of all gradients; with tensor parallelism they lie on two meshes."""
+        if self.sharding.options.tensor_parallel is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.distributed.several_meshes import step_one_by_one
 from lightning_lowprec.optim.following import Replacements
 from lightning_lowprec.plugins import FP8TorchAO, LowPrecision
 from lightning_lowprec.plugins.host import in_trainer
@@ -91,6 +92,8 @@ class Sharding:
         """Let an optimizer that was built before sharding update what its model has become."""
         for replacements in self._replacements:
             replacements.follow(optimizer)
+        if step_one_by_one(optimizer):
+            rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 
     def after_step(self) -> None:
         """Once, after the first step: say what was gathered; raise if it was not what was promised."""

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
@@ -86,11 +87,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
             self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
+        if self.sharding.options.tensor_parallel is not None:
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self._move_metrics()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _move_metrics(self) -> None:
         assert self.model is not None

@@ -1,0 +1,32 @@
+"""Runs a function in several gloo processes and brings back what each of them returns."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+
+def run(worker, ranks: int, port: int, folder: Path, *args):
+    """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group."""
+    multiprocessing.spawn(_main, args=(worker, ranks, port, str(folder), args), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _main(rank: int, worker, ranks: int, port: int, folder: str, args) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    result = worker(rank, *args)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
