@@ -73,8 +73,9 @@ class ByHand(Module):
         self.ours = ours
 
     def configure_model(self):
-        from lightning_lowprec import parallelize
         from torch.distributed.fsdp import fully_shard
+
+        from lightning_lowprec import parallelize
 
         if self.ours:
             parallelize(self, self.device_mesh, self.trainer.precision_plugin)
@@ -230,7 +231,7 @@ def test_every_precision_trains(results, precision):
     assert len(evaluated) == 2 + 8
     half_weights = precision in ("bf16-true", "bf16-remainder", "bf16-sr")
     assert dtypes == {torch.bfloat16 if half_weights else torch.float32}
-    expected = torch.float16 if "16-mixed" == precision or "fp16" in precision else torch.bfloat16
+    expected = torch.float16 if precision == "16-mixed" or "fp16" in precision else torch.bfloat16
     if "fp8" in precision and "rowwise" not in precision:  # the root has no FP8 layer
         assert gathered == {torch.uint8, expected}
     else:
