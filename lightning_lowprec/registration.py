@@ -170,9 +170,11 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin.precision, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
+            if is_fsdp2(self.strategy):  # it meets the plugin, and shows it the optimizers, itself
+                return
             if isinstance(self.strategy, SHARDED):
                 plugin.bind_shards()
-            if isinstance(self, fabric_connector._Connector) and not is_fsdp2(self.strategy):  # it shows them itself
+            if isinstance(self, fabric_connector._Connector):
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init

@@ -25,8 +25,8 @@ def refuse_sharded(module: Module, precision: str) -> None:
     if fqn is not None:
         raise TypeError(
             f"`precision={precision!r}`: {type(module).__name__} is sharded already ({fqn!r} is a DTensor), so it can"
-            " no longer be converted. Use `strategy='fsdp2'` and leave sharding to it, or keep `ModelParallelStrategy` and"
-            " shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
+            " no longer be converted. Use `strategy='fsdp2'` and leave sharding to it, or keep `ModelParallelStrategy`"
+            " and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -58,6 +59,8 @@ class Sharding:
         gathers_fp8(plugin, self.options)
         if isinstance(plugin, LowPrecision):
             plugin.bind_device(device)
+            if plugin.masters is not None and self.options.buffer_dtype is None:
+                self.options = replace(self.options, buffer_dtype=plugin.masters.buffer_dtype)
             plugin.bind_shards()
 
     def knows(self, model: Module, plugin: Any) -> bool:
