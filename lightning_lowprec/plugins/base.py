@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,19 +26,20 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.optim import LossScale, LossScaler
 from lightning_lowprec.optim.casting import HALF_DTYPES
-from lightning_lowprec.optim.masters import grads_shown, is_wrapped, main_params, prepare_grads
+from lightning_lowprec.optim.masters import grads_shown, main_params
 from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
+from lightning_lowprec.plugins.loss_scale_choice import check_optimizer
 from lightning_lowprec.plugins.master_weights import Masters
 from lightning_lowprec.plugins.scale_state import SCALER_STATE, log_loss_scale, stored_loss_scale
+from lightning_lowprec.plugins.unscaling import unscale_to_clip, zero_if_nonfinite
 
 if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
     raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
@@ -149,11 +150,17 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             self.masters.give(optimizer)
 
+    def see_module(self, module: Module) -> None:
+        """A module as the strategy wrapped it: Fabric by the names in ``precision=``, the Trainer by ``connect``."""
+        if self.masters is not None:
+            self.masters.gradients.see_ddp(module)
+
     def _before_first_step(self, optimizer: Optimizer) -> None:
         """Fabric, after every set-up of modules."""
         if self._optimizers:
             self._check_optimizers([*alive(self._optimizers), optimizer])
         if self.masters is not None:
+            self.masters.gradients.check_reduced()
             self.masters.give(optimizer)  # without the names, this is the first that is seen of it
             self.masters.forget()
         self._unchecked = []
@@ -163,7 +170,9 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: see all optimizers before their first step."""
+        """Trainer: see the wrapped model, and all optimizers before their first step."""
+        if optimizers:
+            self.see_module(model)
         for optimizer in optimizers:
             if self.scaler is not None:
                 self.scaler.watch(optimizer)
@@ -212,16 +221,19 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the loss is scaled."""
-        return self._backward_plain if self.scaler is None else self._backward_scaled
+        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where it does something."""
+        accumulates = self.masters is not None and self.masters.gradients.follows_backward
+        return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
-    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
+    def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        scaled = tensor if in_trainer(model) else self._scaled(tensor)
+        with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
+            self._backward_plain(scaled, model, *args, **kwargs)
 
     @override
     @shown_as(FabricPrecision.post_backward)
@@ -261,11 +273,7 @@ class LowPrecision(TrainerPrecision, ABC):
         closure: Callable[[], Any] | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                f"`precision={self.precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
-                " they do not go together. Use a bf16 precision, or another optimizer."
-            )
+        check_optimizer(self.precision, optimizer)
         result = None if closure is None else closure()
         if model is None:
             scaler.step(optimizer, **kwargs)
@@ -287,14 +295,8 @@ class LowPrecision(TrainerPrecision, ABC):
 
         Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
         """
-        if self.scaler is None:
-            if is_wrapped(optimizer):
-                prepare_grads(optimizer)
-            return
-        self.scaler.unscale(optimizer)
-        if self.scaler.found_inf(optimizer):
-            for grad in [p.grad for p in self.main_params(optimizer) if p.grad is not None]:
-                grad.zero_()
+        unscale_to_clip(self.scaler, optimizer)
+        zero_if_nonfinite(self.scaler, optimizer)
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
@@ -311,10 +313,8 @@ class LowPrecision(TrainerPrecision, ABC):
         """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if clip_val > 0 and self.scaler is not None:
-            self.scaler.unscale(optimizer)
-        elif clip_val > 0 and is_wrapped(optimizer):
-            prepare_grads(optimizer)
+        if clip_val > 0:
+            unscale_to_clip(self.scaler, optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state

@@ -1,0 +1,1 @@
+"""Sharding models that compute in low precision, and what goes over the wire."""
