@@ -41,13 +41,14 @@ class Float32Reduction:
     def __init__(self, ddp: DistributedDataParallel, *, accumulate: bool) -> None:
         self.accumulate = accumulate
         self._group: Any = ddp.process_group
+        self._unused_allowed = ddp.find_unused_parameters
         self.params = [p for p in ddp.module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
         self._waiting: dict[int, Tensor] = {}  # by id(parameter): the float32 sum of earlier backwards
         self._averaged: dict[int, Tensor] = {}  # by id(parameter): what this backward's hooks computed
         self._in_backward = False
         if accumulate:
             for p in self.params:
-                p.grad_dtype = None  # any: half precision within a backward, float32 outside
+                p.grad_dtype = p.dtype if p.grad is None else None  # None: any
         ddp.register_comm_hook(self, _reduce_bucket)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -90,6 +91,10 @@ class Float32Reduction:
         for p in self.params:
             if p.grad is not None and p.grad.dtype == torch.float32:
                 self._waiting[id(p)], p.grad = p.grad, None
+            p.grad_dtype = p.dtype  # a product with a float32 tensor, say, would leave a float32 gradient otherwise
+            if self._unused_allowed and id(p) in self._waiting:
+                # DDP that looks for unused parameters insists on a gradient of those used since it last synchronised
+                p.grad = torch.zeros_like(p, requires_grad=False)
         self._in_backward = True
         try:
             yield
@@ -102,11 +107,14 @@ class Float32Reduction:
         for p in self.params:
             waiting, averaged = self._waiting.get(id(p)), self._averaged.get(id(p))
             if p.grad is None:  # unused in this backward: on every rank, where ranks synchronised
-                p.grad = waiting
+                total = waiting
             elif averaged is not None:
-                p.grad = averaged
+                total = averaged
             else:
-                p.grad = p.grad.float() if waiting is None else waiting.add_(p.grad)
+                total = p.grad.float() if waiting is None else waiting.add_(p.grad)
+            if total is not None:
+                p.grad_dtype = None  # any
+                p.grad = total
         self._waiting, self._averaged = {}, {}
 
 

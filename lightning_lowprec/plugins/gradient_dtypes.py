@@ -98,8 +98,9 @@ class GradientDtypes:
     def during_backward(self) -> Iterator[None]:
         """Around every backward."""
         with ExitStack() as stack:
-            for reduction in alive(self._reductions):
-                stack.enter_context(reduction.during_backward())
+            if self.accumulation is not None:
+                for reduction in alive(self._reductions):
+                    stack.enter_context(reduction.during_backward())
             yield
 
     def __repr__(self) -> str:
