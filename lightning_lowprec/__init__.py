@@ -8,10 +8,11 @@ Importing this package makes ``precision="fp8-hybrid"`` and its kin known to sto
     trainer = L.Trainer(precision="fp8-hybrid")
 """
 
+from lightning_lowprec import recipes
 from lightning_lowprec.plugins import FP8TorchAO, HalfMixed
 from lightning_lowprec.registration import register, unregister
 
 __version__ = "0.1.0"
-__all__ = ["FP8TorchAO", "HalfMixed", "register", "unregister"]
+__all__ = ["FP8TorchAO", "HalfMixed", "recipes", "register", "unregister"]
 
 register()
