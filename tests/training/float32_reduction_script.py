@@ -117,21 +117,40 @@ class Linear(nn.Module):
         return (self.weight * x).sum()
 
 
-def averages(precision: Any, rows: list[Tensor]) -> list[Tensor]:
-    """What SGD with a learning rate of 1 makes of one step per row of this rank; each step's gradient."""
-    fabric, model = fabric_with(precision), Linear()
-    module, optimizer = fabric.setup(model, Recording(model.parameters()))
-    for row in rows:
-        fabric.backward(module(row.to(precision.autocast_dtype)).float())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [given[0] for given in optimizer.optimizer.given]
-
-
-def tiny(**options: Any) -> list[Tensor]:
+def tiny(**options: Any) -> dict[str, Any]:
     """2**-24 on both ranks: halved before the sum, fp16 has nothing left of it, float32 has."""
-    scale = LossScale.of(1.0)
-    return averages(HalfMixed("fp16", master_weights=True, loss_scale=scale, **options), [torch.full((2,), 2.0**-24)])
+    fabric, model = fabric_with(HalfMixed("fp16", master_weights=True, loss_scale=1.0, **options)), Linear()
+    module, optimizer = fabric.setup(model, Recording(model.parameters()))
+    fabric.backward(module(torch.full((2,), 2.0**-24).half()).float())
+    dtype = str(model.weight.grad.dtype)
+    optimizer.step()
+    return {"given": optimizer.optimizer.given[0][0], "dtype": dtype}
+
+
+def two_modules() -> list[Tensor]:
+    """While one module's gradients wait to be reduced, the other one has its backward, synchronised."""
+    fabric, a, b = fabric_with(plugin("bf16-master", **FLOAT32)), Linear(), Linear()
+    module_a, optimizer_a = fabric.setup(a, Recording(a.parameters()))
+    module_b, optimizer_b = fabric.setup(b, Recording(b.parameters()))
+    for i, batch in enumerate(
+        [torch.tensor([1.0, 2.0**-10]), torch.tensor([2.0**-10, 1.0])]
+    ):  # sums are no bf16 numbers
+        with fabric.no_backward_sync(module_a, enabled=i == 0):
+            fabric.backward(module_a((batch * (1 + fabric.global_rank)).bfloat16()).float())
+        fabric.backward(module_b(batch.bfloat16()).float())
+    for optimizer in (optimizer_a, optimizer_b):
+        optimizer.step()
+    return [optimizer_a.optimizer.given[0][0], optimizer_b.optimizer.given[0][0]]
+
+
+def fitted_twice(micro_batches: list[Tensor]) -> list[list[Tensor]]:
+    """One plugin and one model, two trainers, each with a DDP module of its own."""
+    model, precision, given = Net(), plugin("bf16-master", **FLOAT32), []
+    for _ in range(2):
+        trainer = L.Trainer(strategy="ddp", plugins=precision, accumulate_grad_batches=COUNT, **QUIET)
+        trainer.fit(model, torch.utils.data.DataLoader(micro_batches, batch_size=None))
+        given += model.recording.given
+    return given
 
 
 def overflow_on_one_rank() -> dict[str, Any]:
@@ -211,6 +230,7 @@ def main(out: Path) -> None:
     results["clipped"] = by_trainer(plugin("bf16-master", **FLOAT32), mine, gradient_clip_val=0.5)
     results["unused"], results["unused-reduce"] = unused(True), unused(False)
     results["tiny"] = {"half": tiny(), "reduce": tiny(**REDUCE), "accumulate": tiny(**FLOAT32)}
+    results["two-modules"], results["twice"] = two_modules(), fitted_twice(mine)
     results["overflow"] = overflow_on_one_rank()
     results["weights"] = {form: weights_after(plugin(form, **FLOAT32)) for form in FORMS}
     results["start"] = torch.cat([p.detach().flatten() for p in Net().parameters()])

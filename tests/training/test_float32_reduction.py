@@ -113,9 +113,25 @@ def test_unused_parameters(ranks, case):
 
 def test_a_mean_that_fp16_has_and_its_halves_have_not(ranks):
     for rank in ranks:
-        assert torch.equal(rank["tiny"]["half"][0], torch.zeros(2))
+        assert torch.equal(rank["tiny"]["half"]["given"], torch.zeros(2))
         for how in ("reduce", "accumulate"):
-            assert torch.equal(rank["tiny"][how][0], torch.full((2,), 2.0**-24))
+            assert torch.equal(rank["tiny"][how]["given"], torch.full((2,), 2.0**-24))
+        dtypes = {how: tiny["dtype"] for how, tiny in rank["tiny"].items()}
+        assert dtypes == {"half": "torch.float16", "reduce": "torch.float16", "accumulate": "torch.float32"}
+
+
+def test_two_modules_accumulate_side_by_side(ranks):
+    for rank in ranks:
+        a, b = rank["two-modules"]
+        assert torch.equal(a, 1.5 * torch.full((2,), 1 + 2.0**-10))
+        assert torch.equal(b, torch.full((2,), 1 + 2.0**-10))
+
+
+def test_a_second_fit(ranks):
+    exact, magnitudes = exact_mean()
+    for given in ranks[0]["twice"]:
+        assert relative_error(given, exact) <= float32_bound(exact, magnitudes, 2 * COUNT)
+    assert len(ranks[0]["twice"]) == 2
 
 
 def test_an_overflow_on_one_rank_within_no_sync_skips_the_step_of_both(ranks):
