@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TorchAO, HalfMixed, registration
 from lightning_lowprec.optim import LossScale
 from lightning_lowprec.optim.masters import main_params
 from tests.training.accumulation import (
@@ -235,6 +235,30 @@ def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
     for batch in batches(2):
         fabric.backward(loss_of(module(batch), batch))
         assert second.layers[1].weight.grad.dtype == torch.float32
+
+
+def test_before_any_optimizer_is_seen():
+    """Without the names, Fabric shows the optimizer at its first step; gradients come before."""
+    registration.unregister()
+    try:
+        micro_batches = batches(8)
+        exact, magnitudes = exact_sum(micro_batches, torch.bfloat16)
+        (given,) = by_fabric(plugin("bf16-master", **FLOAT32), micro_batches, 8)
+        assert relative_error(given, exact) <= float32_bound(exact, magnitudes, 8)
+    finally:
+        registration.register()
+
+
+def test_a_half_precision_parameter_of_the_optimizer_alone():
+    """It gets a master, and so a float32 gradient, although no module that was set up has it."""
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
+    loose = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    fabric.setup_module(nn.Linear(2, 2))
+    optimizer = fabric.setup_optimizers(Recording([loose]))
+    for scale in (1.0, 2.0**-10):
+        fabric.backward((loose * scale).sum())
+    optimizer.step()
+    assert optimizer.optimizer.given[0][0].item() == 1 + 2.0**-10
 
 
 class Ops(TorchDispatchMode):
