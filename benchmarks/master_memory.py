@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec import HalfMixed
+from lightning_lowprec import HalfMixed, recipes
 from lightning_lowprec.optim import MasterConfig
 
 WIDTH, DEPTH = 256, 8
@@ -29,6 +29,7 @@ PLUGINS = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "bf16-master": {"precision": "bf16-master"},
+    "bf16-master, float32 gradients": {"plugins": recipes.bf16_mixed()},
     "bf16-remainder": {"precision": "bf16-remainder"},
     "bf16-sr": {"precision": "bf16-sr"},
     "bf16-sr, bf16 moments": {
@@ -94,9 +95,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     args = parser.parse_args()
     results = {name: measure(name) for name in PLUGINS}
-    print(f"{'bytes per parameter':<24} {'at rest':>8} {'peak in step':>13}")
+    print(f"{'bytes per parameter':<32} {'at rest':>8} {'peak in step':>13}")
     for name, row in results.items():
-        print(f"{name:<24} {row['rest']:>8.2f} {row['peak']:>13.2f}")
+        print(f"{name:<32} {row['rest']:>8.2f} {row['peak']:>13.2f}")
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))
 

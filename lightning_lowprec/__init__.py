@@ -8,6 +8,7 @@ Importing this package makes ``precision="fp8-hybrid"`` and its kin known to sto
     trainer = L.Trainer(precision="fp8-hybrid")
 """
 
+from lightning_lowprec import recipes
 from lightning_lowprec.plugins import FP8TorchAO, HalfMixed
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy, parallelize
@@ -19,6 +20,7 @@ __all__ = [
     "FabricFSDP2Strategy",
     "HalfMixed",
     "parallelize",
+    "recipes",
     "register",
     "unregister",
 ]

@@ -5,7 +5,8 @@ Seams, checked before any is touched:
 * ``_check_config_and_set_final_flags`` of both connectors: runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are
   resolved; one of our names becomes ``precision=None`` and our plugin among ``plugins``.
 * ``_lazy_init_strategy`` of both: the strategy exists; ours learns its device, or the pair is refused. In Fabric, the
-  strategy's ``setup_optimizer`` then shows our plugin the optimizers, which the Trainer does by ``connect``.
+  strategy's ``setup_optimizer`` and ``setup_module`` then show our plugin the optimizers and the module as wrapped,
+  which the Trainer does by ``connect``.
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``: what LightningCLI and ``--help`` read.
 * ``ModelSummary.__init__`` and the two ``_plugin_to_compute_dtype``: bytes and peak rates of our precisions. If only
   these moved, names still work.
@@ -37,7 +38,7 @@ from lightning_lowprec import precisions
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.strategies.resolve import half_under_fsdp2, is_fsdp2, resolve_strategy
-from lightning_lowprec.strategy_support import SHARDED, check_strategy
+from lightning_lowprec.strategy_support import SHARDED, check_comm_hook, check_strategy
 
 CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}
 CONNECTORS = ((fabric_connector, "_Connector"), (trainer_connector, "_AcceleratorConnector"))
@@ -174,7 +175,9 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
                 return
             if isinstance(self.strategy, SHARDED):
                 plugin.bind_shards()
+            check_comm_hook(plugin, getattr(self.strategy, "_ddp_comm_hook", None))
             if isinstance(self, fabric_connector._Connector):
+                self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init
@@ -183,6 +186,12 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
     plugin.see_optimizer(optimizer)
     return original(optimizer)
+
+
+def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: Any) -> Any:
+    wrapped = original(module)
+    plugin.see_module(wrapped)
+    return wrapped
 
 
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,8 @@ from typing import Any
 from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies as trainer
 
+from lightning_lowprec.plugins import LowPrecision
+
 SHARDED = (fabric.ModelParallelStrategy, trainer.ModelParallelStrategy)
 """Of these, ours shard by themselves; under Lightning's own, ``parallelize`` does our part in the user's code."""
 SUPPORTED = (
@@ -53,4 +55,17 @@ def check_strategy(precision: str, strategy: Any, names: Collection[str], regist
     if not issubclass(cls, SUPPORTED) or issubclass(cls, UNSUPPORTED):
         raise ValueError(
             f"`precision={precision!r}` does not run under `strategy={name!r}` yet. It runs under {WORKS}."
+        )
+
+
+def check_comm_hook(plugin: LowPrecision, hook: object) -> None:
+    """Raise if both the plugin and the user want to reduce DDP's gradients.
+
+    Raises:
+        ValueError: ``hook`` (what the user gave ``DDPStrategy(ddp_comm_hook=...)``) would run beside ours.
+    """
+    if hook is not None and plugin.masters is not None and plugin.masters.gradients.reduces:
+        raise ValueError(
+            f"`ddp_comm_hook={getattr(hook, '__name__', hook)}` does not go with {plugin.masters.gradients}: DDP has"
+            " one communication hook, and reducing in float32 needs it. Leave one of them out."
         )

@@ -17,22 +17,33 @@ _MARK: Final = "_lowprec_unscaled"  # on the gradient itself: a new gradient has
 def move_grads(params: Sequence[Tensor], masters: Sequence[Tensor], inv_scale: float | Tensor) -> None:
     """``master.grad += param.grad.float() * inv_scale; param.grad = None``, in a constant number of calls.
 
+    A float32 gradient (``param.grad_dtype``) becomes the master's as it is: no copy, no memory.
+
     Args:
         params: any shapes, one dtype and device; those without a gradient are left out.
         masters: float32, one per parameter, loaded.
         inv_scale: multiplies in float32, where the smallest half-precision gradient divided by any loss scale exists.
     """
     pairs = [(p, m, p.grad) for p, m in zip(params, masters, strict=True) if p.grad is not None]
-    dense = [(p, m, grad) for p, m, grad in pairs if not grad.is_sparse]
     for p, m, grad in pairs:
         if grad.is_sparse:
             _hand_over([p], [m], [grad.float() * inv_scale])
-    if dense:
-        moved = torch._foreach_mul([m for _, m, _ in dense], 0.0)  # allocates; there is no multi-tensor empty_like
-        torch._foreach_copy_([local(g) for g in moved], [local(grad) for _, _, grad in dense])
-        if isinstance(inv_scale, Tensor) or inv_scale != 1.0:
-            torch._foreach_mul_(moved, inv_scale)
-        _hand_over([p for p, _, _ in dense], [m for _, m, _ in dense], moved)
+    half = [(p, m, g) for p, m, g in pairs if not g.is_sparse and g.dtype != torch.float32]
+    whole = [(p, m, g) for p, m, g in pairs if not g.is_sparse and g.dtype == torch.float32]
+    if half:
+        moved = torch._foreach_mul([m for _, m, _ in half], 0.0)  # allocates; there is no multi-tensor empty_like
+        torch._foreach_copy_([local(g) for g in moved], [local(grad) for _, _, grad in half])
+        _scale(list(moved), inv_scale)
+        _hand_over([p for p, _, _ in half], [m for _, m, _ in half], moved)
+    if whole:
+        grads = [grad for _, _, grad in whole]
+        _scale(grads, inv_scale)
+        _hand_over([p for p, _, _ in whole], [m for _, m, _ in whole], grads)
+
+
+def _scale(grads: list[Tensor], inv_scale: float | Tensor) -> None:
+    if isinstance(inv_scale, Tensor) or inv_scale != 1.0:
+        torch._foreach_mul_(grads, inv_scale)
 
 
 def _hand_over(params: Sequence[Tensor], masters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

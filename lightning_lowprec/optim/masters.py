@@ -90,8 +90,9 @@ def prepare_grads(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None
     """Move the gradients to the masters, as float32 and times ``inv_scale``; a second call finds nothing to move.
 
     The parameters' own gradients become None. What a later backward leaves there is added at the next call, so calling
-    this after every micro-batch accumulates in float32. Gradients of float32 parameters stay where they are and are
-    multiplied in place, once per step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call
+    this after every micro-batch accumulates in float32. So does ``parameter.grad_dtype = torch.float32`` alone; such
+    gradients are handed over, not copied. Gradients of float32 parameters stay where they are and are multiplied in
+    place, once per step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call
     ``optimizer.zero_grad()``.
 
     Args:
@@ -137,16 +138,16 @@ def grads_shown(optimizer: Optimizer) -> Iterator[None]:
     An edit in place, or another tensor assigned, is what the optimizer gets.
     """
     pairs = list(optimizer._masters.pairs()) if isinstance(optimizer, MasterOptimizer) else []
-    shown = [(p, m) for p, m in pairs if m.grad is not None and p.grad is None]
-    for param, master in shown:
+    shown = [(p, m, p.grad_dtype) for p, m in pairs if m.grad is not None and p.grad is None]
+    for param, master, _ in shown:
         param.grad_dtype = torch.float32
         param.grad = master.grad
     try:
         yield
     finally:
-        for param, master in shown:
+        for param, master, grad_dtype in shown:
             master.grad, param.grad = param.grad, None
-            param.grad_dtype = param.dtype
+            param.grad_dtype = grad_dtype
 
 
 def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:

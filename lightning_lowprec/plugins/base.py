@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ from typing_extensions import override
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.optim import LossScale, LossScaler
 from lightning_lowprec.optim.casting import HALF_DTYPES
-from lightning_lowprec.optim.masters import grads_shown, is_wrapped, main_params, prepare_grads
+from lightning_lowprec.optim.masters import grads_shown, main_params
 from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
+from lightning_lowprec.plugins.loss_scale_choice import check_optimizer
 from lightning_lowprec.plugins.master_weights import Masters
-from lightning_lowprec.plugins.refusals import refuse_lbfgs, refuse_sharded, refuse_uncast
+from lightning_lowprec.plugins.refusals import refuse_sharded, refuse_uncast
 from lightning_lowprec.plugins.scale_state import SCALER_STATE, load_loss_scale, log_loss_scale
+from lightning_lowprec.plugins.unscaling import unscale_to_clip, zero_if_nonfinite
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -97,9 +99,8 @@ class LowPrecision(TrainerPrecision, ABC):
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self._device = trainer.strategy.root_device
-        if module in (self._sharded or ()):
+        if module in (self._sharded or ()) or refuse_sharded(module, self.precision):
             return module
-        refuse_sharded(module, self.precision)
         self._pending.append(weakref.ref(module))
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         if self._device is not None or not may_still_move:
@@ -134,13 +135,11 @@ class LowPrecision(TrainerPrecision, ABC):
     def bind_shards(self) -> None:
         """Our FSDP2 strategy runs this: float32 masters are its float32 shards, and other forms wait for shards."""
         self._sharded = weakref.WeakSet() if self._sharded is None else self._sharded
-        if self.masters is not None and self.masters.config.form == "fp32":
-            self.masters = None
+        self.masters = None if self.masters is None else self.masters.under_fsdp2()
 
     def cast_shards(self, module: Module) -> None:
         """``module`` is sharded, in float32: cast the shards if the weights are half precision."""
-        assert self._sharded is not None
-        self._sharded.add(module)
+        self._sharded = weakref.WeakSet([*(self._sharded or ()), module])
         if self.masters is not None:
             self.masters.cast(module, self.autocast_dtype)
             self._half_weights = True
@@ -155,12 +154,18 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             self.masters.give(optimizer)
 
+    def see_module(self, module: Module) -> None:
+        """A module as the strategy wrapped it: Fabric by the names in ``precision=``, the Trainer by ``connect``."""
+        if self.masters is not None:
+            self.masters.gradients.see_ddp(module)
+
     def _before_first_step(self, optimizer: Optimizer) -> None:
         """Fabric, after every set-up of modules."""
         if self._optimizers:
             self._check_optimizers([*alive(self._optimizers), optimizer])
         if self.masters is not None:
             refuse_uncast(self._sharded, self.precision)
+            self.masters.gradients.check_reduced()
             self.masters.give(optimizer)  # without the names, this is the first that is seen of it
             self.masters.forget()
         self._unchecked = []
@@ -170,7 +175,9 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: see all optimizers before their first step."""
+        """Trainer: see the wrapped model, and all optimizers before their first step."""
+        if optimizers:
+            self.see_module(model)
         for optimizer in optimizers:
             if self.scaler is not None:
                 self.scaler.watch(optimizer)
@@ -178,8 +185,7 @@ class LowPrecision(TrainerPrecision, ABC):
                 self.masters.give(optimizer)
         if self.masters is not None:
             self.masters.forget()
-        if optimizers:
-            self._check_optimizers(optimizers)
+        self._check_optimizers(optimizers)
         self._unchecked = []
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -219,16 +225,19 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the loss is scaled."""
-        return self._backward_plain if self.scaler is None else self._backward_scaled
+        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where it does something."""
+        accumulates = self.masters is not None and self.masters.gradients.follows_backward
+        return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
-    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
+    def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        scaled = tensor if in_trainer(model) else self._scaled(tensor)
+        with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
+            self._backward_plain(scaled, model, *args, **kwargs)
 
     @override
     @shown_as(FabricPrecision.post_backward)
@@ -268,7 +277,7 @@ class LowPrecision(TrainerPrecision, ABC):
         closure: Callable[[], Any] | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        refuse_lbfgs(optimizer, self.precision)
+        check_optimizer(self.precision, optimizer)
         result = None if closure is None else closure()
         if model is None:
             scaler.step(optimizer, **kwargs)
@@ -290,14 +299,8 @@ class LowPrecision(TrainerPrecision, ABC):
 
         Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
         """
-        if self.scaler is None:
-            if is_wrapped(optimizer):
-                prepare_grads(optimizer)
-            return
-        self.scaler.unscale(optimizer)
-        if self.scaler.found_inf(optimizer):
-            for grad in [p.grad for p in self.main_params(optimizer) if p.grad is not None]:
-                grad.zero_()
+        unscale_to_clip(self.scaler, optimizer)
+        zero_if_nonfinite(self.scaler, optimizer)
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
@@ -314,10 +317,8 @@ class LowPrecision(TrainerPrecision, ABC):
         """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if clip_val > 0 and self.scaler is not None:
-            self.scaler.unscale(optimizer)
-        elif clip_val > 0 and is_wrapped(optimizer):
-            prepare_grads(optimizer)
+        if clip_val > 0:
+            unscale_to_clip(self.scaler, optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state

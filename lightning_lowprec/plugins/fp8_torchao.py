@@ -22,7 +22,7 @@ from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
-from lightning_lowprec.plugins.master_weights import Masters, MasterWeights, resolve_master_weights
+from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]
@@ -64,6 +64,8 @@ class FP8TorchAO(LowPrecision):
         loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
         master_weights: as in :class:`HalfMixed`: weights in ``base`` with float32 masters.
         buffer_dtype: as in :class:`HalfMixed`.
+        grad_reduce_dtype: as in :class:`HalfMixed`.
+        grad_accumulation_dtype: as in :class:`HalfMixed`.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -92,12 +94,17 @@ class FP8TorchAO(LowPrecision):
         loss_scale: LossScaleChoice = "auto",
         master_weights: MasterWeights = False,
         buffer_dtype: torch.dtype | None = None,
+        grad_reduce_dtype: torch.dtype | None = None,
+        grad_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
         _check(recipe, base, fp8_format, compile)
-        config = resolve_master_weights(base, master_weights)
-        if config is None and buffer_dtype is not None:
-            raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
-        masters = None if config is None else Masters(config, buffer_dtype)
+        masters = resolve_masters(
+            base,
+            master_weights,
+            buffer_dtype=buffer_dtype,
+            grad_reduce_dtype=grad_reduce_dtype,
+            grad_accumulation_dtype=grad_accumulation_dtype,
+        )
         super().__init__(resolve_loss_scale(base, loss_scale), masters)
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe

@@ -14,7 +14,7 @@ from lightning_lowprec.optim import LossScale, LossScaler
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
-from lightning_lowprec.plugins.master_weights import Masters, MasterWeights, resolve_master_weights
+from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _NAMES: dict[tuple[str, str | None], str] = {
@@ -44,9 +44,14 @@ class HalfMixed(LowPrecision):
             :class:`~lightning_lowprec.optim.MasterConfig` says more: stochastically rounded bf16 moments, the seed.
         buffer_dtype: with masters, what floating-point buffers are cast to; None leaves them (rotary tables and
             running statistics want float32).
+        grad_reduce_dtype: with masters, ``torch.float32`` averages gradients over the ranks of DDP in float32 and
+            rounds the average once; None averages in the weights' dtype.
+        grad_accumulation_dtype: with masters, ``torch.float32`` accumulates the gradients of micro-batches in float32
+            (2 more bytes per parameter) and, under DDP, averages them so too; None accumulates in the weights' dtype.
 
     Raises:
-        ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; none with fp16.
+        ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; none with fp16; an option
+            that goes with masters without them.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class HalfMixed(LowPrecision):
         loss_scale: LossScaleChoice = "auto",
         master_weights: MasterWeights = False,
         buffer_dtype: torch.dtype | None = None,
+        grad_reduce_dtype: torch.dtype | None = None,
+        grad_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
         if dtype not in get_args(HalfName):
             raise ValueError(f"`dtype={dtype!r}` is not valid; expected one of: {', '.join(get_args(HalfName))}.")
@@ -63,11 +70,15 @@ class HalfMixed(LowPrecision):
         # "auto" checks the arguments as fp16 would; whether they are used is decided on the device
         scale = resolve_loss_scale("fp16" if dtype == "auto" else dtype, loss_scale)
         self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
-        config = resolve_master_weights(dtype, master_weights)
-        if config is None and buffer_dtype is not None:
-            raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
-        super().__init__(None if dtype == "auto" else scale, None if config is None else Masters(config, buffer_dtype))
-        self.precision = _NAMES[dtype, None if config is None else config.form]
+        masters = resolve_masters(
+            dtype,
+            master_weights,
+            buffer_dtype=buffer_dtype,
+            grad_reduce_dtype=grad_reduce_dtype,
+            grad_accumulation_dtype=grad_accumulation_dtype,
+        )
+        super().__init__(None if dtype == "auto" else scale, masters)
+        self.precision = _NAMES[dtype, None if masters is None else masters.config.form]
 
     @property
     @override

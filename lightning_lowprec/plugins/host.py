@@ -7,7 +7,8 @@ The two call the same hooks with different signatures:
   and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
 * step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
 * Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
-  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there.
+  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there. (Accumulating
+  in float32 under DDP does cost it.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Which loss scale goes with which base dtype: needed for fp16, refused for bf16."""
+"""Which loss scale goes with which base dtype and optimizer: needed for fp16, refused for bf16 and LBFGS."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.optim import LossScale
 
@@ -30,3 +33,16 @@ def resolve_loss_scale(base: Literal["bf16", "fp16"], loss_scale: LossScaleChoic
             " None, or use fp16."
         )
     return LossScale.of(loss_scale)
+
+
+def check_optimizer(precision: str, optimizer: Optimizer) -> None:
+    """Raise if ``optimizer`` cannot step on a scaled loss.
+
+    Raises:
+        MisconfigurationException: it is LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationException(
+            f"`precision={precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
+            " they do not go together. Use a bf16 precision, or another optimizer."
+        )

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.optim.casting import HALF_DTYPES, cast_parameters
 from lightning_lowprec.optim.master_book import MasterConfig
 from lightning_lowprec.optim.masters import wrap
+from lightning_lowprec.plugins.gradient_dtypes import GradientDtypes
 
 MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 
@@ -37,6 +38,29 @@ def resolve_master_weights(base: Literal["bf16", "fp16", "auto"], choice: Master
     return config
 
 
+def resolve_masters(
+    base: Literal["bf16", "fp16", "auto"],
+    choice: MasterWeights,
+    *,
+    buffer_dtype: torch.dtype | None,
+    grad_reduce_dtype: torch.dtype | None,
+    grad_accumulation_dtype: torch.dtype | None,
+) -> Masters | None:
+    """What a plugin with these options does about masters; None for float32 weights.
+
+    Raises:
+        ValueError: an option that is not valid, or goes with masters and there are none.
+    """
+    config = resolve_master_weights(base, choice)
+    gradients = GradientDtypes(reduce=grad_reduce_dtype, accumulation=grad_accumulation_dtype)
+    if config is not None:
+        return Masters(config, buffer_dtype, gradients)
+    if buffer_dtype is not None:
+        raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
+    gradients.check_no_masters()
+    return None
+
+
 class Masters:
     """Casts modules to half precision and gives the optimizers of their parameters float32 masters.
 
@@ -44,9 +68,10 @@ class Masters:
     second, so that the masters lose nothing.
     """
 
-    def __init__(self, config: MasterConfig, buffer_dtype: torch.dtype | None) -> None:
+    def __init__(self, config: MasterConfig, buffer_dtype: torch.dtype | None, gradients: GradientDtypes) -> None:
         self.config = config
         self.buffer_dtype = buffer_dtype
+        self.gradients = gradients
         self._originals: dict[int, Tensor] = {}
 
     def cast(self, module: Module, dtype: torch.dtype) -> None:
@@ -61,10 +86,28 @@ class Masters:
         keep = self.config.form != "stochastic"
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=norms.__contains__)
         self._originals |= {key: value for key, value in originals.items() if key in trained}
+        self.gradients.prepare(module.parameters())
+
+    def under_fsdp2(self) -> Masters | None:
+        """What is left to do for half shards, whose gradients FSDP2 reduces in float32; None for float32 ones.
+
+        Raises:
+            ValueError: gradients of half shards were to be accumulated in float32.
+        """
+        if self.config.form == "fp32":
+            return None
+        if self.gradients.accumulation is not None:
+            raise ValueError(
+                f"`grad_accumulation_dtype={self.gradients.accumulation}` with half-precision shards is not possible"
+                " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`, whose"
+                " shards and gradients are float32 there."
+            )
+        return Masters(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
     def give(self, optimizer: Optimizer) -> None:
         """Wrap an optimizer; again, when more of its parameters have been cast since."""
         wrap(optimizer, self.config, values=self._originals)
+        self.gradients.prepare(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.dtype in HALF_DTYPES:
@@ -75,8 +118,8 @@ class Masters:
         self._originals = {}
 
     def __repr__(self) -> str:
-        """Where the masters live, and what happens to buffers."""
-        return f"{type(self).__name__}({self.config}, buffer_dtype={self.buffer_dtype})"
+        """Where the masters live, and what happens to buffers and gradients."""
+        return f"{type(self).__name__}({self.config}, buffer_dtype={self.buffer_dtype}, {self.gradients})"
 
     def __getstate__(self) -> dict[str, object]:
         """Weights stay in their process."""

@@ -12,8 +12,9 @@ from lightning_lowprec.optim import LossScale
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE, create
 
-HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master")
-"""Plugins whose gradients are fp16 until the masters take them."""
+HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
+"""Plugins whose micro-batch gradients are fp16."""
+FLOAT32_GRADIENTS = {"grad_reduce_dtype": torch.float32, "grad_accumulation_dtype": torch.float32}
 
 EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "HalfMixed-bf16": partial(HalfMixed, "bf16"),
@@ -22,6 +23,11 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "FP8TorchAO-fp16": partial(FP8TorchAO, base="fp16"),
     "FP8TorchAO-master": partial(FP8TorchAO, master_weights=True),
     "FP8TorchAO-fp16-master": partial(FP8TorchAO, base="fp16", master_weights=True),
+    "bf16-master-fp32-gradients": partial(HalfMixed, "bf16", master_weights=True, **FLOAT32_GRADIENTS),
+    "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
+    "bf16-remainder-fp32-gradients": partial(HalfMixed, "bf16", master_weights="remainder", **FLOAT32_GRADIENTS),
+    "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
+    "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
 }
 
 

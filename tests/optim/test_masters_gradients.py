@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.optim.masters import held_masters, main_params, prepare_grads, refresh, wrap
+from lightning_lowprec.optim.masters import grads_shown, held_masters, main_params, prepare_grads, refresh, wrap
 
 every_form = pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
 
@@ -68,6 +68,28 @@ def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
         prepare_grads(optimizer)
     (master,) = main_params(optimizer)
     assert master.grad.item() == 256.0  # bf16 stops at 64: 64.25 rounds back
+
+
+@every_form
+@pytest.mark.parametrize("inv_scale", [1.0, 0.5, torch.tensor(0.5)])
+def test_float32_gradients_are_handed_over(form, inv_scale):
+    p = half(1.0)
+    p.grad_dtype = torch.float32
+    optimizer = sgd(p, form=form)
+    (p * 0.25).sum().backward()
+    first = p.grad
+    prepare_grads(optimizer, inv_scale)
+    (master,) = main_params(optimizer)
+    assert master.grad is first
+    assert p.grad is None
+    (p * 0.5).sum().backward()  # a micro-batch after clipping
+    prepare_grads(optimizer, inv_scale)
+    assert master.grad.item() == 0.75 * float(inv_scale)
+    with grads_shown(optimizer):
+        assert p.grad is master.grad
+    assert p.grad_dtype is torch.float32
+    optimizer.step()
+    assert p.item() == 1 - 0.75 * float(inv_scale)
 
 
 @every_form

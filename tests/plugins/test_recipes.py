@@ -1,0 +1,108 @@
+"""NeMo's recipes: every knob of MegatronMixedPrecision, its value there, and where it is in our plugin."""
+
+import inspect
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import HalfMixed, recipes
+
+NO_FP8 = {  # defaults of MegatronMixedPrecision that the half recipes leave alone
+    "fp8": None, "fp8_recipe": "delayed", "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent", "fp8_wgrad": True, "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False, "fp8_params": None, "fp8_param_gather": None,
+    "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0,
+}  # fmt: skip
+LOSS_SCALE = {
+    "fp16_loss_scale": None, "fp16_initial_loss_scale": 4294967296, "fp16_min_loss_scale": 1.0,
+    "fp16_loss_scale_window": 1000, "fp16_hysteresis": 2,
+}  # fmt: skip
+NEMO = {
+    "bf16_mixed": {
+        "precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
+        "autocast_dtype": None, "autocast_enabled": False, "grad_reduce_in_fp32": True, **NO_FP8, **LOSS_SCALE,
+    },
+    "fp16_mixed": {
+        "precision": "16-mixed", "params_dtype": torch.half, "pipeline_dtype": torch.half,
+        "autocast_dtype": None, "autocast_enabled": False, "grad_reduce_in_fp32": False, **NO_FP8, **LOSS_SCALE,
+    },
+}  # fmt: skip
+NAMES = {"bf16-mixed": "bf16-master", "16-mixed": "fp16-master"}
+
+
+def is_dynamic(config):
+    return config.growth_factor == 2.0 and config.backoff_factor == 0.5
+
+
+OURS = {
+    "precision": lambda plugin, value: plugin.precision == NAMES[value],
+    "params_dtype": lambda plugin, value: weight_after(plugin).dtype is value,
+    # Megatron's buffer of gradients has one dtype, which it accumulates and reduces in
+    "grad_reduce_in_fp32": lambda plugin, value: (
+        plugin.masters.gradients.reduce is plugin.masters.gradients.accumulation is (torch.float32 if value else None)
+    ),
+    "fp8": lambda plugin, value: value is None and type(plugin) is HalfMixed,
+    # without fp16 there is nothing to scale, there and here
+    "fp16_loss_scale": lambda plugin, value: (
+        plugin.scaler is None or (value is None and is_dynamic(plugin.scaler.config))
+    ),
+    "fp16_initial_loss_scale": lambda plugin, value: plugin.scaler is None or plugin.scaler.scale == value,
+    "fp16_min_loss_scale": lambda plugin, value: plugin.scaler is None or plugin.scaler.config.floor == value,
+    "fp16_loss_scale_window": lambda plugin, value: (
+        plugin.scaler is None or plugin.scaler.config.growth_interval == value
+    ),
+    "fp16_hysteresis": lambda plugin, value: plugin.scaler is None or plugin.scaler.config.hysteresis == value,
+}
+NO_EQUAL = {
+    "pipeline_dtype": "no pipeline parallelism",
+    "autocast_dtype": "unused in NeMo while autocast is disabled",
+    "autocast_enabled": "autocast is how softmax, norms and losses stay in float32 in models that are not Megatron's",
+    **{knob: "nothing to set while `fp8` is None" for knob in NO_FP8 if knob != "fp8"},
+}
+
+
+def weight_after(plugin):
+    layer = nn.Linear(2, 2)
+    L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(layer)
+    return layer.weight
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_every_knob(name):
+    knobs = NEMO[name]
+    assert sorted(knobs) == sorted([*OURS, *NO_EQUAL])
+    for knob, holds in OURS.items():
+        assert holds(getattr(recipes, name)(), knobs[knob]), knob
+    assert getattr(recipes, name)().masters.config.form == "fp32"
+    assert (getattr(recipes, name)().scaler is None) is (name == "bf16_mixed")
+
+
+def test_these_are_all_recipes():
+    functions = [name for name, value in vars(recipes).items() if inspect.isfunction(value)]
+    assert sorted(functions) == sorted(NEMO)
+
+
+def test_bf16_gradients_are_float32():
+    layer = nn.Linear(2, 2)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=recipes.bf16_mixed())
+    module = fabric.setup(layer)
+    fabric.backward(module(torch.ones(1, 2)).sum())
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_fp16_scale_finds_its_place_as_megatrons_does():
+    """A gradient of 1 fits under a scale of 2**15: 17 halvings, and one overflow before that hysteresis forgives."""
+    weight = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+    plugin = recipes.fp16_mixed()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    module, optimizer = fabric.setup(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
+    for _ in range(20):
+        optimizer.zero_grad()
+        fabric.backward(weight[0].float().sum(), model=module)
+        optimizer.step()
+    assert plugin.scaler.scale == 2.0**15
+    assert plugin.scaler.skipped_steps == 18
+    assert weight[0].item() == -2.0

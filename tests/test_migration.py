@@ -1,0 +1,63 @@
+"""docs/migration.md names only what exists: every call of ours in it is made, every recipe and name looked up."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowprec import FP8TorchAO, HalfMixed, recipes
+from lightning_lowprec.optim import LossScale, MasterConfig
+from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.registration import lightning_names
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "migration.md").read_text()
+OURS = {cls.__name__: cls for cls in (FP8TorchAO, HalfMixed, LossScale, MasterConfig)}
+SPANS = re.findall(r"`([^`]+)`", TEXT)
+CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
+PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "Axolotl", "DeepSpeed")
+
+
+def rows():
+    tables = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| there")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in tables]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_can_be_made(call):
+    made = eval(call, {"torch": torch, **OURS})
+    assert type(made).__name__ == call.partition("(")[0]
+
+
+def test_the_calls_show_the_options():
+    """Every option for half precision and its gradients is somewhere in the tables."""
+    shown = {
+        k.arg
+        for call in CALLS
+        for node in ast.walk(ast.parse(call))
+        if isinstance(node, ast.Call)
+        for k in node.keywords
+    }
+    assert shown >= {"master_weights", "buffer_dtype", "grad_reduce_dtype", "grad_accumulation_dtype", "loss_scale"}
+    assert len(CALLS) >= 20
+
+
+def test_names_and_recipes_exist():
+    for recipe in re.findall(r"`(\w+)\(\)`", TEXT):
+        assert hasattr(recipes, recipe) or recipe in OURS, recipe
+    ours = [row[1] for row in rows()]
+    for name in re.findall(r'`precision="([\w-]+)"`', " ".join(ours)):
+        assert name in TABLE, name
+    for name in re.findall(r"Lightning's `([\w-]+)`(?: and `([\w-]+)`)?", TEXT):
+        assert {part for part in name if part} <= set(lightning_names()), name
+
+
+def test_every_peer_has_a_table_and_every_row_two_cells():
+    assert re.findall(r"^## (.+)$", TEXT, flags=re.MULTILINE) == list(PEERS)
+    assert all(len(row) == 2 and all(row) for row in rows() if not row[0].startswith("---"))
+
+
+def test_the_readme_links_it():
+    assert "(docs/migration.md)" in (ROOT / "README.md").read_text()
