@@ -7,7 +7,8 @@ The two call the same hooks with different signatures:
   and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
 * step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
 * Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
-  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there.
+  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there. (Accumulating
+  in float32 under DDP does cost it.)
 """
 
 from __future__ import annotations
@@ -171,8 +172,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: see the wrapped model, and all optimizers before their first step."""
-        if optimizers:
-            self.see_module(model)
+        self.see_module(model)
         for optimizer in optimizers:
             if self.scaler is not None:
                 self.scaler.watch(optimizer)
