@@ -176,8 +176,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: see the wrapped model, and all optimizers before their first step."""
-        if optimizers:
-            self.see_module(model)
+        self.see_module(model)
         for optimizer in optimizers:
             if self.scaler is not None:
                 self.scaler.watch(optimizer)

@@ -287,3 +287,24 @@ def test_alone_works_too(alone):
     assert losses[-1] < losses[0] - 0.1
     assert data_ranks(fabric.strategy.device_mesh) == {"num_replicas": 1, "rank": 0}
     reshard(None)
+
+
+def test_float32_accumulation_of_half_shards(alone):
+    from lightning_lowprec import HalfMixed
+
+    plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin, strategy="fsdp2")
+    with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
+        fabric.launch()
+
+
+def test_float32_gradients_are_what_float32_shards_have(alone):
+    from lightning_lowprec import recipes
+
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=recipes.bf16_mixed(), strategy="fsdp2")
+    fabric.launch()
+    model = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, batch(0, 0)).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    optimizer.step()
