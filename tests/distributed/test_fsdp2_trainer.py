@@ -192,17 +192,23 @@ def inference(rank):
 
 
 def compiled(rank):
-    results = {}
-    for name, options in {
-        "eager": {},
-        "compiled": {"compile": {"backend": "aot_eager"}},
-        "compiled and recomputed": {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True},
-    }.items():
-        from lightning_lowprec import FSDP2Strategy
+    from lightning_lowprec import FP8TorchAO, FSDP2Strategy
 
+    aot = {"backend": "aot_eager"}
+    results = {}
+    for name, by_strategy, by_plugin in (
+        ("eager", {}, False),
+        ("compiled", {"compile": aot}, False),
+        ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False),
+        ("compiled by the plugin", {"activation_checkpointing": True}, aot),
+    ):
         torch._dynamo.reset()
-        model, _ = fitted("fp8-hybrid", strategy=FSDP2Strategy(**options), limit_train_batches=3)
-        results[name] = model.losses, {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        torch._dynamo.utils.counters.clear()
+        plugin = FP8TorchAO(compile=by_plugin)
+        model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, limit_train_batches=3)
+        gathered = {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        counters = torch._dynamo.utils.counters
+        results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     return results
 
 
@@ -272,8 +278,11 @@ def test_inference_mode_between_steps(results):
     assert len(plain[1]) > 16
 
 
-def test_compiled_and_recomputed(results):
+@pytest.mark.parametrize("way", ["compiled", "compiled and recomputed", "compiled by the plugin"])
+def test_compiled_and_recomputed(results, way):
     runs = results[0]["compiled"]
-    for name in ("compiled", "compiled and recomputed"):
-        assert runs[name][0] == pytest.approx(runs["eager"][0], rel=2e-3), name
-        assert runs[name][1] == runs["eager"][1]
+    losses, gathered, graphs, breaks = runs[way]
+    assert losses == pytest.approx(runs["eager"][0], rel=2e-3)
+    assert gathered == runs["eager"][1]
+    assert (graphs > 0, breaks) == (True, {})
+    assert runs["eager"][2] == 0
