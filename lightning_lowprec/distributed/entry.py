@@ -51,6 +51,7 @@ class Visits:
         self._scales = scales
         self._open: list[ExitStack] = []
 
+    @torch.compiler.disable
     def enter(self) -> None:
         """One begins."""
         stack = ExitStack()
@@ -61,6 +62,7 @@ class Visits:
         if self._scales is not None:
             self._scales.refresh()
 
+    @torch.compiler.disable
     def leave(self) -> None:
         """One has ended, with or without an error."""
         stack = self._open.pop()

@@ -95,7 +95,9 @@ class GatherScales:
 
     def _compute(self, weights: list[Tensor]) -> None:
         # a norm of infinite order is max(|w|); it is a partial value per rank, which `clamp` reduces
-        amax = torch.clamp(torch.stack(torch._foreach_norm(weights, ord=torch.inf)), EPS)
+        amax = torch.stack(torch._foreach_norm(weights, ord=torch.inf))
+        # offloaded shards are on CPU, which nccl does not reduce
+        amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), EPS)
         scales = torch.finfo(self.dtype).max / amax.to(torch.float64)  # as torchao: eager and compiled agree in fp64
         if amax.dtype == torch.float16:
             scales = torch.clamp(scales, max=torch.finfo(torch.float16).max)

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.distributed import meshes
 from lightning_lowprec.distributed.options import ShardOptions
 
-NAMES: Final = ("_data_parallel_size", "_tensor_parallel_size", "_device_mesh")
+NAMES: Final = ("_data_parallel_size", "_tensor_parallel_size", "_device_mesh", "_process_group_backend")
+OFFLOADING: Final = "cpu:gloo,cuda:nccl"
+"""Backends for shards in CPU memory: norms and overflow flags are reduced there."""
 
 
 def check_parent(strategy: Any) -> None:
@@ -24,11 +26,13 @@ def check_parent(strategy: Any) -> None:
 
 
 def set_sizes(strategy: Any, options: ShardOptions) -> None:
-    """Before the process group exists: sizes that divide the world, for the mesh that the parent makes."""
+    """Before the process group exists: sizes that divide the world, for the parent's mesh, and the backends it needs."""
     world_size = strategy.num_nodes * strategy.num_processes
     meshes.shards(world_size, options.replicate, options.tensor_parallel_size)
     strategy._tensor_parallel_size = options.tensor_parallel_size
     strategy._data_parallel_size = world_size // options.tensor_parallel_size
+    if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
+        strategy._process_group_backend = OFFLOADING
 
 
 def set_mesh(strategy: Any, options: ShardOptions) -> DeviceMesh:

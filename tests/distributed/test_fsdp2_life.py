@@ -168,10 +168,14 @@ def variants(rank):
         "recomputed by class": {"activation_checkpointing": {Block}, "wrap": [Block]},
         "kept after forward": {"reshard_after_forward": False},
         "offloaded": {"cpu_offload": True},
+        "the whole model compiled": {},
         "by predicate": {"wrap": lambda fqn, module: fqn.endswith(("up", "down"))},
     }.items():
         fabric = fabric_for(**options)
         model = Net()
+        if "compiled" in name:
+            torch._dynamo.reset()
+            model = torch.compile(model, backend="aot_eager")
         model, optimizer = fabric.setup(model, adamw(model))
         losses[name] = trained(fabric, model, optimizer, rank)[1]
     return losses
