@@ -51,7 +51,7 @@ class Visits:
         self._scales = scales
         self._open: list[ExitStack] = []
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> None:
         """One begins."""
         stack = ExitStack()
@@ -62,7 +62,7 @@ class Visits:
         if self._scales is not None:
             self._scales.refresh()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
         """One has ended, with or without an error."""
         stack = self._open.pop()

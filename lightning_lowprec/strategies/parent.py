@@ -26,7 +26,7 @@ def check_parent(strategy: Any) -> None:
 
 
 def set_sizes(strategy: Any, options: ShardOptions) -> None:
-    """Before the process group exists: sizes that divide the world, for the parent's mesh, and the backends it needs."""
+    """Before the process group exists: sizes that divide the world, for the mesh, and the backends that are needed."""
     world_size = strategy.num_nodes * strategy.num_processes
     meshes.shards(world_size, options.replicate, options.tensor_parallel_size)
     strategy._tensor_parallel_size = options.tensor_parallel_size
