@@ -21,7 +21,7 @@ from lightning_lowprec.distributed import atomic, checkpoint, lowbit, optimizer_
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.strategies import checkpoints
-from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
+from lightning_lowprec.strategies.parent import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
 
@@ -87,6 +87,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
             self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)

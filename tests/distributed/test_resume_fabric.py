@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import differences, everything, setup, train
+from toy import assert_same, everything, setup, train
 from worlds import run
 
 PRECISIONS = (
@@ -33,7 +33,7 @@ def saves_and_goes_on(rank, ranks, folder):
             fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind)
             fabric.load(folder / f"{name}.ckpt", state(fabric, model, optimizer))
             assert train(fabric, model, optimizer, range(3, 6), ranks) == losses, name
-            assert differences(everything(model, optimizer, fabric.strategy.precision), after) == [], name
+            assert_same(everything(model, optimizer, fabric.strategy.precision), after, name)
 
 
 def loads(rank, ranks, folder, precision, kind):
@@ -48,7 +48,7 @@ def loads(rank, ranks, folder, precision, kind):
     if truth is None:
         fabric.barrier()
         truth = torch.load(folder / f"{name}.truth", weights_only=True)
-    assert differences(loaded, truth) == [], name
+    assert_same(loaded, truth, name)
 
 
 def loads_all(rank, ranks, folder):
@@ -64,5 +64,5 @@ def test_what_two_ranks_saved(tmp_path):
     for precision in PRECISIONS:  # and one process without Lightning reads a full one
         plain = torch.load(tmp_path / f"{precision}.full.ckpt", weights_only=True)
         truth = torch.load(tmp_path / f"{precision}.full.truth", weights_only=True)
-        assert differences(dict(plain["model"]), truth["model"]) == []
+        assert_same(dict(plain["model"]), truth["model"], precision)
         assert all(type(t) is torch.Tensor for t in plain["model"].values())

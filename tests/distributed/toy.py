@@ -107,6 +107,12 @@ def everything(model: nn.Module, optimizer, plugin) -> dict:
     }
 
 
+def assert_same(a, b, name: str) -> None:
+    """Bit for bit."""
+    found = differences(a, b)
+    assert not found, f"{name}: {found[:5]}"
+
+
 def differences(a, b, at: str = "") -> list[str]:
     """Where two nested structures are not the same, bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):

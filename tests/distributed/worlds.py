@@ -5,6 +5,9 @@ import os
 import traceback
 from pathlib import Path
 
+import torch
+from torch import distributed as dist
+
 PRELOAD = ["lightning_lowprec", "torchao.float8", "torchao.optim", "torch.distributed.checkpoint", "toy"]
 
 
@@ -29,13 +32,15 @@ def run(body, ranks: int, port: int, folder: Path, *args, timeout: float = 240) 
     return results
 
 
-def _rank(body, rank: int, ranks: int, port: int, result: Path, args: tuple) -> None:
+def enter(rank: int, port: int) -> None:
+    """Let Lightning find this process's place in a world."""
     environ = {"LOCAL_RANK": rank, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environ.items()})
-    import torch
-    from torch import distributed as dist
-
     torch.set_num_threads(1)
+
+
+def _rank(body, rank: int, ranks: int, port: int, result: Path, args: tuple) -> None:
+    enter(rank, port)
     try:
         body(rank, ranks, *args)
         result.write_text("ok")
