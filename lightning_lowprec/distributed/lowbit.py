@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from lightning_lowprec.distributed.placing import place
-from lightning_lowprec.optim.casting import HALF_DTYPES
 
 CLASS: Final = "lowbit_class"
 _CLASSES: Final = {

@@ -141,7 +141,7 @@ def load(optimizer: Optimizer, state_dict: StateDict) -> None:
         for fqn in group["params"]:
             numbers[fqn] = len(numbers)
     groups = [
-        {**_rates_like(old, new), "params": [numbers[fqn] for fqn in new["params"]]}
+        {**old, **_rates_like(old, new), "params": [numbers[fqn] for fqn in new["params"]]}
         for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     optimizer.load_state_dict(

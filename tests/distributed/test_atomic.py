@@ -27,7 +27,11 @@ def read(path):
     if path.is_file():
         return path.read_text()
     texts = {file.read_text() for file in path.iterdir() if file.name != "notes.txt"}
-    assert sorted(f.name for f in path.iterdir() if f.name != "notes.txt") == ["__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    assert sorted(f.name for f in path.iterdir() if f.name != "notes.txt") == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "meta.pt",
+    ]
     return texts.pop() if len(texts) == 1 else f"mixed: {texts}"
 
 
@@ -36,8 +40,9 @@ def writes_until_killed(path, folder, step):
 
     def count(event, arguments):
         nonlocal seen
-        seen += event in STEPS or (event == "open" and isinstance(arguments[1], str) and arguments[1][0] == "w")
-        if seen > step:
+        changes = event in STEPS or (event == "open" and isinstance(arguments[1], str) and arguments[1][0] == "w")
+        seen += changes
+        if changes and seen > step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
