@@ -3,6 +3,7 @@
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import lightning_lowprec  # noqa: F401
@@ -89,9 +90,13 @@ def full(value):
     """Whole tensors, copied."""
     if isinstance(value, Tensor):
         value = value.detach()
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        return value.dequantize() if hasattr(value, "dequantize") and type(value) is not Tensor else value.clone()
+        if not isinstance(value, DTensor):
+            return value.dequantize() if type(value).__name__.startswith("OptimState") else value.clone()
+        local = value.to_local()
+        if type(local).__name__.startswith("OptimState"):  # gloo gathers no float8
+            mesh, layout = value.device_mesh, {"shape": value.shape, "stride": value.stride()}
+            value = DTensor.from_local(local.dequantize(), mesh, value.placements, run_check=False, **layout)
+        return value.full_tensor().clone()
     if isinstance(value, dict):
         return {key: full(v) for key, v in value.items()}
     return [full(v) for v in value] if isinstance(value, (list, tuple)) else value
