@@ -1,4 +1,4 @@
-"""Files of checkpoints: whatever moment a process is killed in, a complete one is there, and the next save cleans up."""
+"""Files of checkpoints: killed at any moment, a process leaves a complete one, and the next save cleans up."""
 
 import os
 import signal

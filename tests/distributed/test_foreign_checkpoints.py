@@ -105,8 +105,7 @@ def fsdp1(rank, ranks, folder):
         check(model.module, optimizer.optimizer, truth, precision)
         train(fabric, model, optimizer, range(3, 4), ranks)
     look = fit("fp8-hybrid", ranks, 2, seed=5, path=folder / "trainer.ckpt")[2]
-    weights, moments = truth
-    for fqn, weight in weights.items():
+    for fqn, weight in truth[0].items():
         assert torch.equal(look.restored["model"][fqn], weight), fqn
     steps = {entry["step"].item() for entry in look.restored["optimizer"]["state"].values()}
     assert steps == {3.0}
@@ -164,14 +163,15 @@ def says_what_is_wrong(rank, ranks, folder):
         fabric.save(folder / "two.ckpt", {"a": model, "b": other})
     with pytest.raises(NotImplementedError, match="state_dict_type='full'"):
         fabric.save(folder / "filtered.ckpt", {"model": model}, filter={"model": lambda k, v: True})
-    with pytest.raises(ValueError, match=r"does not hold the parameters of the optimizer.*'head.weight'"):
-        headless = torch.optim.AdamW([p for n, p in model.named_parameters() if "head" not in n])
-        fabric.load(path, {"model": model, "optimizer": fabric.setup_optimizers(headless)})
+    headless = torch.optim.AdamW([p for n, p in model.named_parameters() if "head" not in n])
+    headless = fabric.setup_optimizers(headless)
+    with pytest.raises(ValueError, match=r"does not hold the parameters of the optimizer.*'head.bias'"):
+        fabric.load(path, {"model": model, "optimizer": headless})
     one_group = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match="are in 2 groups of 'optimizer'"):
         fabric.load(path, {"model": model, "optimizer": one_group})
     fabric, wider, _ = setup("32-true", ranks, width=16)
-    with pytest.raises(ValueError, match="in the checkpoint and .* in the model"):
+    with pytest.raises(ValueError, match=r"in the checkpoint and .* in the model"):
         fabric.load(path, {"model": wider})
 
 

@@ -9,9 +9,10 @@ from worlds import run
 
 CASES = (
     ("32-true", "sharded"), ("16-mixed", "full"), ("fp8-hybrid", "sharded"), ("fp8-hybrid-fp16", "full"),
-    ("bf16-remainder", "sharded"), ("bf16-remainder", "full"), ("bf16-sr", "sharded"),
+    ("bf16-remainder", "full"), ("bf16-sr", "sharded"),
 )  # fmt: skip
-ELSEWHERE = ("bf16-master", "bf16-remainder", "fp8-hybrid", "16-mixed")
+ELSEWHERE = ("bf16-master", "bf16-remainder", "fp8-hybrid-fp16")
+PLUGIN = {"bf16-master": "HalfMixed", "bf16-remainder": "HalfMixed", "fp8-hybrid-fp16": "FP8TorchAO"}
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
@@ -20,7 +21,7 @@ class Look(L.Callback):
 
     def on_train_start(self, trainer, module):
         self.restored = everything(module, trainer.optimizers[0], trainer.precision_plugin)
-        self.rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.rate = float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def fit(precision, ranks, epochs, strategy="fsdp2", seed=0, path=None, folder=None, make=adamw, **kwargs):
@@ -92,9 +93,7 @@ def resumes_from_elsewhere(rank, ranks, folder):
                 held = loaded[i].get("master_param", look.restored["model"][name]).float()
                 assert torch.equal(held, expected), f"{path.name}: {name}"
                 assert torch.equal(loaded[i]["exp_avg_sq"], state[i]["exp_avg_sq"].float()), f"{path.name}: {name}"
-            if precision == "16-mixed":
-                stored, scale = plain["MixedPrecision"], look.restored["precision"]["loss_scale"]
-                assert (scale["scale"], scale["_growth_tracker"]) == (stored["scale"], stored["_growth_tracker"]), scale
+            assert look.restored["precision"] == plain.get(PLUGIN[precision], {}), path.name
 
 
 def from_one_device(rank, ranks, folder):
@@ -104,7 +103,7 @@ def from_one_device(rank, ranks, folder):
 
 
 def loads_all(rank, ranks, folder):
-    for precision, kind in CASES:
+    for precision, kind in CASES[1:]:
         path = folder / f"{precision}.{kind}.ckpt"
         truth = torch.load(path.with_suffix(".truth"), weights_only=True)
         _, _, look = fit(precision, ranks, 2, kind, seed=9, path=path, limit_train_batches=1)
