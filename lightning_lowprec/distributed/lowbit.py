@@ -69,7 +69,6 @@ def pack(value: Any) -> Any:
         return _with_local(value, local.dequantize())
     names, _ = local.__tensor_flatten__()
     packed: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
-    packed["dtype"] = str(local.dtype).removeprefix("torch.")
     if hasattr(local, "signed"):
         packed["signed"] = local.signed
     for name in names:
@@ -109,7 +108,7 @@ def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor]
         inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
     attributes = [packed["signed"]] if "signed" in packed else []
     attributes += [shape] if packed[CLASS] == "OptimState4bit" else []
-    built: Tensor = cls(*inner.values(), *attributes, dtype=getattr(torch, packed["dtype"]))
+    built: Tensor = cls(*inner.values(), *attributes)  # float32 from outside; older torchao knows no other
     return built
 
 

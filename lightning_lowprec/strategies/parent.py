@@ -50,7 +50,7 @@ def note_sigterm(trainer: Any) -> None:
     wait for each other for ever. What was noted ends the run after the batch, as in 2.5. To be removed when Lightning's
     handler calls no collective any more. A Lightning that has moved these names keeps its own handler.
     """
-    connector = getattr(trainer, "_signal_connector", None)
+    connector: Any = getattr(trainer, "_signal_connector", None)
     if not all(hasattr(connector, name) for name in SIGNAL_NAMES):
         return
 
