@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -12,10 +14,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowprec.distributed import checkpoint, lowbit
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.plugins import LowPrecision
+from lightning_lowprec.strategies import checkpoints
 from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 from lightning_lowprec.strategies.trainer import check_state_dict_type
@@ -86,6 +90,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer, built before or after sharding, updates the shards."""
         self.sharding.follow(optimizer)
+        lowbit.check(optimizer)
         if isinstance(self.precision, LowPrecision):
             self.precision.see_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
@@ -111,3 +116,54 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         output = super().optimizer_step(optimizer, **kwargs)
         self.sharding.after_step()
         return output
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save ``state``: complete, or not at all. See :mod:`~lightning_lowprec.distributed.checkpoint`.
+
+        Raises:
+            TypeError: ``storage_options``, which only a CheckpointIO takes.
+            ValueError: no sharded model in ``state``, or several.
+            NotImplementedError: a ``filter`` with sharded checkpoints.
+        """
+        checkpoints.check_storage_options(storage_options)
+        full = self.state_dict_type == "full"
+        if filter is not None and not full:
+            raise NotImplementedError(
+                "`filter=` leaves entries out, and a sharded checkpoint without them could not be loaded. Use"
+                " `state_dict_type='full'`."
+            )
+        checkpoints.save_state(Path(self.broadcast(path)), state, full=full, filter=filter)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any precision and number of ranks into ``state``; returns what ``state`` has no key for.
+
+        Folders and single files are told apart by themselves. ``weights_only`` None means True.
+
+        Raises:
+            ValueError: no sharded model in ``state``, or several; or the checkpoint is of another model.
+            KeyError: something that the checkpoint does not hold, unless not ``strict``.
+            FileNotFoundError: there is no checkpoint.
+        """
+        asked = Path(self.broadcast(path))
+        found = checkpoint.locate(asked)
+        checkpoints.say_where(asked, found)
+        if isinstance(state, Module):
+            checkpoints.load_raw(found, state, strict=strict)
+            return {}
+        if not isinstance(state, dict):
+            raise ValueError(f"`state={type(state).__name__}` is not valid; expected a model, or a dict with one.")
+        return checkpoints.load_state(found, state, strict=strict, weights_only=weights_only is not False)

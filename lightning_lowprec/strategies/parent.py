@@ -13,6 +13,8 @@ from lightning_lowprec.distributed.options import ShardOptions
 NAMES: Final = ("_data_parallel_size", "_tensor_parallel_size", "_device_mesh", "_process_group_backend")
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
 """Backends for shards in CPU memory: norms and overflow flags are reduced there."""
+SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
+"""Of the Trainer's ``_signal_connector``."""
 
 
 def check_parent(strategy: Any) -> None:
@@ -43,3 +45,22 @@ def set_mesh(strategy: Any, options: ShardOptions) -> DeviceMesh:
         )
     mesh: DeviceMesh = strategy.device_mesh
     return mesh
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Let a SIGTERM be noted, and passed on to the ranks that this one started, and do no more inside the handler.
+
+    Lightning 2.6 broadcasts inside of it, wherever the training step is just then: ranks that are in another collective
+    wait for each other for ever. What was noted ends the run after the batch, as in 2.5. To be removed when Lightning's
+    handler calls no collective any more. A Lightning that has moved these names keeps its own handler.
+    """
+    connector: Any = getattr(trainer, "_signal_connector", None)
+    if not all(hasattr(connector, name) for name in SIGNAL_NAMES):
+        return
+
+    def notify(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = notify

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
@@ -15,10 +17,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_lowprec.distributed import atomic, checkpoint, lowbit, optimizer_state
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
-from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
+from lightning_lowprec.strategies import checkpoints
+from lightning_lowprec.strategies.parent import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
 
@@ -84,6 +88,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
             self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
@@ -110,6 +115,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
+            lowbit.check(optimizer)
 
     @override
     def optimizer_step(
@@ -123,6 +129,65 @@ class FSDP2Strategy(ModelParallelStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
         return output
+
+    @property
+    def _full(self) -> bool:
+        return self.state_dict_type == "full"
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors on rank 0 (nothing elsewhere), or the shards of this rank."""
+        assert self.model is not None
+        return checkpoint.model_state(self.model, full=self._full)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state by fqn, sharded; or whole, by number, on rank 0."""
+        assert self.model is not None
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state = optimizer_state.collect(self.model, plain, full=self._full)
+        return optimizer_state.numbered(state, self.model) if self._full else state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save: complete, or not at all. See :mod:`~lightning_lowprec.distributed.checkpoint`.
+
+        Raises:
+            TypeError: ``storage_options``, which only a CheckpointIO takes.
+        """
+        checkpoints.check_storage_options(storage_options)
+        checkpoints.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self._full)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load model and optimizers from a checkpoint of any precision and number of ranks; returns the rest.
+
+        Folders and single files are told apart by themselves. ``weights_only`` None means True.
+
+        Raises:
+            ValueError: it is of another model, or has other optimizers.
+            KeyError: what the Trainer restores is not in it.
+            FileNotFoundError: there is no checkpoint.
+        """
+        asked = Path(self.broadcast(checkpoint_path))
+        found = checkpoint.locate(asked)
+        checkpoints.say_where(asked, found)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load_trainer(
+            found,
+            self.model,
+            self.optimizers if fitting else [],
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only is not False,
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint, on rank 0, with what a killed run may have left of it."""
+        if self.is_global_zero:
+            atomic.remove(Path(filepath))
 
 
 def check_state_dict_type(value: object) -> None:
