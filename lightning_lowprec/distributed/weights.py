@@ -33,14 +33,28 @@ def origin(model: nn.Module) -> Origin:
         return "nowhere"
     raise RuntimeError(
         f"{type(model).__name__} has {on_meta} of {len(tensors)} parameters and buffers on the meta device here, and"
-        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a real"
-        " device on rank 0 and on meta on all others."
+        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a"
+        " real device on rank 0 and on meta on all others."
     )
 
 
 def full_values(model: nn.Module) -> dict[str, Tensor]:
     """References to the tensors of an unsharded model's state dict, to be sent to the other ranks later."""
     return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+@torch.no_grad()
+def send_all(model: nn.Module, device: torch.device) -> None:
+    """Make the weights and buffers of an unsharded model those of rank 0, in place.
+
+    Args:
+        model: on a real device on every rank.
+        device: what the process group works on; tensors elsewhere go through it.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)
 
 
 def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Tensor] | None) -> None:

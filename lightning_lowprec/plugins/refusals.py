@@ -24,9 +24,9 @@ def refuse_sharded(module: Module, precision: str) -> None:
     fqn = next((fqn for fqn, p in module.named_parameters() if hasattr(p, "to_local")), None)
     if fqn is not None:
         raise TypeError(
-            f"`precision={precision!r}`: {type(module).__name__} is sharded already ({fqn!r} is a DTensor), so it can no"
-            " longer be converted. Use `strategy='fsdp2'` and leave sharding to it, or keep `ModelParallelStrategy` and"
-            " shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
+            f"`precision={precision!r}`: {type(module).__name__} is sharded already ({fqn!r} is a DTensor), so it can"
+            " no longer be converted. Use `strategy='fsdp2'` and leave sharding to it, or keep `ModelParallelStrategy`"
+            " and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
         )
 
 

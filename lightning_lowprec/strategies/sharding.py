@@ -47,14 +47,18 @@ class Sharding:
         self._replacements: list[Replacements] = []
         self._unreported: list[Sharded] = []
 
+    def check(self, plugin: Any) -> None:
+        """Raise ValueError for a plugin that does not run under FSDP2, or options that do not fit it."""
+        param_dtype(plugin)
+        gathers_fp8(plugin, self.options)
+
     def meet(self, plugin: Any, device: torch.device) -> None:
         """The strategy has its precision plugin and its device.
 
         Raises:
-            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
+            ValueError: see :meth:`check`.
         """
-        param_dtype(plugin)
-        gathers_fp8(plugin, self.options)
+        self.check(plugin)
         if isinstance(plugin, LowPrecision):
             plugin.bind_device(device)
             plugin.bind_shards()
@@ -118,7 +122,8 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
         return None
     raise ValueError(
         f"`{type(plugin).__name__}` (precision={getattr(plugin, 'precision', None)!r}) does not run under 'fsdp2'. Use"
-        " '32-true', 'bf16-true', 'bf16-mixed', '16-mixed', or a precision of lightning_lowprec."
+        " `precision=` with '32-true', 'bf16-true', '16-true', 'bf16-mixed', '16-mixed' or a name of lightning_lowprec,"
+        " or one of its plugins (`HalfMixed` in place of Lightning's `MixedPrecision`)."
     )
 
 

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import strategies as trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
@@ -17,6 +20,7 @@ from typing_extensions import override
 
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.strategies.from_fsdp import translate
 from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
@@ -29,6 +33,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             are single files.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: of the process group.
+        cluster_environment: where the processes come from; None: Lightning finds out.
+        checkpoint_io: how single-file checkpoints are written and read.
         options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`.
 
     Raises:
@@ -43,6 +49,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
@@ -52,14 +60,29 @@ class FSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         check_parent(self)
+        self.cluster_environment = cluster_environment
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
         self.state_dict_type = state_dict_type
         self.arguments = {
             "state_dict_type": state_dict_type,
             "process_group_backend": process_group_backend,
             "timeout": timeout,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
             **options,
         }
         self.sharding = Sharding(ShardOptions(**options))
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FSDP2Strategy:
+        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
+
+        Raises:
+            TypeError: not an ``FSDPStrategy``, or of a derived class.
+            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
+        """
+        return cls(**translate(strategy))
 
     @property
     @override
