@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
@@ -41,8 +42,29 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)
     for name in methods:
         if callable(getattr(model, name, None)):
+            setattr(model, name, MethodType(_one_forward(getattr(model, name)), model))
             register_fsdp_forward_method(model, name)
             setattr(model, name, MethodType(_entered(getattr(model, name), scales), model))
+
+
+def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which may call ``self(...)``, as one forward pass.
+
+    FSDP2 believes that the pass is over when the inner call returns, and frees the root's weights when the outer one
+    does, whatever ``reshard_after_forward`` says: they would be gathered twice per step.
+    """
+
+    @wraps(method)
+    def one_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        state = cast(FSDPModule, self)._get_fsdp_state()
+        # torch 2.11 has one group per module, later ones a list
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._training_state = TrainingState.FORWARD
+        return output
+
+    return one_forward
 
 
 def _entered(method: Callable[..., Any], scales: GatherScales | None) -> Callable[..., Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-Modules = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes, or a predicate of fqn and module."""
+Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
+"""Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
+than 4.27.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
