@@ -7,6 +7,7 @@ train.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -42,21 +43,27 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)
     for name in methods:
         if callable(getattr(model, name, None)):
+            signature = inspect.signature(getattr(model, name))
             setattr(model, name, MethodType(_one_forward(getattr(model, name)), model))
             register_fsdp_forward_method(model, name)
-            setattr(model, name, MethodType(_entered(getattr(model, name), scales), model))
+            entered = _entered(getattr(model, name), scales)
+            _show_as(entered, signature)
+            setattr(model, name, MethodType(entered, model))
 
 
 def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method``, which may call ``self(...)``, as one forward pass.
 
     FSDP2 believes that the pass is over when the inner call returns, and frees the root's weights when the outer one
-    does, whatever ``reshard_after_forward`` says: they would be gathered twice per step.
+    does, whatever ``reshard_after_forward`` says: they would be gathered twice per step. (In evaluation that is as
+    well: no backward pass would free them.)
     """
 
     @wraps(method)
     def one_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
         state = cast(FSDPModule, self)._get_fsdp_state()
         # torch 2.11 has one group per module, later ones a list
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
@@ -65,6 +72,13 @@ def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return one_forward
+
+
+def _show_as(function: Any, signature: inspect.Signature) -> None:
+    """Give ``function``, to be bound, the signature of the user's bound method: the Trainer reads what it may pass."""
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    function.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    del function.__wrapped__  # inspect would follow it, and take off one argument for each bound method on the way
 
 
 def _entered(method: Callable[..., Any], scales: GatherScales | None) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -82,7 +83,7 @@ class Sharding:
             device=device,
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
-            methods=STEPS if in_trainer(model) else (),
+            methods=tuple(name for name in STEPS if in_trainer(model) and is_overridden(name, model)),
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)

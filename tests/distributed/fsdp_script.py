@@ -1,6 +1,7 @@
 """Two ranks train under translated FSDPStrategy objects; each writes what it saw. Started once per rank by the test."""
 
 import contextlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import lightning as L
 import torch
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.tensor import DTensor
 
@@ -150,9 +152,40 @@ def synced(seen):
         seen[f"synced {asked}"] = same
 
 
+class Short(ByteGPT):
+    """Steps with fewer and with more arguments than usual; the Trainer reads their signatures."""
+
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log(f"loss {dataloader_idx} {batch_idx}", super()._loss(batch), add_dataloader_idx=False)
+
+
+def signatures(seen):
+    torch.manual_seed(0)
+    net = Short(depth=2, width=32, heads=2, block_size=16)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="fsdp2",
+        precision="bf16-mixed",
+        max_steps=1,
+        num_sanity_val_steps=0,
+        **QUIET,
+    )
+    loader = torch.utils.data.DataLoader(batches(0)[:1], batch_size=None)
+    trainer.fit(net, loader, [loader, loader])
+    seen["signatures"] = sorted(name for name in trainer.callback_metrics if name.startswith("loss"))
+    seen["parameters"] = [str(inspect.signature(getattr(net, f"{n}_step"))) for n in ("training", "validation")]
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    seen["sharded after evaluation"] = all(isinstance(p, DTensor) for p in net.parameters())
+    seen["overridden"] = [name for name in steps if is_overridden(name, net)]
+
+
 def main(folder):
     seen = {}
-    for part in (flavours, hybrid, dtypes, synced):
+    for part in (signatures, flavours, hybrid, dtypes, synced):
         part(seen)
     rank = torch.distributed.get_rank()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))

@@ -58,3 +58,11 @@ def test_an_explicit_mixed_precision(seen):
 def test_sync_module_states(seen):
     assert [rank["synced True"] for rank in seen] == [True, True]
     assert [rank["synced False"] for rank in seen] == [False, False], "the ranks had the same model anyway"
+
+
+def test_the_trainer_sees_the_signatures_of_the_users_steps(seen):
+    for rank in seen:
+        assert rank["signatures"] == ["loss 0 0", "loss 1 0"]
+        assert rank["parameters"] == ["(batch)", "(batch, batch_idx, dataloader_idx=0)"]
+        assert rank["overridden"] == ["training_step", "validation_step"], "a step that is not the user's is left alone"
+        assert rank["sharded after evaluation"]
