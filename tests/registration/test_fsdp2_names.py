@@ -169,3 +169,9 @@ def test_sizes_are_checked_where_they_are_given(option, value, allowed):
     for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
         with pytest.raises(ValueError, match=rf"`{option}={value!r}` is not valid; expected an int of {allowed}"):
             strategy(**{option: value})
+
+
+@pytest.mark.parametrize("option", [{"replicate": 2}, {"shards": 2}])
+def test_parallelize_leaves_sizes_to_the_mesh(option):
+    with pytest.raises(ValueError, match=r"is the mesh's business in `parallelize`"):
+        lightning_lowprec.parallelize(torch.nn.Linear(1, 1), None, FP8TorchAO(), **option)
