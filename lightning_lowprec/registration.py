@@ -136,9 +136,10 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
             ours = half_under_fsdp2(precision)
             given.append(ours)
             precision = None
-        if ours is not None:
+        if ours is not None or is_fsdp2(strategy):
             for_trainer = not isinstance(self, fabric_connector._Connector)
             strategy = resolve_strategy(strategy, getattr(self, "_registered_strategies", ()), for_trainer)
+        if ours is not None:
             check_strategy(ours.precision, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
@@ -168,6 +169,8 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
     def lazy_init(self: Any) -> None:
         original(self)
         plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
+        if _patches and is_fsdp2(self.strategy):  # here and not only at set-up, before any process starts
+            self.strategy.sharding.check(plugin)
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin.precision, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)

@@ -10,12 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RUNS = {
+    "fsdp2.py": ["--steps=3", "--devices=2"],
     "fabric_loop.py": ["--steps=3"],
     "hf_finetune.py": ["--steps=3"],
     "trainer_script.py": ["--steps=3", "--keep", "blocks.0"],
     "lightning_cli.yaml": ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"],
 }
 SAYS = {
+    "fsdp2.py": "fsdp2: all-gather: float8",
     "fabric_loop.py": "final loss",
     "hf_finetune.py": "loss of the saved model in float32",
     "trainer_script.py": "kept: kept by 'blocks.0'",
@@ -26,7 +28,7 @@ SAYS = {
 def run(name: str, cwd: Path, *more: str) -> str:
     path = str(EXAMPLES / name)
     start = [path] if name.endswith(".py") else ["-m", "lightning_lowprec.cli", "fit", "--config", path]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29483"}
     command = [sys.executable, *start, *RUNS[name], *more]
     result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -35,7 +37,10 @@ def run(name: str, cwd: Path, *more: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
 def test_example_runs(name, tmp_path):
-    assert SAYS[name] in run(name, tmp_path)
+    said = run(name, tmp_path)
+    assert SAYS[name] in said
+    if name == "fsdp2.py":
+        assert all(f"rank {rank} of 2 holds" in said for rank in (0, 1)), said
     if name == "fabric_loop.py":
         assert "final loss" in run(name, tmp_path, "--resume=fabric_loop.ckpt", "--precision=bf16-mixed")
 

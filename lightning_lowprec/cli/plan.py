@@ -29,12 +29,13 @@ def run(argv: list[str]) -> int:
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
     plan = make_plan(source.model, options, recipe=recipe)
+    fp8_all_gather = recipe == "tensorwise"
     report = Report(
         title=source.origin,
         precision=args.precision,
         plan=plan,
         flops=flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length),
-        bytes=footprints(source.model, plan, args.precision),
+        bytes=footprints(source.model, plan, args.precision, fp8_all_gather=fp8_all_gather),
     )
     _show(report, args)
     return 0 if plan.converted else 1

@@ -10,16 +10,18 @@ validation, or a checkpoint that is loaded then, would write to those and change
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
@@ -39,8 +41,42 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
     model.register_forward_hook(lambda module, args, kwargs, output: visits.leave(), with_kwargs=True, always_call=True)
     for name in methods:
         if callable(getattr(model, name, None)):
+            signature = inspect.signature(getattr(model, name))
+            setattr(model, name, MethodType(_one_forward(getattr(model, name)), model))
             register_fsdp_forward_method(model, name)
-            setattr(model, name, MethodType(_visited(getattr(model, name), visits), model))
+            visited = _visited(getattr(model, name), visits)
+            _show_as(visited, signature)
+            setattr(model, name, MethodType(visited, model))
+
+
+def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which may call ``self(...)``, as one forward pass.
+
+    FSDP2 believes that the pass is over when the inner call returns, and frees the root's weights when the outer one
+    does, whatever ``reshard_after_forward`` says: they would be gathered twice per step. (In evaluation that is as
+    well: no backward pass would free them.)
+    """
+
+    @wraps(method)
+    def one_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
+        state = cast(FSDPModule, self)._get_fsdp_state()
+        # torch 2.11 has one group per module, later ones a list
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._training_state = TrainingState.FORWARD
+        return output
+
+    return one_forward
+
+
+def _show_as(function: Any, signature: inspect.Signature) -> None:
+    """Give ``function``, to be bound, the signature of the user's bound method: the Trainer reads what it may pass."""
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    function.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    del function.__wrapped__  # inspect would follow it, and take off one argument for each bound method on the way
 
 
 class Visits:

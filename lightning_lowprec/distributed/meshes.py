@@ -13,18 +13,24 @@ TENSOR: Final = "tensor_parallel"
 """Names of the dimensions; those of the last two are Lightning's."""
 
 
-def shards(world_size: int, replicate: int, tensor_parallel_size: int) -> int:
+def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected: int | None = None) -> int:
     """Over how many ranks one copy of the model is sharded.
 
     Raises:
-        ValueError: the sizes do not divide the world.
+        ValueError: the sizes do not divide the world, or the result is not ``expected``.
     """
     if world_size % (replicate * tensor_parallel_size):
         raise ValueError(
             f"`replicate={replicate}` times `tensor_parallel_size={tensor_parallel_size}` does not divide the number of"
             f" processes ({world_size})."
         )
-    return world_size // (replicate * tensor_parallel_size)
+    size = world_size // (replicate * tensor_parallel_size)
+    if expected not in (None, size):
+        raise ValueError(
+            f"`shards={expected}` with `replicate={replicate}` and `tensor_parallel_size={tensor_parallel_size}` needs"
+            f" {expected * replicate * tensor_parallel_size} processes, and there are {world_size}."
+        )
+    return size
 
 
 def make_mesh(device: torch.device, world_size: int, replicate: int, tensor_parallel_size: int) -> DeviceMesh:

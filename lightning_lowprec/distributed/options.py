@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-Modules = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes, or a predicate of fqn and module."""
+Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
+"""Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
+than 4.27.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,11 @@ class ShardOptions:
     wrap: Literal["auto"] | Modules = "auto"
     """Which modules are gathered and freed as one: ``"auto"`` takes the repeated blocks (the children of one class of
     the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left."""
-    replicate: int = 1
-    """Copies of the sharded model (HSDP): each is sharded over ``devices / replicate / tensor_parallel_size``."""
+    replicate: int | Literal["nodes"] = 1
+    """Copies of the sharded model (HSDP): each is sharded over ``devices / replicate / tensor_parallel_size``.
+    ``"nodes"``: one copy per node, so that only gradients travel between nodes."""
+    shards: int | None = None
+    """Over how many ranks one copy is sharded; None: over all that there are. A number that does not fit raises."""
     tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None = None
     """A function ``(model, mesh)`` that applies tensor parallelism, or a plan for ``parallelize_module``."""
     tensor_parallel_size: int = 1
@@ -41,6 +45,9 @@ class ShardOptions:
     """What weights are gathered as and computed in; None: as the precision computes."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: float32."""
+    sync_module_states: bool = False
+    """Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each rank shards what it has,
+    so the ranks must build the same model (from one seed, or from one checkpoint)."""
     buffer_dtype: torch.dtype | None = None
     """What floating-point buffers are cast to; None leaves them."""
     output_dtype: torch.dtype | None = None
@@ -48,9 +55,11 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
-        for name in ("replicate", "tensor_parallel_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is not valid; expected an int of at least 1.")
+        for name, also in (("replicate", "nodes"), ("tensor_parallel_size", 1), ("shards", None)):
+            value = getattr(self, name)
+            if value != also and (not isinstance(value, int) or value < 1):
+                allowed = "" if also == 1 else f" or {also!r}"
+                raise ValueError(f"`{name}={value!r}` is not valid; expected an int of at least 1{allowed}.")
         for name in ("wrap", "activation_checkpointing"):
             _check_modules(name, getattr(self, name), ("auto",) if name == "wrap" else (True, False))
         if not isinstance(self.compile, (bool, Mapping)):

@@ -25,7 +25,7 @@ from lightning_lowprec.distributed import meshes
 from lightning_lowprec.distributed.checks import check_model, check_shared
 from lightning_lowprec.distributed.entry import guard
 from lightning_lowprec.distributed.options import ShardOptions
-from lightning_lowprec.distributed.weights import cast_buffers, fill, full_values, origin
+from lightning_lowprec.distributed.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.distributed.wire import Wire
 from lightning_lowprec.distributed.wrapping import chosen
 
@@ -74,6 +74,8 @@ def shard(
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
     source = origin(model)
+    if options.sync_module_states and source == "every rank":
+        send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
     scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None

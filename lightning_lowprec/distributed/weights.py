@@ -43,6 +43,20 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
     return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
+@torch.no_grad()
+def send_all(model: nn.Module, device: torch.device) -> None:
+    """Make the weights and buffers of an unsharded model those of rank 0, in place.
+
+    Args:
+        model: on a real device on every rank.
+        device: what the process group works on; tensors elsewhere go through it.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)
+
+
 def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Tensor] | None) -> None:
     """Give a sharded model its weights.
 

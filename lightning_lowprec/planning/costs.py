@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from lightning_lowprec.distributed.volume import Weights, gathered
 from lightning_lowprec.layers.plan import Plan, PlanRow
 
 SEQUENCE_LENGTH = 4096
@@ -59,7 +61,7 @@ class Bytes:
     optimizer: int
     """AdamW's two moments, in the dtype of the weights."""
     gathered: int
-    """What one full FSDP2 all-gather of the weights moves per rank: the wire dtype of each weight."""
+    """All weights in the dtype in which ``strategy="fsdp2"`` gathers them, once."""
 
     @property
     def state(self) -> int:
@@ -67,25 +69,38 @@ class Bytes:
         return self.weights + self.gradients + self.optimizer
 
 
-# weights and gradients (and each of AdamW's moments); what FSDP2 gathers of a weight that does not convert
-LAYOUT: Mapping[str, tuple[int, int]] = {"32-true": (4, 4), "bf16-true": (2, 2), "bf16-mixed": (4, 2), "fp8": (4, 2)}
+# bytes of a weight, a gradient and each of AdamW's moments; what FSDP2 gathers of a weight that does not convert
+LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
+    "32-true": (4, torch.float32),
+    "bf16-true": (2, torch.bfloat16),
+    "bf16-mixed": (4, torch.bfloat16),
+    "fp8": (4, torch.bfloat16),
+}
 
 
-def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
-    """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan."""
+def footprints(model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True) -> list[Bytes]:
+    """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan.
+
+    Args:
+        model: what the plan is of.
+        plan: which layers convert.
+        precision: its name.
+        fp8_all_gather: whether its recipe allows that converted weights are gathered as float8 (tensorwise does).
+    """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept is None)
     rows = []
     for name, (size, wire) in LAYOUT.items():
         ours = name == "fp8"
+        in_fp8 = converted if ours and fp8_all_gather else 0
         rows.append(
             Bytes(
                 precision=precision if ours else name,
                 weights=size * total,
                 gradients=size * trained,
                 optimizer=2 * size * trained,
-                gathered=converted + wire * (total - converted) if ours else wire * total,
+                gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), wire),
             )
         )
     return rows

@@ -13,8 +13,9 @@ from lightning_lowprec.planning.costs import Bytes, Flops
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
 GATHER_NOTE = (
-    "all-gather: what FSDP2 moves under a bf16 policy, one byte per converted weight; this version does not run under"
-    " FSDP yet. Lightning's own bf16-mixed gathers 4 bytes."
+    "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
+    " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
+    " the bytes of a step."
 )
 
 

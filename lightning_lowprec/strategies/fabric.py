@@ -7,7 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch import strategies as trainer
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
@@ -20,6 +23,7 @@ from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.strategies import checkpoints
+from lightning_lowprec.strategies.from_fsdp import translate
 from lightning_lowprec.strategies.parent import check_parent, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 from lightning_lowprec.strategies.trainer import check_state_dict_type
@@ -33,6 +37,8 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             are single files.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: of the process group.
+        cluster_environment: where the processes come from; None: Lightning finds out.
+        checkpoint_io: must be None: Fabric's sharded strategies write their checkpoints themselves.
         options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`.
 
     Raises:
@@ -47,9 +53,16 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
+        if checkpoint_io is not None:
+            raise ValueError(
+                f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
+                " checkpoints themselves. Leave it out, or use the Trainer."
+            )
         super().__init__(
             parallelize_fn=lambda module, mesh: module,  # not called: `setup_module` is ours
             save_distributed_checkpoint=state_dict_type == "sharded",
@@ -57,14 +70,27 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         check_parent(self)
+        self.cluster_environment = cluster_environment
         self.state_dict_type = state_dict_type
         self.arguments = {
             "state_dict_type": state_dict_type,
             "process_group_backend": process_group_backend,
             "timeout": timeout,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
             **options,
         }
         self.sharding = Sharding(ShardOptions(**options))
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FabricFSDP2Strategy:
+        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
+
+        Raises:
+            TypeError: not an ``FSDPStrategy``, or of a derived class.
+            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
+        """
+        return cls(**translate(strategy))
 
     @property
     @override

@@ -25,8 +25,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         model: not sharded yet; on a second call nothing happens.
         mesh: Lightning's ``device_mesh``, or any of at most two dimensions (copies, shards).
         plugin: the precision.
-        options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`; the mesh says how many copies and
-            tensor-parallel ranks there are.
+        options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`; the mesh says how many copies, shards
+            and tensor-parallel ranks there are, so ``replicate`` and ``shards`` raise.
 
     Returns:
         ``model`` itself.
@@ -35,6 +35,9 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         TypeError: the model is sharded already, by somebody else.
         ValueError: options that do not fit the precision or the model.
     """
+    for name in ("replicate", "shards"):
+        if name in options:
+            raise ValueError(f"`{name}={options[name]!r}` is the mesh's business in `parallelize`; make it so.")
     sharding = Sharding(ShardOptions(**options))
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     sharding.meet(plugin, device)

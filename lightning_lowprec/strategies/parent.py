@@ -27,10 +27,15 @@ def check_parent(strategy: Any) -> None:
         )
 
 
+def copies(strategy: Any, options: ShardOptions) -> int:
+    """How many copies of the model there are, now that the number of nodes is known."""
+    return int(strategy.num_nodes) if options.replicate == "nodes" else options.replicate
+
+
 def set_sizes(strategy: Any, options: ShardOptions) -> None:
     """Before the process group exists: sizes that divide the world, for the mesh, and the backends that are needed."""
     world_size = strategy.num_nodes * strategy.num_processes
-    meshes.shards(world_size, options.replicate, options.tensor_parallel_size)
+    meshes.shards(world_size, copies(strategy, options), options.tensor_parallel_size, options.shards)
     strategy._tensor_parallel_size = options.tensor_parallel_size
     strategy._data_parallel_size = world_size // options.tensor_parallel_size
     if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
@@ -39,9 +44,10 @@ def set_sizes(strategy: Any, options: ShardOptions) -> None:
 
 def set_mesh(strategy: Any, options: ShardOptions) -> DeviceMesh:
     """With copies of the model, a mesh of three dimensions in place of the parent's."""
-    if options.replicate > 1:
+    replicate = copies(strategy, options)
+    if replicate > 1:
         strategy._device_mesh = meshes.make_mesh(
-            strategy.root_device, strategy.world_size, options.replicate, options.tensor_parallel_size
+            strategy.root_device, strategy.world_size, replicate, options.tensor_parallel_size
         )
     mesh: DeviceMesh = strategy.device_mesh
     return mesh

@@ -7,9 +7,11 @@ from typing import Any, Final
 
 from lightning_lowprec.plugins import HalfMixed, LowPrecision
 from lightning_lowprec.strategies.fabric import FabricFSDP2Strategy
+from lightning_lowprec.strategies.from_fsdp import FSDP1
 from lightning_lowprec.strategies.trainer import FSDP2Strategy
 
 OURS: Final = (FabricFSDP2Strategy, FSDP2Strategy)
+_FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
 _HALF: Final = {
     "16-mixed": "fp16",
     "16": "fp16",
@@ -33,14 +35,23 @@ def half_under_fsdp2(precision: Any) -> LowPrecision | None:
 def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -> Any:
     """The strategy for one of our precisions: FSDP becomes FSDP2, and a Trainer's FSDP2 works in Fabric and back.
 
+    Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
+
     Args:
         strategy: what the user gave: a name, an object, or nothing.
         names: the names that Lightning knows.
         for_trainer: for the Trainer, not for Fabric.
+
+    Raises:
+        TypeError: a class derived from ``FSDPStrategy``.
+        ValueError: an ``FSDPStrategy`` with a choice that FSDP2 has no equal of.
     """
     ours = FSDP2Strategy if for_trainer else FabricFSDP2Strategy
     if isinstance(strategy, OURS) and not isinstance(strategy, ours):
         return ours(**strategy.arguments)
-    if isinstance(strategy, str) and strategy.lower() in names and strategy.lower().startswith("fsdp"):
-        return ours(cpu_offload="offload" in strategy.lower())
+    if isinstance(strategy, str) and strategy.lower() in _FSDP1_NAMES and strategy.lower() in names:
+        state_dict_type: Any = "full" if for_trainer else "sharded"
+        return ours(state_dict_type=state_dict_type, cpu_offload="offload" in strategy.lower())
+    if isinstance(strategy, FSDP1):
+        return ours.from_fsdp(strategy)
     return strategy

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -49,14 +50,18 @@ class Sharding:
         self._replacements: list[Replacements] = []
         self._unreported: list[Sharded] = []
 
+    def check(self, plugin: Any) -> None:
+        """Raise ValueError for a plugin that does not run under FSDP2, or options that do not fit it."""
+        param_dtype(plugin)
+        gathers_fp8(plugin, self.options)
+
     def meet(self, plugin: Any, device: torch.device) -> None:
         """The strategy has its precision plugin and its device.
 
         Raises:
-            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
+            ValueError: see :meth:`check`.
         """
-        param_dtype(plugin)
-        gathers_fp8(plugin, self.options)
+        self.check(plugin)
         if isinstance(plugin, LowPrecision):
             plugin.bind_device(device)
             if plugin.masters is not None and self.options.buffer_dtype is None:
@@ -82,7 +87,7 @@ class Sharding:
             device=device,
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
-            methods=STEPS if in_trainer(model) else (),
+            methods=tuple(name for name in STEPS if in_trainer(model) and is_overridden(name, model)),
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)
@@ -124,7 +129,8 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
         return None
     raise ValueError(
         f"`{type(plugin).__name__}` (precision={getattr(plugin, 'precision', None)!r}) does not run under 'fsdp2'. Use"
-        " '32-true', 'bf16-true', 'bf16-mixed', '16-mixed', or a precision of lightning_lowprec."
+        " `precision=` with '32-true', 'bf16-true', '16-true', 'bf16-mixed', '16-mixed' or a name of lightning_lowprec,"
+        " or one of its plugins (`HalfMixed` in place of Lightning's `MixedPrecision`)."
     )
 
 

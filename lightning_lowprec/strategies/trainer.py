@@ -7,7 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import strategies as trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,6 +25,7 @@ from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.strategies import checkpoints
+from lightning_lowprec.strategies.from_fsdp import translate
 from lightning_lowprec.strategies.parent import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
@@ -34,6 +38,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             are single files.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: of the process group.
+        cluster_environment: where the processes come from; None: Lightning finds out.
+        checkpoint_io: how single-file checkpoints are written and read.
         options: see :class:`~lightning_lowprec.distributed.options.ShardOptions`.
 
     Raises:
@@ -48,6 +54,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
@@ -57,14 +65,29 @@ class FSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         check_parent(self)
+        self.cluster_environment = cluster_environment
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
         self.state_dict_type = state_dict_type
         self.arguments = {
             "state_dict_type": state_dict_type,
             "process_group_backend": process_group_backend,
             "timeout": timeout,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
             **options,
         }
         self.sharding = Sharding(ShardOptions(**options))
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FSDP2Strategy:
+        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
+
+        Raises:
+            TypeError: not an ``FSDPStrategy``, or of a derived class.
+            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
+        """
+        return cls(**translate(strategy))
 
     @property
     @override

@@ -70,6 +70,57 @@ def test_stock_lightning_cli_takes_the_plugin_by_class_path(project):
     python("train.py", "fit", *plugin, *FAST, cwd=project)
 
 
+FSDP2 = ["--trainer.strategy=lightning_lowprec.FSDP2Strategy", "--trainer.strategy.replicate=nodes"]
+SAYS_STRATEGY = """
+from lightning.pytorch.callbacks import Callback
+class Says(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        options, plugin = trainer.strategy.sharding.options, trainer.precision_plugin
+        print(f"said {type(trainer.strategy).__name__} {options.replicate} {options.wrap} {options.reduce_dtype}"
+              f" {trainer.strategy.state_dict_type} {plugin.precision}")
+"""
+
+
+@pytest.fixture
+def saying(project):
+    sharded = MODULES.replace('== "FP8Linear"', 'in ("FP8Linear", "FSDPFP8Linear")')  # FSDP2 names its groups so
+    (project / "modules.py").write_text(sharded + SAYS_STRATEGY)
+    return project
+
+
+def one_process(*args):
+    return ["train.py", "fit", *args, *FAST, "--trainer.devices=1", "--trainer.callbacks=modules.Says"]
+
+
+@pytest.mark.distributed
+def test_stock_lightning_cli_configures_fsdp2_by_flags_and_by_yaml(saying):
+    more = ["--trainer.strategy.wrap=[torch.nn.Linear]", "--trainer.strategy.state_dict_type=full"]
+    args = one_process("--trainer.precision=fp8-hybrid", *FSDP2, *more)
+    environ = {"MASTER_PORT": "29487"}
+    printed = python(*args, "--print_config", cwd=saying, **environ).stdout
+    assert "class_path: lightning_lowprec.FSDP2Strategy" in printed
+    assert "replicate: nodes" in printed
+    (saying / "config.yaml").write_text(printed)
+    for run in (args, ["train.py", "fit", "--config=config.yaml"]):
+        said = python(*run, cwd=saying, **environ).stdout
+        assert "said FSDP2Strategy nodes [<class 'torch.nn.modules.linear.Linear'>] None full fp8-hybrid" in said
+
+
+def test_stock_lightning_cli_refuses_an_option_that_fsdp2_does_not_have(saying):
+    wrong = one_process(*FSDP2, "--trainer.strategy.replicas=2")
+    result = python(*wrong, cwd=saying, check=False)
+    assert result.returncode != 0
+    assert "replicas" in result.stderr
+
+
+@pytest.mark.distributed
+def test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name(saying):
+    for name, kept in (("fsdp2", "sharded"), ("fsdp", "full")):
+        args = one_process("--trainer.precision=fp8-hybrid", f"--trainer.strategy={name}")
+        said = python(*args, cwd=saying, MASTER_PORT="29488").stdout
+        assert f"said FSDP2Strategy 1 auto None {kept} fp8-hybrid" in said
+
+
 def test_stock_lightning_cli_refuses_an_unknown_name(project):
     result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
     assert result.returncode != 0

@@ -51,6 +51,19 @@ def test_flops_and_bytes_by_hand():
     assert by_name["bf16-true"].state == 2 * total + 6 * trained
     assert by_name["fp8-hybrid"].gathered == converted + 2 * (total - converted)
     assert by_name["32-true"].gathered == 4 * total
+    assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
+    rowwise = footprints(model, plan, "fp8-rowwise", fp8_all_gather=False)[-1]
+    assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
+
+
+def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsys):
+    config = llama(tmp_path, 1)
+    gathered = {
+        precision: run_json(capsys, config, "--precision", precision)["bytes"][-1]["gathered"]
+        for precision in ("fp8-hybrid", "fp8-rowwise")
+    }
+    linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert gathered["fp8-rowwise"] - gathered["fp8-hybrid"] == linears
 
 
 def test_a_mixture_counts_what_a_token_uses(capsys):
