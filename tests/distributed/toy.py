@@ -58,13 +58,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2)
 
 
-def setup(precision, ranks: int, seed: int = 0, kind: str = "sharded", make=adamw, width: int = WIDTH):
+def setup(precision, ranks: int, seed: int = 0, kind: str = "sharded", make=adamw, width: int = WIDTH, **options):
     from lightning_lowprec.strategies import FabricFSDP2Strategy
 
     fabric = L.Fabric(
         accelerator="cpu",
         devices=ranks,
-        strategy=FabricFSDP2Strategy(state_dict_type=kind),
+        strategy=FabricFSDP2Strategy(state_dict_type=kind, **options),
         precision=precision if isinstance(precision, str) else None,
         plugins=None if isinstance(precision, str) else precision,
     )
