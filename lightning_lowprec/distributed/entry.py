@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
 
 
-def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> None:
+def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> Visits:
     """Set this up on a sharded model, for its forward and for ``methods`` (of which the ones it has become forwards).
 
     Args:
@@ -47,6 +47,7 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
             visited = _visited(getattr(model, name), visits)
             _show_as(visited, signature)
             setattr(model, name, MethodType(visited, model))
+    return visits
 
 
 def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +106,18 @@ class Visits:
         if not self._open and not torch.is_grad_enabled():
             reshard(self._model())
         stack.close()
+
+    def gather_again(self) -> None:
+        """If one is under way: a backward pass or a step within it has freed or changed the root's weights.
+
+        In manual optimization; what follows in the same ``training_step`` may use the root's layers directly.
+        """
+        model: Any = self._model()
+        if self._open and model is not None:
+            if self._scales is not None:
+                self._scales.refresh()
+            model.reshard()
+            model.unshard()
 
 
 def reshard(model: nn.Module | None) -> None:

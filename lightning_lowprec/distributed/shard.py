@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.distributed import meshes
 from lightning_lowprec.distributed.checks import check_model, check_shared
-from lightning_lowprec.distributed.entry import guard
+from lightning_lowprec.distributed.entry import Visits, guard
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.distributed.wire import Wire
@@ -43,6 +43,8 @@ class Sharded:
     """What goes over the wire."""
     scales: GatherScales | None
     """Of the weights that are gathered as float8."""
+    visits: Visits
+    """What computes it just now."""
 
 
 def shard(
@@ -91,8 +93,8 @@ def shard(
         cast_buffers(model, options.buffer_dtype)
     if scales is not None:
         scales.collect(model)
-    guard(model, scales, methods)
-    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales)
+    visits = guard(model, scales, methods)
+    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
 
 
 def _gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> GatherScales | None:

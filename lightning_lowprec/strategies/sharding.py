@@ -103,6 +103,11 @@ class Sharding:
         if step_one_by_one(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 
+    def gather_again(self, model: Module | None) -> None:
+        """After a backward pass or a step within ``training_step``: what follows in it may use the model again."""
+        if model is not None and model in _sharded:
+            _sharded[model].sharded.visits.gather_again()
+
     def after_step(self) -> None:
         """Once, after the first step: say what was gathered; raise if it was not what was promised."""
         unreported, self._unreported = self._unreported, []
@@ -110,11 +115,6 @@ class Sharding:
             line = sharded.wire.check()
             if line is not None:
                 rank_zero_info(f"fsdp2: {line}.")
-
-
-def known(model: Module) -> bool:
-    """Whether one of our strategies, or ``parallelize``, sharded ``model``."""
-    return model in _sharded
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from lightning.pytorch import strategies as trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -141,6 +142,12 @@ class FSDP2Strategy(ModelParallelStrategy):
             lowbit.check(optimizer)
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization the rest of ``training_step`` may compute with the model again."""
+        super().post_backward(closure_loss)
+        self.sharding.gather_again(self.model)
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -151,6 +158,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """A step; after the first, what was gathered is checked and said."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
+        self.sharding.gather_again(self.model)
         return output
 
     @property

@@ -86,9 +86,8 @@ def test_an_unknown_option_is_a_type_error():
 )
 def test_fp8_all_gather_that_cannot_be(plugin, reason):
     kwargs = {"precision": plugin} if isinstance(plugin, str) else {"plugins": plugin}
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=True), **kwargs)
     with pytest.raises(ValueError, match=rf"`fp8_all_gather=True` is not possible: {reason}"):
-        fabric.launch()
+        L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=True), **kwargs)
     assert not dist.is_initialized()
 
 
@@ -104,9 +103,8 @@ def test_sizes_must_divide_the_world():
 def test_a_plugin_of_somebody_else():
     from lightning.fabric.plugins.precision import DoublePrecision
 
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=DoublePrecision())
     with pytest.raises(ValueError, match=r"`DoublePrecision` \(precision='64-true'\) does not run under 'fsdp2'"):
-        fabric.launch()
+        L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=DoublePrecision())
     assert not dist.is_initialized()
 
 

@@ -83,6 +83,28 @@ class ByHand(Module):
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
+class Manual(Module):
+    """Two forwards, backwards and steps in one `training_step`, as a GAN has, through the module or around it."""
+
+    def __init__(self, through_forward):
+        super().__init__()
+        self.automatic_optimization = False
+        self.through_forward = through_forward
+
+    def forward(self, tokens):
+        return self.net(tokens)
+
+    def training_step(self, tokens):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = loss_of(self if self.through_forward else self.net, tokens)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.losses.append(loss.item())
+
+
 def trainer_for(precision, strategy="fsdp2", **kwargs):
     import lightning_lowprec  # noqa: F401
 
@@ -212,9 +234,21 @@ def compiled(rank):
     return results
 
 
+def manual(rank):
+    return {
+        (precision, strategy, through_forward): fitted(precision, Manual(through_forward), strategy)[0].losses
+        for precision, strategy, through_forward in (
+            ("fp8-hybrid", "fsdp2", True),
+            ("fp8-hybrid", "fsdp2", False),
+            ("32-true", "fsdp2", False),
+            ("32-true", "ddp", True),
+        )
+    }
+
+
 def worker(rank):
     warnings.simplefilter("ignore")
-    parts = (every_precision, places, by_hand, again, accumulated, inference, compiled)
+    parts = (every_precision, places, by_hand, again, accumulated, inference, compiled, manual)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -286,3 +320,10 @@ def test_compiled_and_recomputed(results, way):
     assert gathered == runs["eager"][1]
     assert (graphs > 0, breaks) == (True, {})
     assert runs["eager"][2] == 0
+
+
+def test_manual_optimization(results):
+    losses = results[0]["manual"]
+    assert losses["32-true", "fsdp2", False] == pytest.approx(losses["32-true", "ddp", True], rel=1e-4)
+    assert losses["fp8-hybrid", "fsdp2", True] == losses["fp8-hybrid", "fsdp2", False]
+    assert len(losses["fp8-hybrid", "fsdp2", True]) == 16
