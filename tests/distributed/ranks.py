@@ -1,6 +1,7 @@
 """Runs a function in several gloo processes and brings back what each of them returns."""
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,9 +10,16 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 
-def run(worker, ranks: int, port: int, folder: Path, *args):
+def free_port() -> int:
+    """One that nobody listens on just now: test files run side by side."""
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return asked.getsockname()[1]
+
+
+def run(worker, ranks: int, folder: Path, *args):
     """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group."""
-    multiprocessing.spawn(_main, args=(worker, ranks, port, str(folder), args), nprocs=ranks)
+    multiprocessing.spawn(_main, args=(worker, ranks, free_port(), str(folder), args), nprocs=ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 

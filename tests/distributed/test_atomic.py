@@ -83,7 +83,7 @@ def all_cases(rank, ranks, root):
 
 
 def test_killed_at_every_step(tmp_path):
-    run(all_cases, 1, 29479, tmp_path, tmp_path)
+    run(all_cases, 1, tmp_path, tmp_path)
 
 
 def test_the_trainer_finds_the_kept_one_as_the_last(tmp_path):

@@ -8,6 +8,7 @@ import time
 import lightning as L
 import pytest
 import torch
+from ranks import free_port
 from toy import QUIET, Toy, X, Y
 from worlds import PRELOAD, enter
 
@@ -56,7 +57,8 @@ def test_a_run_ends(tmp_path):
     for i, (name, (number, targets)) in enumerate(ENDINGS.items()):
         folder = tmp_path / str(i)
         folder.mkdir()
-        ranks = [context.Process(target=trains_for_ever, args=(rank, 2, 29474 + i, folder)) for rank in range(2)]
+        port = free_port()
+        ranks = [context.Process(target=trains_for_ever, args=(rank, 2, port, folder)) for rank in range(2)]
         for process in ranks:
             process.start()
         try:

@@ -72,7 +72,7 @@ def one_process(data_ranks: int, precision: str):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(worker, 4, 29454, tmp_path_factory.mktemp("ranks"))
+    return run(worker, 4, tmp_path_factory.mktemp("ranks"))
 
 
 def difference(one, other):

@@ -254,7 +254,7 @@ def worker(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(worker, 2, 29455, tmp_path_factory.mktemp("ranks"))
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def same(one, other):

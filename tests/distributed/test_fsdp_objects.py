@@ -8,7 +8,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return run("fsdp_script.py", tmp_path_factory.mktemp("fsdp"), 29481)
+    return run("fsdp_script.py", tmp_path_factory.mktemp("fsdp"))
 
 
 STEPS = 3

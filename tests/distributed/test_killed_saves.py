@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from ranks import free_port
 from toy import assert_same, everything, setup, train
 from worlds import PRELOAD, enter, run
 
@@ -63,8 +64,8 @@ def resumes(rank, ranks, folder):
 def test_resumes_from_the_one_before(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = 29471
     for kind, victims in CASES:
+        port = free_port()
         folder = tmp_path / f"{kind}.{len(victims)}.{victims[0]}"
         folder.mkdir()
         ranks = [context.Process(target=dies, args=(r, port, folder, kind, victims)) for r in range(2)]
@@ -78,5 +79,4 @@ def test_resumes_from_the_one_before(tmp_path):
             process.kill()
         assert all(codes[victim] == -signal.SIGKILL for victim in victims), codes
         assert all(code not in (None, 0) for code in codes), f"the other rank hangs, or saved: {codes}"
-        port += 1
-    run(resumes, 2, 29478, tmp_path, tmp_path)
+    run(resumes, 2, tmp_path, tmp_path)

@@ -87,6 +87,6 @@ def loads_all(rank, ranks, folder):
 
 
 def test_resume(tmp_path):
-    run(saves_and_goes_on, 2, 29471, tmp_path, tmp_path)
-    run(loads_all, 1, 29472, tmp_path, tmp_path)
-    run(loads_all, 4, 29473, tmp_path, tmp_path)
+    run(saves_and_goes_on, 2, tmp_path, tmp_path)
+    run(loads_all, 1, tmp_path, tmp_path)
+    run(loads_all, 4, tmp_path, tmp_path)

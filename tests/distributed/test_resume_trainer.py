@@ -118,7 +118,7 @@ def loads_all(rank, ranks, folder):
 
 
 def test_what_two_ranks_saved(tmp_path):
-    run(from_one_device, 1, 29472, tmp_path, tmp_path)
-    run(saves_and_goes_on, 2, 29473, tmp_path, tmp_path)
-    run(loads_all, 1, 29474, tmp_path, tmp_path)
-    run(loads_all, 4, 29475, tmp_path, tmp_path)
+    run(from_one_device, 1, tmp_path, tmp_path)
+    run(saves_and_goes_on, 2, tmp_path, tmp_path)
+    run(loads_all, 1, tmp_path, tmp_path)
+    run(loads_all, 4, tmp_path, tmp_path)

@@ -20,7 +20,7 @@ WIRE = {
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    return run("volume_script.py", tmp_path_factory.mktemp("volume"), 29482)
+    return run("volume_script.py", tmp_path_factory.mktemp("volume"))
 
 
 @pytest.mark.distributed

@@ -6,19 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ranks import free_port
+
 import lightning_lowprec
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 
 
-def run(script, folder, port):
+def run(script, folder):
     """Start ``script folder`` once per rank; each must leave ``rank<n>.json`` in ``folder``, which come back."""
     environ = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "NODE_RANK": "0",
     }

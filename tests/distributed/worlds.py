@@ -2,33 +2,38 @@
 
 import multiprocessing
 import os
+import time
 import traceback
 from pathlib import Path
 
 import torch
+from ranks import free_port
 from torch import distributed as dist
 
 PRELOAD = ["lightning_lowprec", "torchao.float8", "torchao.optim", "torch.distributed.checkpoint", "toy"]
 
 
-def run(body, ranks: int, port: int, folder: Path, *args, timeout: float = 240) -> list[Path]:
+def run(body, ranks: int, folder: Path, *args, timeout: float = 240) -> list[Path]:
     """``body(rank, *args)`` in ``ranks`` processes; raises with what went wrong in any of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    port = free_port()
     results = [folder / f"{body.__name__}.{ranks}.{rank}" for rank in range(ranks)]
     processes = [
         context.Process(target=_rank, args=(body, rank, ranks, port, results[rank], args)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(timeout)
+    end = time.monotonic() + timeout
+    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < end:
+        processes[0].join(0.05)
+    for process in processes:  # if one failed, the others may wait for it for ever
+        process.join(5 if any(p.exitcode for p in processes) else 0)
     hung = [i for i, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.kill()
     texts = [file.read_text() if file.exists() else "no result" for file in results]
-    assert not hung, f"ranks {hung} hang: {texts}"
-    assert all(text == "ok" for text in texts), "\n".join(texts)
+    assert all(text == "ok" for text in texts), f"of {ranks} ranks, {hung} did not end:\n" + "\n".join(texts)
     return results
 
 
