@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu_lane import figures, report
 from benchmarks.gpu_lane.__main__ import main
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN, TO_COME
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, SHARDED, TO_COME
 from benchmarks.gpu_lane.part_linear import TOY_SHAPES
 from lightning_lowprec.precisions import TABLE
 
@@ -106,7 +106,7 @@ def test_linear_ratios_follow_from_the_raw_figures(data, out):
 @pytest.mark.parametrize("part", ["step8b", "step1b"])
 def test_steps_train_the_same_model_on_the_same_data(data, part):
     steps = ok(data, part)
-    assert {BASELINE, MAIN, "torchao tensorwise, compiled", "accelerate torchao, compiled"} <= steps.keys()
+    assert {BASELINE, MAIN, SHARDED, "torchao tensorwise, compiled", "accelerate torchao, compiled"} <= steps.keys()
     for step in steps.values():
         assert step["tokens"] == step["batch"] * 32
         assert len(step["losses"]) == step["steps"] == 6
@@ -124,7 +124,7 @@ def test_the_share_of_fp8_is_counted(data):
     assert steps[MAIN]["fp8_share"] == pytest.approx(fp8 / (fp8 + head + attention))
     assert steps[MAIN]["matrix_flops_per_token"] == fp8 + head + attention
     assert steps[MAIN]["fp8_shapes"] == {"64x64": 4, "64x32": 4, "64x128": 4, "128x64": 2}
-    assert steps[MAIN]["fp8_layers"] == 14
+    assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == 14
     assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
     assert steps[BASELINE]["fp8_share"] == 0
     assert steps["ours fp8-hybrid, min_gain=auto"]["fp8_layers"] == 0
@@ -137,6 +137,7 @@ def test_memory_is_in_bytes_per_parameter(data):
         "lightning bf16-mixed + AdamW": (4, 4, 8),
         "lightning bf16-true + AdamW": (2, 2, 4),
         f"{MAIN} + AdamW": (4, 4, 8),
+        f"{SHARDED} + AdamW": (4, 4, 8),
     }
     for key, sizes in expected.items():
         row = found[key]["bytes_per_parameter"]

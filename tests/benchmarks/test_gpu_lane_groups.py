@@ -1,0 +1,53 @@
+"""An item of the GPU lane that makes a process group leaves none, neither in this process nor in a worker."""
+
+import os
+
+import pytest
+from torch import distributed as dist
+
+from benchmarks.gpu_lane import runner, worker
+from benchmarks.gpu_lane.item import Item
+from benchmarks.gpu_lane.settings import Settings
+
+
+class Grouping:
+    """Makes a group of one, as FSDP2 does; ``"bad"`` raises with it."""
+
+    name = "grouping"
+
+    def run(self, key, settings):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        os.environ |= {"RANK": "0", "MASTER_PORT": "1"}
+        if key == "bad":
+            raise ValueError("bad")
+        return {"world_size": dist.get_world_size()}
+
+
+def in_this_process(key):
+    return runner.Inline(Grouping(), Settings()).run(Item(key=key), 10.0, None)
+
+
+def in_a_worker(key):
+    return worker._run(Grouping(), key, Settings())
+
+
+@pytest.mark.parametrize("run", [in_this_process, in_a_worker])
+@pytest.mark.parametrize(("key", "status"), [("good", "ok"), ("bad", "failed")])
+def test_an_item_takes_its_group_and_variables_with_it(run, key, status, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    for _ in range(2):  # a second group could not be made beside the first
+        assert run(key)["status"] == status
+        assert not dist.is_initialized()
+        assert ("RANK" in os.environ, os.environ["MASTER_PORT"]) == (False, "29999")
+
+
+def test_a_group_that_was_there_stays():
+    from benchmarks.gpu_lane.process_group import left_as_found
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with left_as_found():
+            pass
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
