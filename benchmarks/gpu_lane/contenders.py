@@ -158,7 +158,7 @@ def _ours() -> list[Contender]:
 
 
 def _sharded() -> Contender:
-    """FP8 under FSDP2, world size 1: weights are gathered as float8, by a process group of one."""
+    """FP8 under FSDP2 with one process: all of its work but what goes over the wire."""
     return Contender(
         key=SHARDED,
         setup=partial(setups.ours, name=MAIN.removeprefix("ours "), strategy="fsdp2"),

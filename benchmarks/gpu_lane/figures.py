@@ -110,7 +110,7 @@ def speedups(steps: Mapping[str, Figures], baseline: str = BASELINE) -> dict[str
 
 
 def targets(data: Figures) -> list[dict[str, Any]]:
-    """What issue 8 asks for, what was measured (None: not), and whether that is enough."""
+    """What this project asks of itself, what was measured (None: not), and whether that is enough."""
     steps, rows = figures_of(dict(data), "step8b"), linear_rows(data)
     ours = steps.get(MAIN)
 
@@ -143,7 +143,7 @@ def targets(data: Figures) -> list[dict[str, Any]]:
         ("8B stack: over Accelerate, TE", ">", 1.0, over("accelerate te")),
         ("8B stack: over Lightning's transformer-engine", ">", 1.0, over("lightning transformer-engine")),
         ("linears of the 8192 class, the slowest of them, by its best recipe", ">=", 1.6, min(large, default=None)),
-        ("host time per step that our plugin adds, ms", "<=", 0.3, max(added, default=None)),
+        ("host time per step that our plugin or strategy adds, ms", "<=", 0.3, max(added, default=None)),
         ("min_gain='auto' over bf16-mixed, compiled, the worst model", ">=", 0.98, min(by_gain, default=None)),
     ]
     toys = any(run["smoke"] for run in data["runs"])

@@ -165,7 +165,16 @@ def _overhead(data: Data) -> str:
         for name, f in figures_of(data, "overhead").items()
         if "added_ms" in f
     ]
-    return table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows)
+    counted = [
+        (name, *(row[field] for row in (f["ours"], f["by_hand"]) for field in ("operations", "self_cpu_ms")))
+        for name, f in figures_of(data, "overhead").items()
+        if "added_ms" not in f
+    ]
+    return "\n\n".join(filter(None, (
+        table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows),
+        table(("loop", "ours, operations", "ms on the host", "by hand, operations", "ms on the host"),
+              ((name, *(number(v, 2 * isinstance(v, float)) for v in values)) for name, *values in counted)),
+    )))  # fmt: skip
 
 
 def _memory(data: Data) -> str:

@@ -155,11 +155,12 @@ def test_memory_is_in_bytes_per_parameter(data):
 
 
 def test_overhead_is_ours_less_by_hand(data):
-    for key in ("fabric", "trainer"):
+    for key in ("fabric", "trainer", "fabric, fsdp2"):
         row = ok(data, "overhead")[key]
         difference = statistics.median(row["ours"]["samples"]) - statistics.median(row["by_hand"]["samples"])
         assert row["added_ms"] == pytest.approx(difference, abs=1e-3)
-    assert ok(data, "overhead")["fabric, profiled"]["ours"]["operations"] > 0
+    for key in ("fabric, profiled", "fabric, fsdp2, profiled"):
+        assert ok(data, "overhead")[key]["ours"]["operations"] > 0
 
 
 def test_accumulation_counts_micro_batches(data):

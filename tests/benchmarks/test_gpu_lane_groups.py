@@ -1,12 +1,15 @@
 """An item of the GPU lane that makes a process group leaves none, neither in this process nor in a worker."""
 
 import os
+from collections import Counter
 
 import pytest
 from torch import distributed as dist
 
-from benchmarks.gpu_lane import runner, worker
+from benchmarks import hook_overhead
+from benchmarks.gpu_lane import runner, sharded_loop, worker
 from benchmarks.gpu_lane.item import Item
+from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.settings import Settings
 
 
@@ -42,8 +45,6 @@ def test_an_item_takes_its_group_and_variables_with_it(run, key, status, monkeyp
 
 
 def test_a_group_that_was_there_stays():
-    from benchmarks.gpu_lane.process_group import left_as_found
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with left_as_found():
@@ -51,3 +52,22 @@ def test_a_group_that_was_there_stays():
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_fsdp2_by_hand_computes_what_our_strategy_computes():
+    """So that the difference of their host times is the wrapper's: the counts of one step, all kinds of aten ops."""
+    with left_as_found():
+        loops = {"ours": sharded_loop.ours(), "by hand": sharded_loop.by_hand()}
+        counts = {}
+        for name, loop in loops.items():
+            loop()  # lazy set-up
+            loop()
+            with hook_overhead.Ops() as ops:
+                loop()
+            counts[name] = ops.counts
+    depth = hook_overhead.DEPTH
+    assert counts["by hand"]["aten.mm.default"] >= 3 * depth, "the FP8 GEMMs were not counted"
+    assert counts["by hand"]["fsdp.chunk_cat.default"] == depth, "gradients of every layer by themselves"
+    # the scales of all weights are taken apart in one op by ours, one by one by torchao
+    assert counts["ours"] - counts["by hand"] == Counter({"aten.unbind.int": 1})
+    assert counts["by hand"] - counts["ours"] == Counter({"aten.select.int": depth})
