@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.gpu_lane.contenders import BASELINE, LIGHTNING_BF16, MAIN
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.part_linear import PEAKS
+from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.results import OK, figures_of
 
 FP8_PEAK = "fp8 tensorwise"
@@ -109,6 +110,13 @@ def speedups(steps: Mapping[str, Figures], baseline: str = BASELINE) -> dict[str
     return {name: steps[baseline]["ms"] / step["ms"] for name, step in steps.items()}
 
 
+def optimizer_ratios(data: Figures) -> dict[str, float | None]:
+    """By form of masters: time of a step over that of plain float32, of the implementation where it is larger."""
+    found = figures_of(dict(data), "optimizer")
+    by_form = {form: [f["ratio"] for key, f in found.items() if key.rpartition(", ")[0] == form] for form in FORMS}
+    return {form: max(ratios, default=None) for form, ratios in by_form.items()}
+
+
 def targets(data: Figures) -> list[dict[str, Any]]:
     """What this project asks of itself, what was measured (None: not), and whether that is enough."""
     steps, rows = figures_of(dict(data), "step8b"), linear_rows(data)
@@ -145,6 +153,10 @@ def targets(data: Figures) -> list[dict[str, Any]]:
         ("linears of the 8192 class, the slowest of them, by its best recipe", ">=", 1.6, min(large, default=None)),
         ("host time per step that our plugin or strategy adds, ms", "<=", 0.3, max(added, default=None)),
         ("min_gain='auto' over bf16-mixed, compiled, the worst model", ">=", 0.98, min(by_gain, default=None)),
+        *(
+            (f"optimizer step, {form}, to plain float32, the worse of fused and foreach", "<=", 1.15, ratio)
+            for form, ratio in optimizer_ratios(data).items()
+        ),
     ]
     toys = any(run["smoke"] for run in data["runs"])
     return [

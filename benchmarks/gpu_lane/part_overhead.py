@@ -1,7 +1,7 @@
-"""``overhead``: host time per step that our plugin adds to the same torchao code by hand, in Fabric and Trainer; and
-that our FSDP2 strategy adds to torchao and ``fully_shard`` by hand.
+"""``overhead``: host time per step that our plugin adds to the same torchao code by hand, in Fabric and Trainer.
 
-The model is so small that the host is what takes the time; ours and by hand alternate in one process.
+``fabric, fsdp2`` is our strategy beside torchao and ``fully_shard`` by hand. The model is so small that the host is
+what takes the time; ours and by hand alternate in one process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     convert (FP8 all-gather) -> fully_shard every layer, then the root -> optimizer
     per step: scales of all weights -> autocast forward -> backward -> step -> zero_grad
 
-With one process FSDP2 casts weights to float8 and back as always, but sends nothing: this is the host's time, no wire's.
+With one process FSDP2 casts weights to float8 as always, but sends nothing: this is the host's time, no wire's.
 """
 
 from __future__ import annotations
