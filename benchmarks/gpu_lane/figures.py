@@ -53,7 +53,8 @@ def gains(data: Figures) -> list[dict[str, Any]]:
     ``ratio`` is by device time, ``loop_ratio`` by a loop over the layer alone, host included; for small layers the
     truth in a model lies between them.
     """
-    device = data["runs"][-1]["machine"].get("device")
+    run = data["runs"][-1]
+    origin = {"device": run["machine"].get("device"), "date": run["date"], "smoke": run["smoke"]}
     found = []
     for (m, k, n), row in linear_rows(data).items():
         loops = ratios(row, "loop_ms")
@@ -62,7 +63,7 @@ def gains(data: Figures) -> list[dict[str, Any]]:
             if backend in ("torchao", "te"):
                 found.append(
                     {
-                        "device": device, "backend": backend, "recipe": recipe, "tokens": m, "in_features": k,
+                        **origin, "backend": backend, "recipe": recipe, "tokens": m, "in_features": k,
                         "out_features": n, "ratio": round(ratio, 4), "loop_ratio": round(loops[name], 4),
                     }
                 )  # fmt: skip

@@ -187,6 +187,7 @@ def test_an_optimizer_step_makes_the_same_extra_calls_for_any_number_of_paramete
             assert (more_few == 0) == (name == "plain")
             assert (few == many) == (kind == "fused"), "torch's own foreach reads every step counter by itself"
         assert list(found["calls"][f"plain, {kind}"]) == ["21", "39"], "tensors of two and four blocks"
+        assert len({found["more_than_plain"][f"{form}, {kind}"]["21"] for form in FORMS}) == 4, "four forms"
         assert found["more_than_plain"][f"fp32, {kind}"]["21"] == 3, "allocate, copy gradients, copy weights"
 
 
