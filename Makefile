@@ -14,7 +14,7 @@ help:
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
-	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about 50 minutes)"
+	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest tests/gpu -W default
 
 gpu-lane: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.gpu_lane --part smoke linear step8b tests step1b overhead memory accumulation --out gpu-lane-out
+	$(VENV)/bin/python -m benchmarks.gpu_lane --part smoke linear step8b tests step1b overhead memory optimizer accumulation --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/optim

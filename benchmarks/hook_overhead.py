@@ -121,7 +121,7 @@ def count(step: Callable[[], None]) -> Step:
     return Step(dict(ops.counts), dict(calls), dict(collectives))
 
 
-def fabric_step(by_hand: bool, strategy: str) -> Callable[[], None]:
+def fabric_step(by_hand: bool, strategy: Any) -> Callable[[], None]:
     """One step of a Fabric loop."""
     model, plugin = make(by_hand)
     fabric = L.Fabric(

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("smoke", "linear", "step8b", "step1b", "tests", "overhead", "memory", "accumulation")
+    names = ("smoke", "linear", "step8b", "step1b", "tests", "overhead", "memory", "optimizer", "accumulation")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
     what.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="folders of earlier calls")

@@ -38,16 +38,24 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 def one(run: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds that the device takes for one run."""
+    return device_and_host(run, device)[0]
+
+
+def device_and_host(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Milliseconds that the device takes for one run, and that the host takes to launch it."""
     if device.type != "cuda":
-        return seconds(run, device) * 1e3
+        ms = seconds(run, device) * 1e3
+        return ms, ms
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     torch.cuda._sleep(int(HIDE_LAUNCHES_MS * 1e-3 * CLOCK_HZ))
     start.record()
+    launching = time.perf_counter()
     run()
+    launched = (time.perf_counter() - launching) * 1e3
     stop.record()
     torch.cuda.synchronize(device)
-    return float(start.elapsed_time(stop))
+    return float(start.elapsed_time(stop)), launched
 
 
 def back_to_back(run: Callable[[], Any], device: torch.device, count: int) -> float:

@@ -1,6 +1,7 @@
 """``overhead``: host time per step that our plugin adds to the same torchao code by hand, in Fabric and Trainer.
 
-The model is so small that the host is what takes the time; ours and by hand alternate in one process.
+``fabric, fsdp2`` is our strategy beside torchao and ``fully_shard`` by hand. The model is so small that the host is
+what takes the time; ours and by hand alternate in one process.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 import torch
 
 from benchmarks import hook_overhead
-from benchmarks.gpu_lane import measure
+from benchmarks.gpu_lane import measure, sharded_loop
 from benchmarks.gpu_lane.item import Item, missing_library, stage
 from benchmarks.gpu_lane.settings import Settings
 
-FABRIC, TRAINER, PROFILED = "fabric", "trainer", "fabric, profiled"
+FABRIC, TRAINER, SHARDED = "fabric", "trainer", "fabric, fsdp2"
+PROFILED = ", profiled"
 WIDTH, DEPTH, TOKENS = 256, 8, 64
 FITS = 3
 """Fits of each kind, in turn: the Trainer cannot alternate within one."""
+Loops = dict[bool, Callable[[], None]]
+"""One step, by hand (True) and ours."""
 
 
 class Overhead:
@@ -30,7 +34,8 @@ class Overhead:
 
     def items(self, settings: Settings) -> list[Item]:
         missing = missing_library(("torchao.float8",))
-        return [Item(key=key, seconds=5.0, limit=150.0, missing=missing) for key in (FABRIC, TRAINER, PROFILED)]
+        keys = (FABRIC, TRAINER, FABRIC + PROFILED, SHARDED, SHARDED + PROFILED)
+        return [Item(key=key, seconds=5.0, limit=150.0, missing=missing) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
         if not settings.smoke:
@@ -38,12 +43,12 @@ class Overhead:
         steps = 5 if settings.smoke else 200
         if key == TRAINER:
             return trainer(steps)
-        return fabric(steps, settings) if key == FABRIC else profiled(settings)
+        loops = _loops("fsdp2" if key.startswith(SHARDED) else "auto")
+        return profiled(loops, settings) if key.endswith(PROFILED) else fabric(loops, steps, settings)
 
 
-def fabric(steps: int, settings: Settings) -> dict[str, Any]:
+def fabric(loops: Loops, steps: int, settings: Settings) -> dict[str, Any]:
     """Time until a step is launched, and until it is done."""
-    loops = _loops()
     launched: dict[bool, list[float]] = {True: [], False: []}
     done: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(steps):
@@ -67,11 +72,11 @@ def trainer(steps: int) -> dict[str, Any]:
     return _difference(times)
 
 
-def profiled(settings: Settings) -> dict[str, Any]:
+def profiled(loops: Loops, settings: Settings) -> dict[str, Any]:
     """The same by torch's profiler: its own cost is in both, so only the difference counts."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     found = {}
-    for by_hand, loop in _loops().items():
+    for by_hand, loop in loops.items():
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(3 if settings.smoke else 20):
                 loop()
@@ -84,8 +89,12 @@ def profiled(settings: Settings) -> dict[str, Any]:
     return {**found, "headline": f"{added} profiled operations more than by hand"}
 
 
-def _loops() -> dict[bool, Callable[[], None]]:
-    loops = {by_hand: hook_overhead.fabric_step(by_hand, "auto") for by_hand in (True, False)}
+def _loops(strategy: str) -> Loops:
+    """Ours, and by hand, warmed."""
+    if strategy == "fsdp2":  # ours first: the other takes the process group that it finds
+        loops = {False: sharded_loop.ours(), True: sharded_loop.by_hand()}
+    else:
+        loops = {by_hand: hook_overhead.fabric_step(by_hand, strategy) for by_hand in (True, False)}
     for loop in loops.values():
         for _ in range(3):
             loop()

@@ -9,6 +9,7 @@ from benchmarks.gpu_lane import figures
 from benchmarks.gpu_lane.contenders import BASELINE
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
 from benchmarks.gpu_lane.part_linear import PEAKS
+from benchmarks.gpu_lane.part_optimizer import CALLS
 from benchmarks.gpu_lane.results import OK, figures_of
 
 Data = dict[str, Any]
@@ -21,7 +22,8 @@ def render(data: Data) -> str:
         ("Machine", _machine), ("Targets", _targets), ("Peak rates", _peaks), ("Linear layers", _linear),
         ("Training steps, 8B-shaped stack", lambda d: _steps(d, "step8b")),
         ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("Host overhead", _overhead),
-        ("Memory", _memory), ("Gradient accumulation", _accumulation), ("Smoke", _smoke), ("GPU tests", _tests),
+        ("Memory", _memory), ("Optimizer steps", _optimizer), ("Gradient accumulation", _accumulation),
+        ("Smoke", _smoke), ("GPU tests", _tests),
         ("Missing, failed, not reached", _gaps),
     ]  # fmt: skip
     text = ["# GPU lane"]
@@ -165,7 +167,16 @@ def _overhead(data: Data) -> str:
         for name, f in figures_of(data, "overhead").items()
         if "added_ms" in f
     ]
-    return table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows)
+    counted = [
+        (name, *(row[field] for row in (f["ours"], f["by_hand"]) for field in ("operations", "self_cpu_ms")))
+        for name, f in figures_of(data, "overhead").items()
+        if "added_ms" not in f
+    ]
+    return "\n\n".join(filter(None, (
+        table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows),
+        table(("loop", "ours, operations", "ms on the host", "by hand, operations", "ms on the host"),
+              ((name, *(number(v, 2 * isinstance(v, float)) for v in values)) for name, *values in counted)),
+    )))  # fmt: skip
 
 
 def _memory(data: Data) -> str:
@@ -179,6 +190,31 @@ def _memory(data: Data) -> str:
     ]  # fmt: skip
     return table(("precision and optimizer", *(f"{n}, bytes/parameter" for n in names), "state, bytes/parameter",
                   "activations, kB/token"), rows)  # fmt: skip
+
+
+def _optimizer(data: Data) -> str:
+    found = figures_of(data, "optimizer")
+    steps = {key: f for key, f in found.items() if key != CALLS}
+    rows = [
+        (
+            key, number(f["ours"]["ms"]), number(f["plain"]["ms"]), number(f["ratio"], 3),
+            *(number(f[name]["host_ms"]) for name in ("ours", "plain")),
+            *(number(f[name].get(field)) for field in ("rest_bytes_per_parameter", "peak_bytes_per_parameter")
+              for name in ("ours", "plain")),
+        )
+        for key, f in steps.items()
+    ]  # fmt: skip
+    counted = [(key, *row.values()) for key, row in found[CALLS]["more_than_plain"].items()] if CALLS in found else []
+    sizes = next(iter(found[CALLS]["calls"].values())) if CALLS in found else ()
+    any_step: Data = next(iter(steps.values()), {})
+    what = (
+        f"One AdamW step of {any_step['parameters'] / 1e9:.2f} billion parameters in {any_step['tensors']} tensors on"
+    )
+    text = f"{what} masters, and plain on float32 weights; medians, without the backward." if steps else ""
+    head = ("masters, implementation", "ours ms", "plain ms", "ratio", "ours, host ms", "plain, host ms",
+            "ours at rest, bytes/parameter", "plain", "ours at most in the step", "plain")  # fmt: skip
+    more = table(("aten calls more than plain", *(f"{n} tensors" for n in sizes)), counted)
+    return "\n\n".join(filter(None, (text, table(head, rows), more)))
 
 
 def _accumulation(data: Data) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import PROTOCOL_FD, Item, Part
 from benchmarks.gpu_lane.machine import ROOT
+from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
 from benchmarks.gpu_lane.settings import Settings
 
@@ -33,7 +34,8 @@ class Inline:
 
     def run(self, item: Item, timeout: float, upcoming: Item | None) -> dict[str, Any]:
         try:
-            return {"status": OK, "figures": self.part.run(item.key, self.settings)}
+            with left_as_found():
+                return {"status": OK, "figures": self.part.run(item.key, self.settings)}
         except Exception as error:
             return {"status": FAILED, "reason": measure.describe(error)}
 

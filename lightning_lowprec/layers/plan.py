@@ -31,7 +31,7 @@ class PlanRow:
     kept: str | None
     """The reason why it stays in high precision; None if it converts."""
     gain: float | None
-    """Expected speed of FP8 over bf16 for this shape, a published figure (see ``gains``); None: slower than bf16."""
+    """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
     trains: bool
     """Whether its weight has gradients: a frozen one skips the weight gradient's GEMM."""
     per_token: float

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_lane import figures, report
+from benchmarks.gpu_lane import figures, models, report
 from benchmarks.gpu_lane.__main__ import main
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN, TO_COME
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, SHARDED, TO_COME
 from benchmarks.gpu_lane.part_linear import TOY_SHAPES
+from benchmarks.gpu_lane.part_optimizer import FORMS
 from lightning_lowprec.precisions import TABLE
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "accumulation", "tests"]
+PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "optimizer", "accumulation", "tests"]
 WITHOUT_TE = "import sys; sys.modules['transformer_engine'] = None; from benchmarks.gpu_lane.__main__ import main;"
 
 
@@ -106,7 +107,7 @@ def test_linear_ratios_follow_from_the_raw_figures(data, out):
 @pytest.mark.parametrize("part", ["step8b", "step1b"])
 def test_steps_train_the_same_model_on_the_same_data(data, part):
     steps = ok(data, part)
-    assert {BASELINE, MAIN, "torchao tensorwise, compiled", "accelerate torchao, compiled"} <= steps.keys()
+    assert {BASELINE, MAIN, SHARDED, "torchao tensorwise, compiled", "accelerate torchao, compiled"} <= steps.keys()
     for step in steps.values():
         assert step["tokens"] == step["batch"] * 32
         assert len(step["losses"]) == step["steps"] == 6
@@ -124,7 +125,7 @@ def test_the_share_of_fp8_is_counted(data):
     assert steps[MAIN]["fp8_share"] == pytest.approx(fp8 / (fp8 + head + attention))
     assert steps[MAIN]["matrix_flops_per_token"] == fp8 + head + attention
     assert steps[MAIN]["fp8_shapes"] == {"64x64": 4, "64x32": 4, "64x128": 4, "128x64": 2}
-    assert steps[MAIN]["fp8_layers"] == 14
+    assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == 14
     assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
     assert steps[BASELINE]["fp8_share"] == 0
     assert steps["ours fp8-hybrid, min_gain=auto"]["fp8_layers"] == 0
@@ -137,6 +138,7 @@ def test_memory_is_in_bytes_per_parameter(data):
         "lightning bf16-mixed + AdamW": (4, 4, 8),
         "lightning bf16-true + AdamW": (2, 2, 4),
         f"{MAIN} + AdamW": (4, 4, 8),
+        f"{SHARDED} + AdamW": (4, 4, 8),
     }
     for key, sizes in expected.items():
         row = found[key]["bytes_per_parameter"]
@@ -154,11 +156,39 @@ def test_memory_is_in_bytes_per_parameter(data):
 
 
 def test_overhead_is_ours_less_by_hand(data):
-    for key in ("fabric", "trainer"):
+    for key in ("fabric", "trainer", "fabric, fsdp2"):
         row = ok(data, "overhead")[key]
         difference = statistics.median(row["ours"]["samples"]) - statistics.median(row["by_hand"]["samples"])
         assert row["added_ms"] == pytest.approx(difference, abs=1e-3)
-    assert ok(data, "overhead")["fabric, profiled"]["ours"]["operations"] > 0
+    for key in ("fabric, profiled", "fabric, fsdp2, profiled"):
+        assert ok(data, "overhead")[key]["ours"]["operations"] > 0
+
+
+def test_optimizer_steps_are_compared_with_plain_float32(data, out):
+    found = ok(data, "optimizer")
+    assert set(found) - {"calls"} == {f"{form}, {kind}" for form in FORMS for kind in ("fused", "foreach")}
+    for key, row in found.items():
+        if key != "calls":
+            ours, plain = (statistics.median(row[name]["samples"]) for name in ("ours", "plain"))
+            assert row["ratio"] == pytest.approx(ours / plain, rel=1e-2)
+            assert row["tensors"] == 2 * 9 + 3, "nine per block; embedding, norm and head"
+            assert row["parameters"] == models.TOY.parameters
+    report_rows = (out / "report.md").read_text().split("## Optimizer steps")[1].split("##")[0]
+    assert all(f"| {key} |" in report_rows for key in found if key != "calls")
+
+
+def test_an_optimizer_step_makes_the_same_extra_calls_for_any_number_of_parameters(data):
+    found = ok(data, "optimizer")["calls"]
+    for kind in ("fused", "foreach"):
+        for name in ("plain", *FORMS):
+            few, many = found["calls"][f"{name}, {kind}"].values()
+            more_few, more_many = found["more_than_plain"][f"{name}, {kind}"].values()
+            assert more_few == more_many, (name, kind)
+            assert (more_few == 0) == (name == "plain")
+            assert (few == many) == (kind == "fused"), "torch's own foreach reads every step counter by itself"
+        assert list(found["calls"][f"plain, {kind}"]) == ["21", "39"], "tensors of two and four blocks"
+        assert len({found["more_than_plain"][f"{form}, {kind}"]["21"] for form in FORMS}) == 4, "four forms"
+        assert found["more_than_plain"][f"fp32, {kind}"]["21"] == 3, "allocate, copy gradients, copy weights"
 
 
 def test_accumulation_counts_micro_batches(data):
@@ -178,7 +208,16 @@ def test_the_tests_part_reads_pytest(data):
 
 def test_the_report_is_complete_and_pretends_nothing(data, out):
     text = (out / "report.md").read_text()
-    for title in ("Machine", "Targets", "Linear layers", "Training steps, 8B", "Host overhead", "Memory", "GPU tests"):
+    for title in (
+        "Machine",
+        "Targets",
+        "Linear layers",
+        "Training steps, 8B",
+        "Host overhead",
+        "Memory",
+        "Optimizer steps",
+        "GPU tests",
+    ):
         assert f"## {title}" in text
     assert "could not be rendered" not in text
     assert "no figure here means anything" in text

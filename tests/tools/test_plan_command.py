@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowprec.cli.main import main
+from lightning_lowprec.layers import measured_gains
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.planning.costs import flops, footprints
 from lightning_lowprec.planning.source import load
@@ -23,6 +24,12 @@ def llama(tmp_path, layers):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": layers}))
     return path
+
+
+@pytest.fixture
+def published_gains(monkeypatch):
+    """The figures that stand in where nothing is measured, also after this project has measured some."""
+    monkeypatch.setattr(measured_gains, "GAINS", {})
 
 
 def run_json(capsys, *args):
@@ -123,7 +130,7 @@ def test_a_checkpoint(tmp_path, capsys, kind):
     assert not any("embed_tokens" in row["fqn"] for row in data["plan"])
 
 
-def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
+def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_gains):
     config = llama(tmp_path, 3)
     assert main(["plan", str(config), "--html", str(tmp_path / "plan.html")]) == 0
     text = capsys.readouterr().out
@@ -142,7 +149,7 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     assert "model.layers.*.mlp.down_proj" in page
 
 
-def test_min_gain_keeps_what_would_lose(tmp_path, capsys):
+def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):
     data = run_json(capsys, llama(tmp_path, 2), "--min-gain=auto")
     kept = {row["fqn"]: row["kept"] for row in data["plan"]}
     assert kept["model.layers.0.self_attn.k_proj"] == "too small to gain (below 1x)"

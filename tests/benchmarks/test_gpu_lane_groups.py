@@ -1,0 +1,73 @@
+"""An item of the GPU lane that makes a process group leaves none, neither in this process nor in a worker."""
+
+import os
+from collections import Counter
+
+import pytest
+from torch import distributed as dist
+
+from benchmarks import hook_overhead
+from benchmarks.gpu_lane import runner, sharded_loop, worker
+from benchmarks.gpu_lane.item import Item
+from benchmarks.gpu_lane.process_group import left_as_found
+from benchmarks.gpu_lane.settings import Settings
+
+
+class Grouping:
+    """Makes a group of one, as FSDP2 does; ``"bad"`` raises with it."""
+
+    name = "grouping"
+
+    def run(self, key, settings):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        os.environ |= {"RANK": "0", "MASTER_PORT": "1"}
+        if key == "bad":
+            raise ValueError("bad")
+        return {"world_size": dist.get_world_size()}
+
+
+def in_this_process(key):
+    return runner.Inline(Grouping(), Settings()).run(Item(key=key), 10.0, None)
+
+
+def in_a_worker(key):
+    return worker._run(Grouping(), key, Settings())
+
+
+@pytest.mark.parametrize("run", [in_this_process, in_a_worker])
+@pytest.mark.parametrize(("key", "status"), [("good", "ok"), ("bad", "failed")])
+def test_an_item_takes_its_group_and_variables_with_it(run, key, status, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    for _ in range(2):  # a second group could not be made beside the first
+        assert run(key)["status"] == status
+        assert not dist.is_initialized()
+        assert ("RANK" in os.environ, os.environ["MASTER_PORT"]) == (False, "29999")
+
+
+def test_a_group_that_was_there_stays():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with left_as_found():
+            pass
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp2_by_hand_computes_what_our_strategy_computes():
+    """So that the difference of their host times is the wrapper's: the counts of one step, all kinds of aten ops."""
+    with left_as_found():
+        loops = {"ours": sharded_loop.ours(), "by hand": sharded_loop.by_hand()}
+        counts = {}
+        for name, loop in loops.items():
+            loop()  # lazy set-up
+            loop()
+            with hook_overhead.Ops() as ops:
+                loop()
+            counts[name] = ops.counts
+    depth = hook_overhead.DEPTH
+    assert counts["by hand"]["aten.mm.default"] >= 3 * depth, "the FP8 GEMMs were not counted"
+    assert counts["by hand"]["fsdp.chunk_cat.default"] == depth, "gradients of every layer by themselves"
+    # the scales of all weights are taken apart in one op by ours, one by one by torchao
+    assert counts["ours"] - counts["by hand"] == Counter({"aten.unbind.int": 1})
+    assert counts["by hand"] - counts["ours"] == Counter({"aten.select.int": depth})
