@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
-from models import Block, Net, batch, full, loss_of
+from models import Block, LlamaBlock, Net, batch, full, loss_of
 from ranks import run
 from torch import distributed as dist
 
@@ -191,6 +191,20 @@ def without_bias(rank):
     return losses, {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
 
 
+def llama_bytes(rank):
+    """What two Llama-shaped blocks put on the wire in one forward pass."""
+    sent = {}
+    for precision in ("fp8-hybrid", "bf16-mixed"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Sequential(LlamaBlock(), LlamaBlock()))
+        model = fabric_for(precision).setup_module(model)
+        with torch.no_grad():
+            model(torch.ones(1, 4, 8))
+        gathers = made_of(model).wire.gathers
+        sent[precision] = {fqn: gather.traffic.sent.total() for fqn, gather in gathers.items()}
+    return sent
+
+
 def origins(rank):
     """Weights that only rank 0 has, that nobody has, and that a block cannot make."""
     fabric = fabric_for()
@@ -208,7 +222,7 @@ def origins(rank):
 
 
 def worker(rank):
-    parts = (optimizers, evaluation, scale_reductions, loading, variants, without_bias, origins)
+    parts = (optimizers, evaluation, scale_reductions, loading, variants, without_bias, llama_bytes, origins)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -263,6 +277,14 @@ def test_groups_of_float8_alone_travel_as_uint8(results):
     assert all(0 < loss < 10 for loss in losses)
     assert set(sent["blocks.0.up"]) == {torch.float8_e4m3fn}
     assert sent["blocks.0.up"][torch.float8_e4m3fn] == 4 * 2 * (64 * 128 // 2)  # 4 steps, forward and backward
+
+
+def test_float8_is_half_of_bf16_on_a_llama_block(results):
+    sent = results[0]["llama_bytes"]
+    weights = 2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 896
+    assert sent["bf16-mixed"]["1.0"] == (weights + 2 * 256) * 2 // 2, "half of the elements, two bytes each"
+    assert sent["fp8-hybrid"]["1.0"] == (weights + 2 * 256 * 2) // 2
+    assert sent["fp8-hybrid"]["1.0"] <= 0.51 * sent["bf16-mixed"]["1.0"]
 
 
 def test_weights_from_rank_0_from_nowhere(results):
