@@ -27,7 +27,8 @@ LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 class ScaledWeight:
     """What a parameter of codes is worth, and its gradient.
 
-    Made by :func:`scale_weight_`; ``scale`` and ``master_scale`` are scalar float32 tensors that stay the same objects.
+    Made by :func:`scale_weight_`; ``scale`` and ``master_scale`` are scalar float32 tensors, changed in place by
+    a step.
     """
 
     def __init__(self, scale: Tensor, master: Tensor | None, master_scale: Tensor | None) -> None:
@@ -37,6 +38,12 @@ class ScaledWeight:
         self.grad: Tensor | None = None
         """float8_e4m3fn, of the parameter's shape; worth ``grad * grad_inv_scale``."""
         self.grad_inv_scale: Tensor | None = None
+
+    def to_(self, device: torch.device) -> None:
+        """Move everything to ``device``."""
+        for name, value in vars(self).items():
+            if value is not None:
+                setattr(self, name, value.to(device))
 
     @torch.no_grad()
     def accumulate(self, grad: Tensor) -> None:
@@ -73,9 +80,14 @@ def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
         codes, scaled = master, ScaledWeight(master_scale, None, None)
     param.grad = None
     param.data = codes
-    param.grad_dtype = torch.float32
-    param.scaled = scaled  # type: ignore[attr-defined]
+    attach_(param, scaled)
     return scaled
+
+
+def attach_(param: Any, scaled: ScaledWeight) -> None:
+    """Hang ``scaled`` at a parameter that holds its codes already."""
+    param.grad_dtype = torch.float32
+    param.scaled = scaled
 
 
 def scaled_of(param: Any) -> ScaledWeight | None:
