@@ -1,18 +1,24 @@
-"""Optimizer-side parts of low precision, usable without Lightning: loss scaling, float32 master weights."""
+"""Optimizer-side parts of low precision, usable without Lightning: loss scaling, master weights, MS-AMP's AdamW."""
 
 from lightning_lowprec.optim.casting import cast_parameters
 from lightning_lowprec.optim.loss_scale import LossScale, LossScaler
 from lightning_lowprec.optim.master_book import MasterConfig
 from lightning_lowprec.optim.masters import main_params, prepare_grads, refresh, without_masters, wrap
+from lightning_lowprec.optim.scaled_adamw import ScaledAdamW
+from lightning_lowprec.optim.scaled_weight import scale_weight_, set_values_, values_of
 
 __all__ = [
     "LossScale",
     "LossScaler",
     "MasterConfig",
+    "ScaledAdamW",
     "cast_parameters",
     "main_params",
     "prepare_grads",
     "refresh",
+    "scale_weight_",
+    "set_values_",
+    "values_of",
     "without_masters",
     "wrap",
 ]

@@ -19,6 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from lightning_lowprec.scaling import power_of_two
+
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
 _LOWER: Final = 0xFFFF
@@ -109,6 +111,21 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
     for offset in range(0, flat.numel(), _CHUNK):
         chunk = bits[offset : offset + _CHUNK]
         chunk.add_(random_bits(chunk.numel(), seed, step, start + offset, flat.device)).bitwise_and_(_UPPER)
+
+
+def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
+    """Unbiased rounding in place: ``flat``, (N,) float32, gets float16 values; float16 values stay as they are.
+
+    |values| up to 65504, float16's largest. Arguments as in :func:`stochastic_round`. The grid is 2**(e - 10) wide
+    where 2**e <= |value| < 2**(e + 1), and no narrower than the smallest float16, 2**-24.
+    """
+    for offset in range(0, flat.numel(), _CHUNK):
+        part = flat[offset : offset + _CHUNK]
+        exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
+        per_grid = power_of_two(11 - exponent)
+        bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
+        # 13 bits are what float16 lacks of float32: the sum of a normal value and these is exact
+        part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
 
 
 def random_bits(count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu") -> Tensor:

@@ -1,0 +1,34 @@
+"""The number formats that tensors are scaled into: what fits and what gets lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One floating-point format of torch."""
+
+    dtype: torch.dtype
+    """How torch spells it."""
+    max: float
+    """The largest finite value."""
+    smallest: float
+    """The smallest positive value, a subnormal: what is at most half of it rounds to zero."""
+    bytes: int
+    """Of one element."""
+    has_inf: bool
+    """Whether infinity has a code; otherwise NaN stands for it."""
+
+
+E4M3: Final = Format(dtype=torch.float8_e4m3fn, max=448.0, smallest=2.0**-9, bytes=1, has_inf=False)
+"""Weights, activations, first moments (OCP FP8, arXiv 2209.05433, table 1)."""
+
+E5M2: Final = Format(dtype=torch.float8_e5m2, max=57344.0, smallest=2.0**-16, bytes=1, has_inf=True)
+"""Gradients of activations, which need range more than digits (the same table)."""
+
+FP16: Final = Format(dtype=torch.float16, max=65504.0, smallest=2.0**-24, bytes=2, has_inf=True)
+"""IEEE 754 binary16: masters and second moments, with a scale."""
