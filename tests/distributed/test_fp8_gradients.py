@@ -203,7 +203,7 @@ def worker(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(worker, 3, 29491, tmp_path_factory.mktemp("fp8-gradients"))
+    return run(worker, 3, tmp_path_factory.mktemp("fp8-gradients"))
 
 
 pytestmark = pytest.mark.distributed

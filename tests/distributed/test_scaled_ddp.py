@@ -121,7 +121,7 @@ def worker(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(worker, 2, 29493, tmp_path_factory.mktemp("scaled-ddp"))
+    return run(worker, 2, tmp_path_factory.mktemp("scaled-ddp"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
