@@ -19,12 +19,16 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
+
+
+TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+"""Methods of a LightningModule that change ``requires_grad``."""
 
 
 def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> Visits:
@@ -36,6 +40,9 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
         methods: names of methods that compute without calling ``model(...)``, such as ``training_step``.
     """
     visits = Visits(model, scales)
+    for name in TOGGLES:
+        if callable(getattr(model, name, None)):
+            setattr(model, name, MethodType(_then_followed(getattr(model, name), visits), model))
     # in front of FSDP2's own hook, and behind it
     model.register_forward_pre_hook(lambda module, args, kwargs: visits.enter(), prepend=True, with_kwargs=True)
     model.register_forward_hook(lambda module, args, kwargs, output: visits.leave(), with_kwargs=True, always_call=True)
@@ -48,6 +55,18 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
             _show_as(visited, signature)
             setattr(model, name, MethodType(visited, model))
     return visits
+
+
+def _then_followed(method: Callable[..., Any], visits: Visits) -> Callable[..., Any]:
+    """``method``, which changes ``requires_grad`` of the shards; weights that are gathered just now follow."""
+
+    @wraps(method)
+    def then_followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        visits.follow_flags()
+        return output
+
+    return then_followed
 
 
 def _one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,6 +106,7 @@ class Visits:
         self._model = weakref.ref(model)
         self._scales = scales
         self._open: list[ExitStack] = []
+        self._shards = dict(model.named_parameters())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> None:
@@ -106,6 +126,22 @@ class Visits:
         if not self._open and not torch.is_grad_enabled():
             reshard(self._model())
         stack.close()
+
+    def follow_flags(self) -> None:
+        """``requires_grad`` of shards has changed; FSDP2 copies it to gathered weights when it gathers them."""
+        model = self._model()
+        for fqn, p in () if model is None else model.named_parameters():
+            if p is not self._shards[fqn]:
+                p.requires_grad_(self._shards[fqn].requires_grad)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """If one is under way: FSDP2 waits for the gradient of its output, which is not made yet, so wait for this.
+
+        Otherwise the root's gradients are lost when no block, and no call of the model itself, is behind the loss.
+        """
+        model: Any = self._model()
+        if self._open and model is not None:
+            model._get_fsdp_state()._register_pre_backward_hook(loss)
 
     def gather_again(self) -> None:
         """If one is under way: a backward pass or a step within it has freed or changed the root's weights.

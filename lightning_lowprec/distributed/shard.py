@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.distributed import meshes
@@ -154,10 +155,19 @@ def _fully_shard(
         "offload_policy": offload,
         "reshard_after_forward": options.reshard_after_forward,
     }
+    norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
+    for norm in norms.values():  # float32, like their running statistics; a group has one dtype
+        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
+        fully_shard(norm, mp_policy=policy, **arguments)
     for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
         fully_shard(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes), **arguments)
     fully_shard(model, mp_policy=root, **arguments)
-    return {fqn: cast(FSDPModule, module) for fqn, module in {**wrapped, "": model}.items()}
+    return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
+
+
+def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Traffic:
@@ -81,11 +82,12 @@ class Wire:
         self._in_bf16: dict[str, int] = {}
         self._in_high_precision: dict[str, int] = {}
         self._has_fp8 = False
+        self._norms = {fqn for fqn, module in groups.items() if isinstance(module, _BatchNorm)}
         for fqn, module in groups.items():
             self.gathers[fqn], self.scatters[fqn] = WireGather(), WireScatter()
             module.set_custom_all_gather(self.gathers[fqn])
             module.set_custom_reduce_scatter(self.scatters[fqn])
-            self._expect(fqn, _shards(module, groups), param_dtype)
+            self._expect(fqn, _shards(module, groups), None if fqn in self._norms else param_dtype)
 
     def _expect(self, fqn: str, shards: list[Tensor], param_dtype: torch.dtype | None) -> None:
         fp8 = sum(t.numel() for t in shards if _in_fp8(t))
@@ -113,7 +115,7 @@ class Wire:
                     f"the weights of {fqn or 'the root'!r} were to be gathered as float8 ({promised} bytes per rank),"
                     f" but {sent:.0f} bytes were sent. Use `fp8_all_gather=False`, and please report it."
                 )
-        blocks = {fqn: traffic for fqn, traffic in gathered.items() if fqn} or gathered
+        blocks = {fqn: traffic for fqn, traffic in gathered.items() if fqn and fqn not in self._norms} or gathered
         sent = sum(t.sent.total() for t in blocks.values()) / sum(t.calls.total() for t in blocks.values())
         in_bf16 = sum(self._in_bf16[fqn] * t.calls.total() for fqn, t in blocks.items())
         ratio = sum(t.sent.total() for t in blocks.values()) / in_bf16

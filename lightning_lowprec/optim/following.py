@@ -6,6 +6,7 @@ tensors that no model has: nothing fails, and nothing trains.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ class Replacements:
     """Which parameter of ``model`` took the place of which: made before the change, :meth:`note` called after it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._old = dict(model.named_parameters(remove_duplicate=False))
-        self._new: dict[int, nn.Parameter] = {}
+        self._model: nn.Module | None = model
+        # weakly: nothing here may keep the unsharded weights alive; a dead one's id may belong to another by now
+        self._old = {fqn: weakref.ref(p) for fqn, p in model.named_parameters(remove_duplicate=False)}
+        self._ids = {fqn: id(p) for fqn, p in model.named_parameters(remove_duplicate=False)}
+        self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def note(self) -> None:
         """The change is over.
@@ -27,6 +30,7 @@ class Replacements:
         Raises:
             RuntimeError: it renamed a parameter, so that nobody can say which replaced which.
         """
+        assert self._model is not None, "called once"
         new = dict(self._model.named_parameters(remove_duplicate=False))
         lost = self._old.keys() - new.keys()
         if lost:
@@ -34,11 +38,14 @@ class Replacements:
                 f"sharding renamed or removed parameters of {type(self._model).__name__}"
                 f" ({', '.join(sorted(lost)[:3])}); optimizers and checkpoints could not find them again."
             )
-        self._new = {id(p): new[fqn] for fqn, p in self._old.items()}
+        self._new = {self._ids[fqn]: (old, new[fqn]) for fqn, old in self._old.items()}
+        self._model = None
 
     def follow(self, optimizer: Optimizer) -> int:
         """Let the optimizer update the new parameters, with its state; returns how many it had of the old."""
-        return follow(optimizer, self._new)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        known = [(p, *self._new[id(p)]) for p in held if id(p) in self._new]
+        return follow(optimizer, {id(p): new for p, old, new in known if old() is p})
 
 
 def follow(optimizer: Optimizer, new_of: dict[int, nn.Parameter]) -> int:

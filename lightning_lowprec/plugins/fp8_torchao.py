@@ -212,6 +212,11 @@ class FP8TorchAO(LowPrecision):
         from lightning_lowprec.layers.torchao import fp8_linears
 
         modules = alive(self._modules)
+        if self._sharded is not None:
+            from lightning_lowprec.distributed.entry import reshard
+
+            for module in modules:  # gathered ones would show copies
+                reshard(module)
         of_any_module = {id(p) for module in modules for p in module.parameters()}
         for module in alive(self._unchecked):
             converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -102,6 +103,11 @@ class Sharding:
             replacements.follow(optimizer)
         if step_one_by_one(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
+
+    def before_backward(self, model: Module | None, loss: Tensor) -> None:
+        """A backward pass begins; within ``training_step`` FSDP2 has to be told."""
+        if model is not None and model in _sharded:
+            _sharded[model].sharded.visits.before_backward(loss)
 
     def gather_again(self, model: Module | None) -> None:
         """After a backward pass or a step within ``training_step``: what follows in it may use the model again."""

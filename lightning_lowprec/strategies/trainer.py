@@ -27,7 +27,7 @@ from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
 from lightning_lowprec.strategies import checkpoints
 from lightning_lowprec.strategies.from_fsdp import translate
-from lightning_lowprec.strategies.parent import check_parent, note_sigterm, set_mesh, set_sizes
+from lightning_lowprec.strategies.parent import check_parent, note_sigterm, refuse_averaging, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
 
@@ -112,6 +112,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        refuse_averaging(getattr(trainer, "callbacks", ()))
         note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -140,6 +141,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
             lowbit.check(optimizer)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization the backward pass runs within what FSDP2 takes for the forward pass."""
+        super().pre_backward(closure_loss)
+        self.sharding.before_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
