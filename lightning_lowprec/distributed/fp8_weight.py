@@ -246,12 +246,10 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     Raises:
         ValueError: a weight does not divide into equal parts.
     """
-    layers = fp8_linears(model)
-    shared = _shared_outside(model, layers)
-    layers = [layer for layer in layers if id(layer.weight) not in shared]
+    check_even(model, shards)
+    layers = _gathered_layers(model)
     if not layers:
         return None
-    _check_even(model, layers, shards)
     scales = GatherScales(layers[0].linear_mm_config, layers[0].config.cast_config_weight.target_dtype)
     new: dict[int, nn.Parameter] = {}
     for layer in layers:
@@ -268,15 +266,22 @@ def _plain_weight(layer: nn.Module, state_dict: dict[str, Any], prefix: str, met
     state_dict[f"{prefix}weight"] = plain(state_dict[f"{prefix}weight"])
 
 
-def _check_even(model: nn.Module, layers: Sequence[FP8Linear], shards: int) -> None:
+def check_even(model: nn.Module, shards: int) -> None:
+    """Raise ValueError if a weight that would be gathered as float8 does not divide into equal parts."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    for layer in layers:
+    for layer in _gathered_layers(model):
         if layer.out_features % shards:
             raise ValueError(
                 f"{fqns[id(layer)]!r} has {layer.out_features} output features, which do not divide into {shards} equal"
                 " shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`), shard over"
                 " a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
             )
+
+
+def _gathered_layers(model: nn.Module) -> list[FP8Linear]:
+    layers = fp8_linears(model)
+    shared = _shared_outside(model, layers)
+    return [layer for layer in layers if id(layer.weight) not in shared]
 
 
 def _shared_outside(model: nn.Module, layers: Sequence[FP8Linear]) -> set[int]:

@@ -76,11 +76,13 @@ def shard(
     check_model(model)
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
+    data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
+    if fp8_all_gather:
+        _check_even(model, data_mesh)  # before the first collective, which is in `origin`
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
-    data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
     scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
     if tensor is not None:
         _parallelize(model, tensor, options)
@@ -96,6 +98,12 @@ def shard(
         scales.collect(model)
     visits = guard(model, scales, methods)
     return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
+
+
+def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:
+    from lightning_lowprec.distributed.fp8_weight import check_even
+
+    check_even(model, shards=mesh.size(mesh.ndim - 1))
 
 
 def _gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> GatherScales | None:

@@ -306,3 +306,20 @@ def test_float32_gradients_are_what_float32_shards_have(alone):
     loss_of(model, batch(0, 0)).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     optimizer.step()
+
+
+def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch):
+    from lightning_lowprec.distributed import meshes, shard
+
+    class Three:
+        """A mesh of which nothing but its size is known: whoever asks it for more fails."""
+
+        ndim = 1
+
+        def size(self, dim):
+            return 3
+
+    monkeypatch.setattr(meshes, "shard_mesh", lambda mesh: Three())
+    monkeypatch.setattr(shard, "origin", lambda model: pytest.fail("a collective ran first"))
+    with pytest.raises(ValueError, match="do not divide into 3 equal"):
+        shard_alone(fp8_net(), alone, fp8_all_gather=True)
