@@ -1,0 +1,18 @@
+"""What one test leaves behind must not reach the next."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Lightning writes LOCAL_RANK and its kin into the environment; a script started later would wait for ranks."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
