@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -113,7 +112,6 @@ def _send_buffers(model: nn.Module) -> None:
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating-point buffers in place."""
-    to: Callable[[Tensor], Tensor] = lambda buffer: buffer.to(dtype)  # noqa: E731
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            buffer.data = to(buffer.data)
+            buffer.data = buffer.data.to(dtype)

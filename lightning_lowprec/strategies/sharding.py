@@ -32,7 +32,7 @@ STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _Known(NamedTuple):
-    precision: str
+    choices: tuple[Any, ...]
     sharded: Sharded
 
 
@@ -72,11 +72,13 @@ class Sharding:
     def knows(self, model: Module, plugin: Any) -> bool:
         """Whether ``model`` was sharded for this precision before: in an earlier fit, or by an earlier Trainer."""
         known = _sharded.get(model)
-        return known is not None and known.precision == plugin.precision
+        return known is not None and known.choices == _choices(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place, unless that was done before."""
         if self.knows(model, plugin):
+            if isinstance(plugin, LowPrecision):
+                plugin.cast_shards(model)  # they are cast: it only learns of them
             return
         from lightning_lowprec.distributed.shard import shard
 
@@ -95,7 +97,7 @@ class Sharding:
         replacements.note()
         self._replacements.append(replacements)
         self._unreported.append(sharded)
-        _sharded[model] = _Known(plugin.precision, sharded)
+        _sharded[model] = _Known(_choices(plugin), sharded)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update what its model has become."""
@@ -121,6 +123,12 @@ class Sharding:
             line = sharded.wire.check()
             if line is not None:
                 rank_zero_info(f"fsdp2: {line}.")
+
+
+def _choices(plugin: Any) -> tuple[Any, ...]:
+    """What of a precision is built into a model when it is sharded: another choice needs a new model."""
+    names = ("precision", "recipe", "layers", "fp8_eval", "emulate", "round_scales_to_power_of_2")
+    return tuple(getattr(plugin, name, None) for name in names)
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:

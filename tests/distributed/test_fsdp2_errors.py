@@ -204,6 +204,18 @@ def test_half_weights_sharded_by_hand_in_fabric(alone):
         optimizer.step()
 
 
+def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
+    from lightning_lowprec.strategies.sharding import Sharding
+
+    model = parallelize(Net(), alone, FP8TorchAO())
+    sharding = Sharding(ShardOptions())
+    assert sharding.knows(model, FP8TorchAO())
+    for other in (FP8TorchAO(keep=["up"]), FP8TorchAO(fp8_eval=False), FP8TorchAO(fp8_format="e4m3")):
+        assert not sharding.knows(model, other)
+        with pytest.raises(TypeError, match="sharded already"):
+            parallelize(model, alone, other)
+
+
 def test_parallelize_in_fabric_and_on_a_mesh_of_ones_own(alone):
     plugin = FP8TorchAO()
     model = Net()
