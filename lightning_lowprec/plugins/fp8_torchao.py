@@ -17,8 +17,8 @@ from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
-from lightning_lowprec.optim.membership import check_membership
 from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.converted import check_converted
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
@@ -209,19 +209,10 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        from lightning_lowprec.layers.torchao import fp8_linears
+        from lightning_lowprec.layers.torchao import FP8Linear
 
-        modules = alive(self._modules)
-        if self._sharded is not None:
-            from lightning_lowprec.distributed.entry import reshard
-
-            for module in modules:  # gathered ones would show copies
-                reshard(module)
-        of_any_module = {id(p) for module in modules for p in module.parameters()}
-        for module in alive(self._unchecked):
-            converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}
-            parameters = dict(module.named_parameters())
-            check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)
+        modules, sharded = alive(self._modules), self._sharded is not None
+        check_converted(modules, alive(self._unchecked), optimizers, FP8Linear, sharded=sharded)
 
     def _make_plan(self, module: Module) -> Plan:
         plan = make_plan(module, self.layers, recipe=self.recipe)

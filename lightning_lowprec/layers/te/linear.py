@@ -14,7 +14,7 @@ Importing this module imports Transformer Engine.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ _SET_BY_FORWARD: Final = (
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
+    own_class: ClassVar = nn.Linear
+    """What it was."""
     fp8_eval: bool
     """Whether evaluation runs in FP8 too."""
     token_alignment: int

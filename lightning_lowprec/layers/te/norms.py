@@ -121,19 +121,19 @@ def formula(norm: nn.Module) -> Formula | None:
     others = [p for name, p in (*norm.named_parameters(), *norm.named_buffers()) if name != "weight"]
     if weight is None or weight.dim() != 1 or epsilon is None or others or norm._modules:
         return None
-    generator = torch.Generator().manual_seed(0)
-    gamma = torch.randn(weight.numel(), generator=generator)
     probe = object.__new__(type(norm))
     hooks = {name: type(value)() for name, value in norm.__dict__.items() if name.endswith("_hooks")}
-    # a large eps shows where it stands
-    probe.__dict__.update(norm.__dict__ | hooks | {"_parameters": {"weight": Parameter(gamma)}, epsilon: 0.5})
-    x = torch.randn(3, weight.numel(), generator=generator)
-    plain = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
-    try:
-        with torch.device("cpu"):
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        gamma = torch.randn(weight.numel(), generator=generator)
+        x = torch.randn(3, weight.numel(), generator=generator)
+        # a large eps shows where it stands
+        probe.__dict__.update(norm.__dict__ | hooks | {"_parameters": {"weight": Parameter(gamma)}, epsilon: 0.5})
+        try:
             found = probe(x)
-    except Exception:  # whatever it wants, it is no RMSNorm of one input
-        return None
+        except Exception:  # whatever it wants, it is no RMSNorm of one input
+            return None
+    plain = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
     for name, factor in (("weight", gamma), ("1 + weight", 1 + gamma)):
