@@ -124,17 +124,18 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
 def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
     """The fqns that a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches."""
     fqns = list(linears(model))
-    matches = [fqn for fqn in fqns if _matches(pattern, fqn)]
-    if not matches:
+    found = [fqn for fqn in fqns if matches(pattern, fqn)]
+    if not found:
         near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
         raise ValueError(
             f"`{field}={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
             f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
         )
-    return matches
+    return found
 
 
-def _matches(pattern: str, fqn: str) -> bool:
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) means ``fqn``."""
     if any(c in pattern for c in "*?["):
         return fnmatchcase(fqn, pattern)
     return f".{pattern}." in f".{fqn}."

@@ -17,6 +17,7 @@ from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.converted import check_converted
 from lightning_lowprec.plugins.half import DTYPES
@@ -124,6 +125,8 @@ class FP8TorchAO(LowPrecision):
         self.compile = compile
         self.fp8_eval = fp8_eval
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
+        self.backend_is_chosen = False
+        """Whether the name in ``precision=`` left the backend to us."""
         self.plan: Plan | None = None
         """What was converted and what was kept, of the module that was set up last."""
         self.precision = _NAMES[self.recipe, self.fp8_format] + ("-fp16" if base == "fp16" else "")
@@ -173,6 +176,8 @@ class FP8TorchAO(LowPrecision):
         refusal = self.refusal(device)
         if refusal is not None:
             raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
+        if self.backend_is_chosen:
+            check_ranks_agree(self.precision, BACKEND)
         from lightning_lowprec.layers import torchao
 
         torchao.revert(module)  # fit, then test: the same plan again
@@ -256,6 +261,13 @@ class FP8TorchAO(LowPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, and which backend computed the FP8 GEMMs."""
         return {**super().state_dict(), "backend": BACKEND}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale; raise if the name left the backend to us and the checkpoint has the other one."""
+        if self.backend_is_chosen:
+            check_resumes(self.precision, BACKEND, state_dict)
+        super().load_state_dict(state_dict)
 
 
 def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> None:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.layers.te import scales
 from lightning_lowprec.layers.te.weight_cache import WeightCache
@@ -31,6 +33,15 @@ _SET_BY_FORWARD: Final = (
     "_is_fsdp2",
     "_te_cached_parent_fsdp_state",
 )
+
+
+def check_input(input: Tensor) -> None:
+    """Raise RuntimeError if ``input`` is where Transformer Engine has no kernels."""
+    if not input.is_cuda and not is_in_onnx_export_mode():
+        raise RuntimeError(
+            f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
+            " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
+        )
 
 
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
@@ -47,14 +58,15 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        check_input(input)
         if input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
         # the first forward makes buffers that training writes to, and inference tensors cannot be written to
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
-        if not (self.training or self.fp8_eval):
-            with te.autocast(enabled=False):
+        if not (self.training or self.fp8_eval) and FP8GlobalStateManager.is_fp8_enabled():
+            with te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()):
                 return self._multiply(input, None)
         return self._multiply(input, self._is_first_microbatch())
 
@@ -75,11 +87,6 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         if self.weight_cache.is_idle:
             self._fp8_workspaces.clear()
         return first
-
-    def weight_device(self) -> torch.device:
-        """Where its scales belong."""
-        device: torch.device = self.weight.device
-        return device
 
     reset_parameters = nn.Linear.reset_parameters
     extra_repr = nn.Linear.extra_repr

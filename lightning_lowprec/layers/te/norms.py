@@ -20,9 +20,12 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_lowprec.layers.te.linear import check_input
+
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
 """What the eps of an RMSNorm is called in transformers, torch and others."""
+NO_NORM: Final = "no norm"
 Formula = Literal["weight", "1 + weight"]
 
 
@@ -36,6 +39,7 @@ class _Norm:
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, K]."""
+        check_input(input)
         if input.numel() == 0:
             return input.clone()
         if torch.is_inference_mode_enabled():
@@ -91,7 +95,7 @@ def _complete(norm: Any, like: Tensor) -> Iterator[list[str]]:
 
 
 def kept(norm: nn.Module) -> str | None:
-    """Why a norm stays what it is, or None if it converts; for what is no norm, ``"no norm"``."""
+    """Why a norm stays what it is, or None if it converts; ``NO_NORM`` for what is none."""
     if isinstance(norm, _Norm):
         return None
     if type(norm) is nn.LayerNorm or type(norm) is nn.RMSNorm:
@@ -107,7 +111,7 @@ def kept(norm: nn.Module) -> str | None:
     elif isinstance(norm, nn.LayerNorm):
         return f"a subclass of LayerNorm ({type(norm).__name__})"
     else:
-        return "no norm"
+        return NO_NORM
     if "forward" in norm.__dict__:
         return "its forward is replaced on the instance"
     return f"features are no multiple of {FEATURE_ALIGNMENT}" if features % FEATURE_ALIGNMENT else None

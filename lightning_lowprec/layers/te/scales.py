@@ -7,11 +7,12 @@ and registers them in process-wide buffers, where they are reduced and renewed t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 
 _MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -20,6 +21,13 @@ _REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
 
 LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
+
+
+def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer of Transformer Engine by fqn, ours and the user's own."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            yield fqn, module
 
 
 def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
@@ -59,7 +67,7 @@ def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales],
             continue
         for mode, key in _MODES.items():
             if not isinstance(layer.fp8_meta.get(key), DelayedScalingRecipeState):
-                layer.fp8_meta[key] = _fresh(recipe, mode, entry[f"{mode}.scale"], layer.weight_device())
+                layer.fp8_meta[key] = _fresh(recipe, mode, entry[f"{mode}.scale"], layer)
             target = layer.fp8_meta[key]
             target.scale.copy_(entry[f"{mode}.scale"])
             history = entry[f"{mode}.amax_history"][: len(target.amax_history)]
@@ -68,8 +76,23 @@ def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales],
     return list(left)
 
 
-def _fresh(recipe: Any, mode: str, scale: Tensor, device: torch.device) -> DelayedScalingRecipeState:
+def _fresh(recipe: Any, mode: str, scale: Tensor, layer: nn.Module) -> DelayedScalingRecipeState:
+    device = next((p.device for p in layer.parameters()), None)
     return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=scale.numel(), device=device)
+
+
+@torch.no_grad()
+def forget_nonfinite(layers: Iterable[tuple[str, Any]]) -> None:
+    """Take the amax of a step that overflowed out of the histories: it would stand for the largest of all.
+
+    Transformer Engine keeps a scale as it is while the largest amax is not finite, which the longest history makes
+    1024 steps.
+    """
+    for _, layer in layers:
+        for key in _MODES.values():
+            state = layer.fp8_meta.get(key)
+            if isinstance(state, DelayedScalingRecipeState):
+                state.amax_history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def detached(layer: Any) -> dict[str, Any]:

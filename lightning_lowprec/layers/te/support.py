@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.hardware import describe
+from lightning_lowprec.hardware import describe, every_gpu_has_fp8
 
 MODULE = "transformer_engine.pytorch"
 
@@ -16,6 +16,18 @@ MODULE = "transformer_engine.pytorch"
 def is_installed() -> bool:
     """Whether there is a Transformer Engine at all, working or broken; nothing is imported."""
     return find_spec("transformer_engine") is not None
+
+
+def runs_here() -> bool:
+    """Whether Transformer Engine is installed and every GPU of this machine has FP8; False without a GPU.
+
+    Raises:
+        ImportError: it is installed and there are such GPUs, but it does not import.
+    """
+    if not is_installed() or not torch.cuda.is_available() or not every_gpu_has_fp8():
+        return False
+    pytorch("FP8 by Transformer Engine, which is installed and therefore preferred,")
+    return True
 
 
 def pytorch(purpose: str) -> Any:
