@@ -1,0 +1,189 @@
+"""Transformer Engine's kernels through FP8TE: numerics, any batch, caching, checkpointing, scales, on one GPU."""
+
+import copy
+from importlib.util import find_spec
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.device import DEVICE, DRY
+from tests.gpu.subjects import WIDTH, Stack, runs_here, sqnr
+
+pytestmark = pytest.mark.skipif(DRY or find_spec("transformer_engine") is None, reason="needs Transformer Engine's GPU")
+RECIPES = {"delayed": "fp8-hybrid-te", "current": "fp8-current", "block": "fp8-block", "mxfp8": "mxfp8"}
+FP8_DB = (15.0, 40.0)
+"""A Linear in FP8 against float32: worse is broken, better is not FP8 (bf16 is beyond 45 dB)."""
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def plugin_for(recipe, **options):
+    from lightning_lowprec import FP8TE
+
+    reason = runs_here(RECIPES[recipe])
+    if reason is not None:
+        pytest.skip(reason)
+    return FP8TE(recipe, **options)
+
+
+def set_up(model, plugin, optimizer=None):
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=plugin)
+    if optimizer is None:
+        return fabric, fabric.setup_module(model)
+    return (fabric, *fabric.setup(model, optimizer))
+
+
+def gradients(recipe, model, x, grad, **options):
+    """Output and gradients of the third step: delayed scaling has seen an amax by then."""
+    fabric, module = set_up(copy.deepcopy(model), plugin_for(recipe, **options))
+    for _ in range(3):
+        module.zero_grad()
+        x = x.detach().clone().requires_grad_()
+        y = module(x)
+        fabric.backward((y * grad).sum())
+    weight = next(p for p in module.parameters() if p.ndim == 2)
+    return {"output": y.detach(), "grad_input": x.grad, "grad_weight": weight.grad}
+
+
+def problem(tokens=512, k=1024, n=768):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(k, n)).to(DEVICE)
+    return model, torch.randn(tokens, k, device=DEVICE), torch.randn(tokens, n, device=DEVICE)
+
+
+@every_recipe
+def test_it_is_fp8_and_right(recipe, record_property):
+    model, x, grad = problem()
+    x.requires_grad_()
+    (y := model(x)).backward(grad)
+    exact = {"output": y.detach(), "grad_input": x.grad, "grad_weight": model[0].weight.grad}
+    found = {what: sqnr(exact[what], value) for what, value in gradients(recipe, model, x, grad).items()}
+    record_property("sqnr_db", found)
+    assert all(FP8_DB[0] < value < FP8_DB[1] for value in found.values()), found
+
+
+@every_recipe
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+def test_any_number_of_tokens(recipe, tokens):
+    """Zero rows change no amax and add nothing: the same as the batch filled up by hand."""
+    model, x, grad = problem(tokens, 128, 64)
+    rows = -(-tokens // 128) * 128
+    fill = lambda t: torch.cat([t, t.new_zeros(rows - tokens, t.shape[1])])  # noqa: E731
+    ours, by_hand = gradients(recipe, model, x, grad), gradients(recipe, model, fill(x), fill(grad))
+    assert torch.equal(ours["output"], by_hand["output"][:tokens])
+    assert torch.equal(ours["grad_input"], by_hand["grad_input"][:tokens])
+    torch.testing.assert_close(ours["grad_weight"], by_hand["grad_weight"], rtol=1e-3, atol=1e-3)
+
+
+@every_recipe
+def test_fp8_eval_off_is_bf16(recipe):
+    model, x, _ = problem()
+    _, module = set_up(copy.deepcopy(model), plugin_for(recipe, fp8_eval=False))
+    module.eval()
+    with torch.no_grad():
+        assert sqnr(model(x), module(x)) > 45
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms(bias, affine):
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(256, elementwise_affine=affine, bias=bias)
+    model = nn.Sequential(norm, nn.Linear(256, 256)).to(DEVICE)
+    for p in norm.parameters():
+        nn.init.normal_(p)
+    x, grad = torch.randn(64, 256, device=DEVICE), torch.randn(64, 256, device=DEVICE)
+    found = []
+    for norms in (True, False):
+        fabric, module = set_up(copy.deepcopy(model), plugin_for("current", norms=norms, keep=["1"] if norms else []))
+        leaf = x.clone().requires_grad_()
+        fabric.backward((module.module[0](leaf) * grad).sum())
+        found.append([leaf.grad, *(p.grad for p in module.module[0].parameters())])
+    assert len(found[0]) == 1 + affine + (affine and bias)
+    assert all(sqnr(b, a) > 35 for a, b in zip(*found, strict=True))
+
+
+@every_recipe
+def test_cached_weights_change_nothing(recipe):
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        model = Stack()
+        plugin = plugin_for(recipe, weight_cache=cached)
+        fabric, module, optimizer = set_up(model, plugin, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        torch.manual_seed(1)
+        for _ in range(4):
+            for _ in range(3):
+                fabric.backward(module(torch.randn(32, WIDTH, device=DEVICE)).square().mean() / 3)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    close = torch.equal if recipe != "delayed" else lambda a, b: sqnr(b, a) > 30  # its weights' amax is seen once
+    assert all(close(a, b) for a, b in zip(*results, strict=True))
+
+
+@every_recipe
+def test_recomputation_changes_nothing(recipe):
+    import transformer_engine.pytorch as te
+
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = Stack()
+        if recompute:
+            for block in model.blocks:
+                forward = block.forward
+                block.forward = lambda x, f=forward: te.checkpoint(f, x, use_reentrant=False)
+        fabric, module = set_up(model, plugin_for(recipe))
+        torch.manual_seed(1)
+        for _ in range(3):
+            module.zero_grad()
+            fabric.backward(module(torch.randn(32, WIDTH, device=DEVICE)).square().mean())
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_torchs_recomputation_with_delayed_scaling_raises():
+    from torch.utils.checkpoint import checkpoint
+
+    fabric, module = set_up(Stack(), plugin_for("delayed"))
+    block = module.module.blocks[0]
+    forward = block.forward
+    block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="renewed its scales"):
+        fabric.backward(module(torch.randn(32, WIDTH, device=DEVICE, requires_grad=True)).sum())
+
+
+def test_delayed_scales_move_and_follow_a_file(tmp_path):
+    plugin = plugin_for("delayed", amax_history_len=4)
+    fabric, module = set_up(Stack(), plugin)
+    x = torch.randn(32, WIDTH, device=DEVICE)
+    for _ in range(3):
+        fabric.backward(module(x).square().mean())
+    state = plugin.state_dict()["scales"]
+    assert len(state) == 4
+    for entry in state.values():
+        # hybrid, margin 0: a scale is the largest code over the largest amax of the history
+        assert all(entry[f"{mode}.amax_history"].amax(0)[0] > 0 for mode in ("forward", "backward"))
+        assert torch.isfinite(entry["forward.scale"]).all()
+        assert not torch.equal(entry["forward.scale"][:2], torch.ones(2))
+    fabric.save(tmp_path / "some.ckpt", {"model": module, "precision": plugin})
+    other = plugin_for("delayed", amax_history_len=4)
+    fabric, resumed = set_up(Stack(), other)
+    fabric.load(tmp_path / "some.ckpt", {"model": resumed, "precision": other})
+    assert torch.equal(resumed(x), module(x))
+
+
+def test_two_models_and_a_deepcopy_scale_by_themselves():
+    plugin = plugin_for("delayed", amax_history_len=4)
+    fabric, module = set_up(Stack(), plugin)
+    x = torch.randn(32, WIDTH, device=DEVICE)
+    fabric.backward(module(x).square().mean())
+    other = copy.deepcopy(module.module)
+    before = copy.deepcopy(other.blocks[0].up.fp8_meta["scaling_fwd"].scale)
+    second = fabric.setup_module(other)
+    for _ in range(3):
+        fabric.backward(second(100 * x).square().mean())
+    assert not torch.equal(other.blocks[0].up.fp8_meta["scaling_fwd"].scale, before)

@@ -1,0 +1,47 @@
+"""What the commands and the example say where Transformer Engine is installed and there is no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, code=0):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == code, result.stderr[-2000:]
+    return result.stdout + result.stderr
+
+
+def test_doctor():
+    facts = json.loads(run("-m", "lightning_lowprec.cli", "doctor", "--json"))
+    assert facts["transformer_engine"] == "imports"
+    assert facts["versions"]["transformer-engine"] == "2.20.2"
+    verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
+    for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-e4m3-te-fp16"):
+        assert not verdicts[name]["runs"]
+        assert "computes on NVIDIA GPUs only, and this is cpu" in verdicts[name]["reason"]
+    assert verdicts["fp8-hybrid"]["emulated"]  # torchao's
+
+
+def test_doctor_for_one_name():
+    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.cli", "doctor", "--for", "fp8-current", code=1)
+
+
+def test_the_example_is_refused_with_the_way_out(tmp_path):
+    said = run(str(ROOT / "examples" / "te_llama.py"), "--steps=1", "--hidden=64", "--layers=1", code=1)
+    assert "`precision='fp8-hybrid-te'` cannot run" in said
+    assert "'fp8-hybrid-torchao' emulates FP8 on CPU" in said
+
+
+def test_importing_the_package_imports_neither_backend():
+    code = (
+        "import sys, lightning_lowprec; "
+        "print([n for n in ('torchao', 'transformer_engine', 'transformer_engine_torch') if n in sys.modules])"
+    )
+    assert run("-c", code).strip() == "[]"
