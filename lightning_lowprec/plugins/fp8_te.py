@@ -18,6 +18,7 @@ from lightning_lowprec.hardware import describe
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.te import recipes, support
+from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.converted import check_converted
@@ -198,6 +199,7 @@ class FP8TE(LowPrecision):
             check_ranks_agree(self.precision, BACKEND)
         from lightning_lowprec.layers.te import choice, linear, norms
 
+        unconvert(module, but=BACKEND)
         alignment = recipes.FEATURE_ALIGNMENT.get(self.kind, 16)
         found = choice.choose(module, self.layers, alignment=alignment, with_norms=self.norms)
         self._check_choice(module, found)

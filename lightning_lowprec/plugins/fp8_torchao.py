@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -17,6 +17,7 @@ from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.converted import check_converted
@@ -28,7 +29,7 @@ from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_mast
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]
 FP8Format = Literal["hybrid", "e4m3"]
-BACKEND = "torchao"
+BACKEND: Final = "torchao"
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -180,6 +181,7 @@ class FP8TorchAO(LowPrecision):
             check_ranks_agree(self.precision, BACKEND)
         from lightning_lowprec.layers import torchao
 
+        unconvert(module, but=BACKEND)
         torchao.revert(module)  # fit, then test: the same plan again
         plan = self._make_plan(module)
         config = torchao.linear_config(

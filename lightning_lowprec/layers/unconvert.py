@@ -1,0 +1,25 @@
+"""Back to torch's own layers: what another precision left in a model that is set up again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+from torch import nn
+
+Backend = Literal["torchao", "transformer_engine"]
+
+
+def unconvert(model: nn.Module, *, but: Backend) -> None:
+    """Undo the conversions of every backend except ``but``, in place; a backend that is not imported has done none."""
+    torchao = _imported("torchao")
+    if torchao is not None and but != "torchao":
+        torchao.revert(model)
+    for name in ("te.linear", "te.norms"):
+        layers = _imported(name)
+        if layers is not None and but != "transformer_engine":
+            layers.convert(model, ())
+
+
+def _imported(name: str) -> Any:
+    return sys.modules.get(f"lightning_lowprec.layers.{name}")
