@@ -81,6 +81,7 @@ class FP8TE(LowPrecision):
         RuntimeError: the device cannot run the recipe.
     """
 
+    base: Base
     backend_is_chosen: bool = False
     """Whether the name in ``precision=`` left the backend to us."""
     choice: Any = None
@@ -141,8 +142,7 @@ class FP8TE(LowPrecision):
             num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
             frozen=frozen,
         )
-        self.base: Base = base
-        self.norms, self.fp8_eval, self.weight_cache = norms, fp8_eval, weight_cache
+        self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
         self._loaded_scales: dict[str, Any] = {}
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
