@@ -86,11 +86,11 @@ ACTIVATIONS = {
     ("torch.nn.modules.activation", "ReLU"): "relu",
 }
 """Transformer Engine's names by class. Its ``gelu`` is the tanh approximation; the exact one (erf) it does not have."""
-_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "srelu": "sreglu"}
+_GATED = {"silu": "swiglu"}
 
 
 def activation_name(module: nn.Module, *, gated: bool) -> str | None:
     """What Transformer Engine calls this activation, or None if it has none that is exactly equal."""
     cls = type(module)
     name = ACTIVATIONS.get((cls.__module__, cls.__name__))
-    return name if name is None or not gated else _GATED[name]
+    return _GATED.get(name or "") if gated else name

@@ -54,6 +54,7 @@ def save_parts(output: Tensor, joined: Tensor, parts: Sequence[Tensor]) -> None:
             saved.register_hooks(pack, unpack)
         except RuntimeError:  # a None, or hooks are set already
             continue
-    for name, value in list(getattr(node, "__dict__", {}).items()):  # Transformer Engine's functions keep the weight itself, too
+    # Transformer Engine's functions keep the weight as an attribute, too
+    for name, value in list(getattr(node, "__dict__", {}).items()):
         if value is joined:
             setattr(node, name, None)
