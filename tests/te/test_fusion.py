@@ -12,7 +12,7 @@ from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 
 pytestmark = [pytest.mark.usefixtures("pretend_gpu"), pytest.mark.filterwarnings("default")]
-PLACES = {name: "2 norm+linear, 2 norm+MLP" for name in MAKERS} | {"neox": "4 norm+linear", "mixtral": "2 norm+linear"}
+PLACES = dict.fromkeys(MAKERS, "2 norm+linear, 2 norm+MLP") | {"neox": "4 norm+linear", "mixtral": "2 norm+linear"}
 
 
 def fused_copy(model, **options):
@@ -73,7 +73,9 @@ def test_attentions_hidden_states_and_checkpointing():
     ask = {"output_attentions": True, "output_hidden_states": True}
     with plain_torch(fused), torch.no_grad():
         found, wanted = fused(**ragged(2, 7), **ask), model(**ragged(2, 7), **ask)
-    for a, b in zip((*found.attentions, *found.hidden_states), (*wanted.attentions, *wanted.hidden_states), strict=True):
+    for a, b in zip(
+        (*found.attentions, *found.hidden_states), (*wanted.attentions, *wanted.hidden_states), strict=True
+    ):
         close(a, b)
     wanted = gradients(model, ragged(2, 7))
     fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -157,7 +159,9 @@ def test_unfuse_gives_back_what_was():
 
 def test_a_norm_and_a_linear_of_a_sequential():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.ReLU(), nn.RMSNorm(48, 1e-3), nn.Linear(48, 16, False))
+    model = nn.Sequential(
+        nn.LayerNorm(32), nn.Linear(32, 48), nn.ReLU(), nn.RMSNorm(48, 1e-3), nn.Linear(48, 16, False)
+    )
     with torch.no_grad():
         model[0].bias.normal_()
         model[3].weight.normal_()

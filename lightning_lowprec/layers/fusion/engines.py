@@ -9,7 +9,7 @@ Importing this module imports Transformer Engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -166,10 +166,9 @@ class FusedUnit:
             "fc1_weight": weight, "fc1_bias": self._bias(), "fc2_weight": self.down.weight,
             "fc2_bias": self.down.bias, **_norm_parameters(norm),
         }  # fmt: skip
-        needs_grad = any(p is not None and p.requires_grad for p in (x, *_norm_parameters(norm).values()))
-        if torch.is_grad_enabled() and not needs_grad:
-            # LayerNormMLP asks a bias that RMSNorm does not have (Transformer Engine 2.20) unless its input needs a
-            # gradient: frozen norms behind a frozen embedding
+        if torch.is_grad_enabled() and _any_trains(lent.values()) and not _any_trains((x, norm.weight)):
+            # frozen norms behind a frozen embedding: LayerNormMLP asks whether a bias trains that RMSNorm does not
+            # have (Transformer Engine 2.20), unless its input needs a gradient
             x = x.detach().requires_grad_()
         return self._run(norm, x, [*weights, self.down.weight], weight, lent, joined=weights)
 
@@ -192,7 +191,8 @@ class FusedUnit:
     ) -> Tensor:
         self.engine.note_sharding(self.linears[0])
         rows = padded(x, self.options.token_alignment)
-        with self.options.precision(norm.training):
+        trains = torch.is_grad_enabled() and _any_trains((x, *lent.values()))
+        with self.options.precision(norm.training), torch.set_grad_enabled(trains):
             output: Tensor = self.engine.compute(weights, lent, rows)
         save_parts(output, weight, joined or weights)
         tokens = x.numel() // x.shape[-1]
@@ -202,6 +202,10 @@ class FusedUnit:
 def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
     bias = getattr(norm, "bias", None)
     return {"layer_norm_weight": norm.weight, "layer_norm_bias": bias}  # type: ignore[dict-item]
+
+
+def _any_trains(tensors: Iterable[Any]) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def padded(x: Tensor, alignment: int) -> Tensor:
