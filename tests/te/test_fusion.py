@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.layers.fusion import engines, fuse, fused_modules, unfuse
+from lightning_lowprec.layers.fusion.units import padded
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 
@@ -124,7 +125,10 @@ def test_meta_models_fuse_before_they_have_weights():
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_fused_and_independent(remake):
     fused, _ = fused_copy(make("llama"))
+    with plain_torch(fused), torch.no_grad():
+        fused(**ragged(2, 5))
     other = remake(fused)
+    assert not any("_is_fsdp2" in vars(engine) for engine in engines(other).values())  # a copy may be sharded anew
     assert [type(m) for m in fused_modules(other)] == [type(m) for m in fused_modules(fused)]
     assert not {id(e) for e in engines(other).values()} & {id(e) for e in engines(fused).values()}
     with torch.no_grad():
@@ -180,6 +184,17 @@ def test_a_norm_and_a_linear_of_a_sequential():
         close(leaves[1].grad, leaves[0].grad)
     for a, b in zip(model.parameters(), fused.parameters(), strict=True):
         close(b.grad, a.grad)
+
+
+def test_rows_are_filled_up_with_a_row_that_is_there_already():
+    x = torch.randn(3, 7, 4).requires_grad_()
+    rows = padded(x, 16)
+    assert rows.shape == (32, 4)
+    assert torch.equal(rows[:21], x.reshape(21, 4))
+    assert all(torch.equal(row, x[2, 6]) for row in rows[21:])
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))  # the copies add nothing
+    assert padded(x, 7).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize(

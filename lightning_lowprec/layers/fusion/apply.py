@@ -56,7 +56,7 @@ def fuse(
     if fused_modules(model):
         raise RuntimeError("The model is fused already; call `unfuse(model)` first to fuse it with other arguments.")
     require("transformer_engine.pytorch", "`fuse='auto'`")
-    from lightning_lowprec.layers.fusion.engines import Options
+    from lightning_lowprec.layers.fusion.units import Options
 
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
@@ -111,8 +111,8 @@ def _row(site: Site | ExpertsSite, limits: Rules) -> FusionRow:
 
 
 def _build(site: Site | ExpertsSite, kind: Kind, options: Any) -> Any:
-    from lightning_lowprec.layers.fusion.engines import FusedUnit
     from lightning_lowprec.layers.fusion.experts import ExpertsUnit
+    from lightning_lowprec.layers.fusion.units import FusedUnit
 
     if isinstance(site, ExpertsSite):
         return ExpertsUnit(site.experts, options)

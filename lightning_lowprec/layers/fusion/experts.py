@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_lowprec.layers.fusion.deferred import UNIT, InPlace, no_inference_mode
-from lightning_lowprec.layers.fusion.engines import GroupedEngine, Options, build
 from lightning_lowprec.layers.fusion.routing import mix
+from lightning_lowprec.layers.fusion.units import GroupedEngine, Options, build
 
 
 class ExpertsUnit:
