@@ -76,6 +76,23 @@ def test_experts_are_fused_where_their_parameters_may_convert():
 
 
 @pytest.mark.parametrize(
+    ("name", "experts", "kept"),
+    [
+        ("Qwen3Moe", "num_experts", None),
+        ("Olmoe", "num_experts", None),
+        ("GptOss", "num_local_experts", "its experts are ungated, have biases, or are stored transposed"),
+    ],
+)
+def test_experts_of_other_models_by_their_layout(name, experts, kept):
+    config = getattr(transformers, f"{name}Config")(**SIZES, num_key_value_heads=2, pad_token_id=0, **{experts: 4})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    names = [fqn for fqn, _ in model.named_parameters() if ".experts." in fqn]
+    (row, _) = plan_fusion(model, may_convert=names).rows
+    assert (row.kind, row.kept) == ("grouped experts", kept)
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"without": ["k_proj"]}, "k_proj is kept in high precision"),

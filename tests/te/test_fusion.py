@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_lowprec.layers.fusion import engines, fuse, fused_modules, unfuse
 from lightning_lowprec.layers.fusion.units import padded
+from lightning_lowprec.scaling import sqnr
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 
@@ -48,6 +49,17 @@ def test_outputs_and_gradients_are_those_of_the_model(name):
         close(found[fqn], wanted[fqn])
 
 
+@pytest.mark.parametrize("name", ["llama", "neox-tanh-serial"])
+def test_in_bf16_it_is_as_near_to_float32_as_the_model(name):
+    with torch.no_grad():
+        exact = make(name)(**ragged(3, 16)).logits
+        model = make(name).bfloat16()
+        fused, _ = fused_copy(model)
+        unfused = sqnr(exact, model(**ragged(3, 16)).logits.float())
+        with plain_torch(fused):
+            assert sqnr(exact, fused(**ragged(3, 16)).logits.float()) > unfused - 2.0
+
+
 def test_every_fused_layer_computes_with_its_engine(monkeypatch):
     fused, _ = fused_copy(make("llama"))
     called = []
@@ -80,6 +92,19 @@ def test_attentions_hidden_states_and_checkpointing():
         close(a, b)
     wanted = gradients(model, ragged(2, 7))
     fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for fqn, grad in gradients(fused, ragged(2, 7)).items():
+        close(grad, wanted[fqn])
+
+
+def test_compiled_layers_and_inference_mode(monkeypatch):
+    model = make("llama")
+    fused, _ = fused_copy(model)
+    with plain_torch(fused), torch.inference_mode():
+        close(fused(**ragged(2, 7)).logits, model(**ragged(2, 7)).logits)
+    monkeypatch.undo()  # the compiler asks for the GPU
+    for layer in fused.model.layers:
+        layer.compile(backend="eager")
+    wanted = gradients(model, ragged(2, 7))
     for fqn, grad in gradients(fused, ragged(2, 7)).items():
         close(grad, wanted[fqn])
 

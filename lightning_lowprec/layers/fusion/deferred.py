@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -171,15 +170,3 @@ def revert(module: nn.Module) -> None:
 def is_fused(module: nn.Module) -> bool:
     """Whether a module has a role in a fusion."""
     return isinstance(module, InPlace)
-
-
-def no_inference_mode(function: Any) -> Any:
-    """Run a method of a unit outside of inference mode, without gradients: the first forward makes lasting buffers."""
-
-    def wrapped(*args: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args)
-        return function(*args)
-
-    return wrapped

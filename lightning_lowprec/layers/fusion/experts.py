@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lowprec.layers.fusion.deferred import UNIT, InPlace, no_inference_mode
+from lightning_lowprec.layers.fusion.deferred import UNIT, InPlace
 from lightning_lowprec.layers.fusion.routing import mix
-from lightning_lowprec.layers.fusion.units import GroupedEngine, Options, build
+from lightning_lowprec.layers.fusion.units import GroupedEngine, Options, build, eagerly
 
 
 class ExpertsUnit:
@@ -30,14 +30,14 @@ class ExpertsUnit:
         self.options = options
         (count, doubled, width), inner = experts.gate_up_proj.shape, experts.down_proj.shape[-1]
         dtype = experts.gate_up_proj.dtype
-        self.up = build(GroupedEngine, count, width, doubled, bias=False, params_dtype=dtype)
-        self.down = build(GroupedEngine, count, inner, width, bias=False, params_dtype=dtype)
+        self.up = build(GroupedEngine, experts, count, width, doubled, bias=False, params_dtype=dtype)
+        self.down = build(GroupedEngine, experts, count, inner, width, bias=False, params_dtype=dtype)
 
     def engines(self) -> dict[str, Any]:
         """By the part they have in it."""
         return {"up": self.up, "down": self.down}
 
-    @no_inference_mode
+    @eagerly
     def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
 

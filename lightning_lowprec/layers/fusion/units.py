@@ -20,10 +20,25 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.distributed import _get_module_fsdp_state
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from lightning_lowprec.layers.fusion.deferred import no_inference_mode
 from lightning_lowprec.layers.fusion.joining import join, save_parts
 
 _REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
+
+
+def eagerly(function: Any) -> Any:
+    """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode.
+
+    A first forward makes buffers that training writes to, and inference tensors cannot be written to.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def wrapped(*args: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
+        return function(*args)
+
+    return wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +63,11 @@ class _Engine:
     is_first_microbatch: Callable[[Sequence[Tensor]], bool | None] | None = None
     """Asked at each forward with the weights; None quantises them anew each time (see Transformer Engine)."""
 
+    def weight_device(self: Any) -> torch.device:
+        """Where its scales belong."""
+        device: torch.device = next(self.owner.parameters()).device
+        return device
+
     def empty(self: Any) -> None:
         """Give every Parameter back."""
         self._parameters.update(dict.fromkeys(self._parameters))
@@ -63,15 +83,15 @@ class _Engine:
         finally:
             self.empty()
 
-    def note_sharding(self: Any, owner: nn.Module) -> None:
+    def note_sharding(self: Any) -> None:
         """Learn at the first forward whether FSDP2 shards the weights: if so, no FP8 copy is kept for the backward."""
         if "_is_fsdp2" not in self.__dict__:
             try:
-                _get_module_fsdp_state(owner)
+                _get_module_fsdp_state(self.owner)
                 self._is_fsdp2 = True
             except RuntimeError:
                 self._is_fsdp2 = False
-            owner.__dict__.pop("_te_cached_parent_fsdp_state", None)  # would travel with deepcopy and pickle
+            self.owner.__dict__.pop("_te_cached_parent_fsdp_state", None)  # would travel with deepcopy and pickle
 
     def __getstate__(self: Any) -> dict[str, Any]:
         """A copy keeps the scales, in buffers that are registered at its own first forward, and no quantised weight."""
@@ -95,14 +115,14 @@ class GroupedEngine(_Engine, te.GroupedLinear):  # type: ignore[misc]
     """``te.GroupedLinear`` with borrowed weights."""
 
 
-def build(cls: type[Any], *args: Any, **options: Any) -> Any:
-    """An engine without memory of its own.
+def build(cls: type[Any], owner: nn.Module, *args: Any, **options: Any) -> Any:
+    """An engine without memory of its own, for weights of ``owner``.
 
     Raises:
         RuntimeError: by Transformer Engine, which constructs nothing without CUDA.
     """
     engine = cls(*args, device="meta", **options)
-    engine.param_init_meta = {}  # closures, which pickle refuses
+    engine.__dict__.update(owner=owner, param_init_meta={})  # no submodule; and no closures, which pickle refuses
     engine.empty()
     return engine
 
@@ -140,12 +160,12 @@ class FusedUnit:
         shared = {"bias": first.bias is not None, "params_dtype": first.weight.dtype, **norm_arguments(norm)}
         if down is None:
             out_features = sum(linear.out_features for linear in linears)
-            self.engine = build(NormLinearEngine, first.in_features, out_features, **shared)
+            self.engine = build(NormLinearEngine, first, first.in_features, out_features, **shared)
         else:
             sizes = (first.in_features, down.in_features)
-            self.engine = build(NormMLPEngine, *sizes, activation=activation, **shared)
+            self.engine = build(NormMLPEngine, first, *sizes, activation=activation, **shared)
 
-    @no_inference_mode
+    @eagerly
     def linear_outputs(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         """[*, K] -> [*, N] for each of the linear layers; dtype of autocast, or x's without."""
         weights = [linear.weight for linear in self.linears]
@@ -155,7 +175,7 @@ class FusedUnit:
         sizes = [linear.out_features for linear in self.linears]
         return torch.split(output, sizes, dim=-1)
 
-    @no_inference_mode
+    @eagerly
     def mlp_output(self, norm: nn.Module, x: Tensor) -> Tensor:
         """[*, K] -> [*, K]; dtype of autocast, or x's without."""
         if self.down is None:
@@ -189,7 +209,7 @@ class FusedUnit:
         lent: dict[str, Tensor | None],
         joined: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        self.engine.note_sharding(self.linears[0])
+        self.engine.note_sharding()
         rows = padded(x, self.options.token_alignment)
         trains = torch.is_grad_enabled() and _any_trains((x, *lent.values()))
         with self.options.precision(norm.training), torch.set_grad_enabled(trains):
