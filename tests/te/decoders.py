@@ -31,6 +31,8 @@ MAKERS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    # every token sees every expert: no choice that a rounding error could turn over
+    "mixtral-all": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=4)),
     "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)),
     "neox-tanh-serial": lambda: GPTNeoXForCausalLM(
         GPTNeoXConfig(**NEOX, hidden_act="gelu_new", use_parallel_residual=False, layer_norm_eps=0.1)

@@ -14,7 +14,9 @@ from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 
 pytestmark = [pytest.mark.usefixtures("pretend_gpu"), pytest.mark.filterwarnings("default")]
-PLACES = dict.fromkeys(MAKERS, "2 norm+linear, 2 norm+MLP") | {"neox": "4 norm+linear", "mixtral": "2 norm+linear"}
+PLACES = dict.fromkeys(MAKERS, "2 norm+linear, 2 norm+MLP") | {
+    "neox": "4 norm+linear", "mixtral": "2 norm+linear", "mixtral-all": "2 norm+linear",
+}  # fmt: skip
 
 
 def fused_copy(model, **options):
