@@ -153,7 +153,7 @@ def test_training_follows_the_unfused_model(recipe, record_property):
             losses[name].append(loss.item())
     record_property("losses", losses)
     assert losses["fused"][-1] < 0.8 * losses["fused"][0]
-    assert losses["fused"][-1] == pytest.approx(losses["unfused"][-1], rel=0.1 if recipe is None else 0.2)
+    assert losses["fused"][-1] == pytest.approx(losses["unfused"][-1], abs=0.2 if recipe is None else 0.4)
 
 
 def test_copies_after_training_and_going_back():
