@@ -1,7 +1,8 @@
 """The precision plugins, for Trainer and Fabric alike."""
 
 from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.fp8_te import FP8TE
 from lightning_lowprec.plugins.fp8_torchao import FP8TorchAO
 from lightning_lowprec.plugins.half import HalfMixed
 
-__all__ = ["FP8TorchAO", "HalfMixed", "LowPrecision"]
+__all__ = ["FP8TE", "FP8TorchAO", "HalfMixed", "LowPrecision"]

@@ -336,7 +336,7 @@ class LowPrecision(TrainerPrecision, ABC):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Trainer: take what another plugin left, so that a checkpoint of any precision resumes under any other."""
         own = type(self).__qualname__
-        for key in ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO"):
+        for key in ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO", "FP8TE"):
             if own not in checkpoint and isinstance(checkpoint.get(key), dict):
                 self.load_state_dict(checkpoint[key])
 

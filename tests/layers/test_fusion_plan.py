@@ -96,6 +96,7 @@ def test_experts_of_other_models_by_their_layout(name, experts, kept):
     ("options", "reason"),
     [
         ({"without": ["k_proj"]}, "k_proj is kept in high precision"),
+        ({"kept_norms": [f"model.layers.0.{NORM}"]}, "its norm is kept as it is"),
         ({"feature_alignment": 128}, "features of q_proj are no multiples of 128"),
     ],
 )

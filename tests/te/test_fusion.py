@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformer_engine.common.recipe import DelayedScaling
 
 from lightning_lowprec.layers.fusion import engines, fuse, fused_modules, unfuse
 from lightning_lowprec.layers.fusion.units import padded
+from lightning_lowprec.layers.te import scales
 from lightning_lowprec.scaling import sqnr
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
@@ -163,6 +165,21 @@ def test_copies_are_fused_and_independent(remake):
             parameter.zero_()
     with plain_torch(other), torch.no_grad():
         close(other(**ragged(2, 5)).logits, make("llama")(**ragged(2, 5)).logits)
+
+
+def test_delayed_scales_are_saved_restored_and_copied():
+    fused, _ = fused_copy(make("llama"))
+    name = "model.layers.1.post_attention_layernorm"  # an MLP: two GEMMs
+    state = {
+        "forward.scale": torch.rand(6), "forward.amax_history": torch.rand(4, 6),
+        "backward.scale": torch.rand(4), "backward.amax_history": torch.rand(4, 4),
+    }  # fmt: skip
+    recipe = DelayedScaling(amax_history_len=4)
+    assert scales.restore(list(scales.scaled_layers(fused)), {name: state}, recipe) == []
+    for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        found = scales.saved(scales.scaled_layers(one))
+        assert found.keys() == {name}
+        assert all(torch.equal(found[name][key], state[key]) for key in state)
 
 
 def test_engines_keep_nothing_after_a_step():

@@ -18,10 +18,15 @@ from lightning_lowprec.layers.invariants import unchanged
 
 
 def plan_fusion(
-    model: nn.Module, *, may_convert: Collection[str], feature_alignment: int = 16, whole_mlp: bool = True
+    model: nn.Module,
+    *,
+    may_convert: Collection[str],
+    kept_norms: Collection[str] = (),
+    feature_alignment: int = 16,
+    whole_mlp: bool = True,
 ) -> Fusion:
     """What :func:`fuse` would do, without Transformer Engine and without touching the model; its arguments."""
-    limits = rules(model, may_convert, feature_alignment, whole_mlp)
+    limits = rules(model, may_convert, kept_norms, feature_alignment, whole_mlp)
     return Fusion(tuple(_row(site, limits) for site in sites(model)))
 
 
@@ -29,6 +34,7 @@ def fuse(
     model: nn.Module,
     *,
     may_convert: Collection[str],
+    kept_norms: Collection[str] = (),
     token_alignment: int = 16,
     feature_alignment: int = 16,
     expert_alignment: int | None = None,
@@ -43,6 +49,7 @@ def fuse(
         model: on any device, meta too; before it is sharded or compiled.
         may_convert: fqns of the Linears that may run in FP8, and of the stacked Parameters of experts
             (``"model.layers.0.mlp.experts.gate_up_proj"``). A place that needs another one stays as it is.
+        kept_norms: fqns of norms that stay as they are.
         token_alignment: rows that the recipe's GEMMs take are multiples of this; batches are filled up inside.
         feature_alignment: the same of in_features and out_features.
         expert_alignment: the same of each expert's tokens; None: ``token_alignment``.
@@ -61,7 +68,7 @@ def fuse(
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
     )
-    limits = rules(model, may_convert, feature_alignment, whole_mlp)
+    limits = rules(model, may_convert, kept_norms, feature_alignment, whole_mlp)
     found = [(site, _row(site, limits)) for site in sites(model)]
     units = {row.fqn: _build(site, row.kind, options) for site, row in found if row.kept is None}
     with unchanged(model):

@@ -24,6 +24,7 @@ class Rules:
 
     may_convert: frozenset[str]
     """Fqns of the Linears, and of the stacked Parameters of experts, that may run in FP8."""
+    kept_norms: frozenset[str]
     feature_alignment: int
     """Features that the recipe's GEMMs take are multiples of this."""
     whole_mlp: bool
@@ -32,12 +33,19 @@ class Rules:
     """The ids of modules and Parameters that the model has in several places."""
 
 
-def rules(model: nn.Module, may_convert: Collection[str], feature_alignment: int, whole_mlp: bool) -> Rules:
+def rules(
+    model: nn.Module,
+    may_convert: Collection[str],
+    kept_norms: Collection[str],
+    feature_alignment: int,
+    whole_mlp: bool,
+) -> Rules:
     """The rules for one model."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     places += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return Rules(
         may_convert=frozenset(may_convert),
+        kept_norms=frozenset(kept_norms),
         feature_alignment=feature_alignment,
         whole_mlp=whole_mlp,
         shared=frozenset(one for one, count in places.items() if count > 1),
@@ -50,7 +58,7 @@ def refusal(site: Site | ExpertsSite, rules: Rules) -> str | None:
         return next(_experts(site, rules), None)
     linears = list(site.linears.values())
     touched = _touched([site.norm, *linears, *site.between])
-    return next(chain(_linears(site.linears, site.norm, rules), _norm(site), touched), None)
+    return next(chain(_linears(site.linears, site.norm, rules), _norm(site, rules), touched), None)
 
 
 def mlp_refusal(site: Site, rules: Rules) -> str | None:
@@ -78,9 +86,11 @@ def _touched(modules: list[nn.Module]) -> Iterator[str]:
             yield f"the forward of its {name} is replaced on the instance"
 
 
-def _norm(site: Site) -> Iterator[str]:
+def _norm(site: Site, rules: Rules) -> Iterator[str]:
     norm, kind = cast(Any, site.norm), type(site.norm)
     width = next(iter(site.linears.values())).in_features
+    if site.fqn in rules.kept_norms:
+        yield "its norm is kept as it is"
     if norm._parameters.get("weight") is None:
         yield "a norm without weight"
     elif tuple(norm.weight.shape) != (width,):

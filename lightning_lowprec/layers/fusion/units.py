@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.distributed import _get_module_fsdp_state
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.layers.fusion.joining import join, save_parts
-
-_REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
+from lightning_lowprec.layers.te import scales
 
 
 def eagerly(function: Any) -> Any:
@@ -60,13 +58,10 @@ class Options:
 class _Engine:
     """Mixed into Transformer Engine's modules: no weights of its own."""
 
+    owner: nn.Module
+    """A module whose weights it borrows."""
     is_first_microbatch: Callable[[Sequence[Tensor]], bool | None] | None = None
     """Asked at each forward with the weights; None quantises them anew each time (see Transformer Engine)."""
-
-    def weight_device(self: Any) -> torch.device:
-        """Where its scales belong."""
-        device: torch.device = next(self.owner.parameters()).device
-        return device
 
     def empty(self: Any) -> None:
         """Give every Parameter back."""
@@ -95,10 +90,7 @@ class _Engine:
 
     def __getstate__(self: Any) -> dict[str, Any]:
         """A copy keeps the scales, in buffers that are registered at its own first forward, and no quantised weight."""
-        meta = {key: value for key, value in self.fp8_meta.items() if key != _REGISTERED}
-        fresh = {"fp8_initialized": False, "fp8_meta_tensors_initialized": False, "_fp8_workspaces": {}}
-        quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
-        state = {**self.__dict__, **fresh, "fp8_meta": meta, "quantizers": quantizers, "is_first_microbatch": None}
+        state = {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "is_first_microbatch": None}
         state.pop("_is_fsdp2", None)
         return state
 
