@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 
+from lightning_lowprec.layers import fusion
+
 _MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _TENSORS: Final = ("scale", "amax_history")
 _REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
@@ -24,10 +26,11 @@ LayerScales = dict[str, Tensor]
 
 
 def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer of Transformer Engine by fqn, ours and the user's own."""
+    """Every layer of Transformer Engine by fqn, ours, the user's own, and those that compute for fused ones."""
     for fqn, module in model.named_modules():
         if isinstance(module, TransformerEngineBaseModule):
             yield fqn, module
+    yield from fusion.engines(model).items()
 
 
 def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
@@ -77,7 +80,8 @@ def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales],
 
 
 def _fresh(recipe: Any, mode: str, scale: Tensor, layer: nn.Module) -> DelayedScalingRecipeState:
-    device = next((p.device for p in layer.parameters()), None)
+    owner: nn.Module = getattr(layer, "owner", layer)  # of the weights that a fused layer borrows
+    device = next((p.device for p in owner.parameters()), None)
     return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=scale.numel(), device=device)
 
 

@@ -1,0 +1,97 @@
+"""Tokens in the order of their experts, each expert's share filled up to whole tiles, and back.
+
+    tokens   [T, K]      hidden states, each to be seen by k experts
+    rows     [P, K]      expert 0's tokens, zero rows, expert 1's tokens, zero rows, ...; P = sum of ``splits``
+    outputs  [P, K]  ->  [T, K]: each token's k outputs, weighted and summed
+
+Pure tensor arithmetic, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of a batch come from and go to."""
+
+    splits: list[int]
+    """Rows of each expert, multiples of the alignment; 0 for an expert without tokens."""
+    choice: Tensor
+    """[S], the place in ``top_k_index.reshape(-1)`` of each pair of token and expert, sorted by expert."""
+    row: Tensor
+    """[S], the row of each such pair."""
+    top_k: int
+
+    @property
+    def rows(self) -> int:
+        """P."""
+        return sum(self.splits)
+
+
+def route(top_k_index: Tensor, num_experts: int, alignment: int) -> Route:
+    """Plan a batch. The sizes come to the host: one synchronisation.
+
+    Args:
+        top_k_index: [T, k], int: the experts of each token. ``num_experts`` and above: an expert of another rank,
+            whose output is zero here.
+        num_experts: E.
+        alignment: each expert's rows become a multiple of it.
+    """
+    experts = top_k_index.reshape(-1)
+    counts = torch.bincount(experts, minlength=num_experts)[:num_experts]
+    padded = (counts + alignment - 1) // alignment * alignment
+    splits, here = padded.tolist(), int(counts.sum())
+    choice = torch.sort(experts, stable=True).indices[:here]
+    skipped = torch.cumsum(padded - counts, 0) - (padded - counts)  # zero rows before each expert's first
+    row = torch.arange(here, device=experts.device) + skipped[experts[choice]]
+    return Route(splits=splits, choice=choice, row=row, top_k=top_k_index.shape[-1])
+
+
+def gather(tokens: Tensor, plan: Route) -> Tensor:
+    """[T, K] -> [P, K]. Zero rows change no amax, stay zero in any expert without biases, and get no gradient."""
+    rows = tokens.new_zeros(plan.rows, tokens.shape[-1])
+    return rows.index_copy(0, plan.row, tokens[plan.choice // plan.top_k])
+
+
+def combine(outputs: Tensor, top_k_weights: Tensor, plan: Route) -> Tensor:
+    """[P, K], [T, k] -> [T, K], summed in the order of ``top_k_weights``: the same sum at every run.
+
+    Returns:
+        Of the dtype that outputs and weights promote to.
+    """
+    weighted = outputs[plan.row] * top_k_weights.reshape(-1)[plan.choice].unsqueeze(-1)
+    per_choice = weighted.new_zeros(top_k_weights.numel(), outputs.shape[-1])
+    per_choice = per_choice.index_copy(0, plan.choice, weighted)
+    return per_choice.view(*top_k_weights.shape, outputs.shape[-1]).sum(dim=-2)
+
+
+def mix(
+    tokens: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    num_experts: int,
+    alignment: int,
+    expert: Callable[[Tensor, list[int]], Tensor],
+) -> Tensor:
+    """[T, K], [T, k], [T, k] -> [T, K], dtype of ``tokens``.
+
+    Args:
+        tokens: hidden states.
+        top_k_index: see :func:`route`.
+        top_k_weights: what each expert's output is multiplied with.
+        num_experts: E.
+        alignment: see :func:`route`.
+        expert: all experts at once: rows [P, K] and their splits -> [P, K].
+    """
+    plan = route(top_k_index, num_experts, alignment)
+    if not plan.rows:  # no token, or none for the experts of this rank
+        return torch.zeros_like(tokens)
+    outputs = expert(gather(tokens, plan), plan.splits)
+    return combine(outputs, top_k_weights, plan).to(tokens.dtype)
