@@ -14,9 +14,10 @@ def check_converted(
     modules: list[Module],
     unchecked: Iterable[Module],
     optimizers: list[Optimizer],
-    kind: type[Module],
+    kinds: type[Module] | tuple[type[Module], ...],
     *,
     sharded: bool,
+    also: Iterable[Module] = (),
 ) -> None:
     """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale one.
 
@@ -24,9 +25,11 @@ def check_converted(
         modules: everything that was set up.
         unchecked: what was set up since the last check.
         optimizers: all that are known.
-        kind: the class of converted layers.
+        kinds: the classes of converted layers.
         sharded: whether weights may be gathered; they are freed, since gathered ones would show copies.
+        also: more layers that are converted.
     """
+    more = {id(layer) for layer in also}
     if sharded:
         from lightning_lowprec.distributed.entry import reshard
 
@@ -34,6 +37,6 @@ def check_converted(
             reshard(module)
     of_any_module = {id(p) for module in modules for p in module.parameters()}
     for module in unchecked:
-        layers = [layer for layer in module.modules() if isinstance(layer, kind)]
+        layers = [layer for layer in module.modules() if isinstance(layer, kinds) or id(layer) in more]
         converted = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         check_membership(dict(module.named_parameters()), optimizers, converted=converted, of_any_module=of_any_module)

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.te import recipes, support
 from lightning_lowprec.layers.unconvert import unconvert
@@ -61,6 +60,8 @@ class FP8TE(LowPrecision):
         fp8_mha: keep it in FP8 around attention, where that is Transformer Engine's own.
         base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
         norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
+        fuse: ``"auto"`` computes norms with the Linears or MLP behind them, and experts, by single calls, where the
+            structure is recognised exactly (Llama, Mistral, Qwen, Mixtral, GPT-NeoX, norm and Linear in a Sequential).
         keep: Linears and norms that stay as they are, beside output heads, routers and LoRA adapters: fqns, parts of
             fqns, patterns.
         only: if given, just these convert, and none of the built-in rules applies.
@@ -102,6 +103,7 @@ class FP8TE(LowPrecision):
         fp8_mha: bool = False,
         base: Base = "bf16",
         norms: bool = True,
+        fuse: Literal["auto"] | bool = False,
         keep: Sequence[str] = (),
         only: Sequence[str] | None = None,
         first_last_layers_bf16: bool = False,
@@ -143,6 +145,7 @@ class FP8TE(LowPrecision):
             frozen=frozen,
         )
         self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
+        self.fuse: Literal["auto", False] = _fuse(fuse)
         self._loaded_scales: dict[str, Any] = {}
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
@@ -197,21 +200,19 @@ class FP8TE(LowPrecision):
             raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
         if self.backend_is_chosen:
             check_ranks_agree(self.precision, BACKEND)
-        from lightning_lowprec.layers.te import choice, linear, norms
+        from lightning_lowprec.layers.te.convert import Settings, convert
 
         unconvert(module, but=BACKEND)
-        alignment = recipes.FEATURE_ALIGNMENT.get(self.kind, 16)
-        found = choice.choose(module, self.layers, alignment=alignment, with_norms=self.norms)
+        settings = Settings(
+            recipe=self.recipe,
+            layers=self.layers,
+            norms=self.norms,
+            fuse=self.fuse == "auto",
+            fp8_eval=self.fp8_eval,
+            weight_cache=self.weight_cache,
+        )
+        found = convert(module, settings)
         self._check_choice(module, found)
-        with unchanged(module):
-            linear.convert(
-                module,
-                found.linears.converted,
-                fp8_eval=self.fp8_eval,
-                token_alignment=recipes.TOKEN_ALIGNMENT.get(self.kind, 16),
-                weight_cache=self.weight_cache,
-            )
-            norms.convert(module, found.converted_norms)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
@@ -220,7 +221,7 @@ class FP8TE(LowPrecision):
         from lightning_lowprec.layers.te import scales
 
         own = [fqn for fqn, _ in scales.scaled_layers(module)]
-        if not found.linears.converted and not own:
+        if not found.converts and not own:
             raise ValueError(
                 f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
                 f" {type(module).__name__}, so nothing would run in FP8:\n{found.linears}\nUse a model with Linear"
@@ -238,10 +239,15 @@ class FP8TE(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        from lightning_lowprec.layers.fusion.deferred import FusedMLP, InPlace
         from lightning_lowprec.layers.te.linear import TELinear
 
         modules, sharded = alive(self._modules), self._sharded is not None
-        check_converted(modules, alive(self._unchecked), optimizers, TELinear, sharded=sharded)
+        fused = [
+            child for module in modules for m in module.modules() if isinstance(m, FusedMLP) for child in m.modules()
+        ]
+        kinds = (TELinear, InPlace)
+        check_converted(modules, alive(self._unchecked), optimizers, kinds, also=fused, sharded=sharded)
 
     # ---- a step
 
@@ -279,7 +285,8 @@ class FP8TE(LowPrecision):
         """By the number of the module that was set up, and the fqn in it."""
         from lightning_lowprec.layers.te import scales
 
-        found = [(i, *entry) for i, m in enumerate(alive(self._modules)) for entry in scales.scaled_layers(m)]
+        modules = dict.fromkeys(alive(self._modules))  # one that was set up again is one
+        found = [(i, *entry) for i, m in enumerate(modules) for entry in scales.scaled_layers(m)]
         return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
 
     @override
@@ -313,3 +320,9 @@ class FP8TE(LowPrecision):
         if left:
             rank_zero_info(f"{self.precision}: no layer for {len(left)} of the checkpoint's scales ({left[0]!r}, ...).")
         self._loaded_scales = {}
+
+
+def _fuse(choice: object) -> Literal["auto", False]:
+    if choice not in ("auto", True, False):
+        raise ValueError(f"`fuse={choice!r}` is not valid; expected 'auto' or False.")
+    return "auto" if choice else False

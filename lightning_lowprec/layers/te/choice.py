@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_lowprec.layers.fusion.report import Fusion
+from lightning_lowprec.layers.matmuls import matmuls
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.layers.selection import matches
@@ -21,17 +23,28 @@ class Choice:
     norms: Mapping[str, str | None]
     """By fqn: the reason why a norm stays; None if it converts."""
 
+    fusion: Fusion | None = None
+    """What became single calls, where that was asked for."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything runs in FP8."""
+        return bool(self.linears.converted or (self.fusion is not None and self.fusion.fused))
+
     @property
     def converted_norms(self) -> tuple[str, ...]:
         """The fqns of norms that convert."""
         return tuple(fqn for fqn, reason in self.norms.items() if reason is None)
 
     def summary(self) -> str:
-        """One line, as :meth:`Plan.summary`, and the norms."""
-        text = self.linears.summary()
+        """One line, as :meth:`Plan.summary`, the norms, and the fusion."""
+        text = self.linears.summary() + self._of_norms()
+        return text if self.fusion is None else f"{text}; {self.fusion.summary()}"
+
+    def _of_norms(self) -> str:
         if not self.norms:
-            return text
-        text += f"; {len(self.converted_norms)} of {len(self.norms)} norms"
+            return ""
+        text = f"; {len(self.converted_norms)} of {len(self.norms)} norms"
         kept = [f"{fqn!r} {reason}" for fqn, reason in self.norms.items() if reason is not None]
         return text + (f" (kept: {kept[0]}{f' and {len(kept) - 1} more' if len(kept) > 1 else ''})" if kept else "")
 
@@ -55,12 +68,13 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, with_norm
     if options.only is not None:
         chosen = {fqn for pattern in options.only for fqn in reasons if matches(pattern, fqn)}
         reasons |= dict.fromkeys(reasons.keys() - chosen, "not in `only`")
-    linears = _without_norms(model, options, reasons)
+    stacks = [matmul.fqn for matmul in matmuls(model) if matmul.kind == "stacked experts"]
+    linears = _for_linears(model, options, [*reasons, *stacks])
     return Choice(linears=make_plan(model, linears, alignment=alignment), norms=reasons)
 
 
-def _without_norms(model: nn.Module, options: LayerOptions, found: Mapping[str, object]) -> LayerOptions:
-    """The options without the patterns that mean norms alone: a plan raises for one that matches no Linear."""
+def _for_linears(model: nn.Module, options: LayerOptions, found: Collection[str]) -> LayerOptions:
+    """The options without the patterns that mean only ``found``: a plan raises for one that matches no Linear."""
     fqns = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
 
     def for_linears(pattern: str) -> bool:

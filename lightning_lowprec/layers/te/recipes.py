@@ -27,6 +27,8 @@ _FORMATS: Final = {"hybrid": "HYBRID", "e4m3": "E4M3"}
 _DROPPED: Final = ("interval", "override_linear_precision")
 TOKEN_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """Rows of an input (tokens) that a kind's GEMMs take are multiples of this; 16 for all others."""
+EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
+"""The same of the rows of each expert in a grouped GEMM."""
 FEATURE_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """The same of in_features and out_features."""
 

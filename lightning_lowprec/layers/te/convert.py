@@ -1,0 +1,88 @@
+"""A model's layers become Transformer Engine's, in place; again, with other settings, or with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_lowprec.layers import fusion
+from lightning_lowprec.layers.invariants import unchanged
+from lightning_lowprec.layers.options import LayerOptions
+from lightning_lowprec.layers.selection import matches
+from lightning_lowprec.layers.te import linear, norms, scales
+from lightning_lowprec.layers.te.choice import Choice, choose
+from lightning_lowprec.layers.te.recipes import EXPERT_ALIGNMENT, FEATURE_ALIGNMENT, TOKEN_ALIGNMENT, kind_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user wishes."""
+
+    recipe: Any
+    """A recipe object of Transformer Engine."""
+    layers: LayerOptions
+    norms: bool
+    """Whether norms convert."""
+    fuse: bool
+    """Whether norms, the layers behind them, MLPs and experts become single calls where they are recognised."""
+    fp8_eval: bool
+    weight_cache: bool
+
+
+def convert(model: nn.Module, settings: Settings) -> Choice:
+    """Convert ``model`` in place; the scales of layers that were converted before are kept.
+
+    Returns:
+        What was converted and what was kept.
+
+    Raises:
+        ValueError: a name in the options that matches nothing.
+        RuntimeError: by Transformer Engine, there is no CUDA.
+    """
+    kind = kind_of(settings.recipe)
+    before = scales.saved(scales.scaled_layers(model))
+    with unchanged(model):
+        fusion.unfuse(model)
+        if settings.fuse:  # it takes torch's own layers
+            linear.convert(model, ())
+            norms.convert(model, ())
+        alignment = FEATURE_ALIGNMENT.get(kind, 16)
+        found = choose(model, settings.layers, alignment=alignment, with_norms=settings.norms)
+        if settings.fuse:
+            found = replace(found, fusion=_fuse(model, found, settings, kind))
+        handled: Collection[str] = found.fusion.handled if found.fusion is not None else ()
+        linear.convert(
+            model,
+            [fqn for fqn in found.linears.converted if fqn not in handled],
+            fp8_eval=settings.fp8_eval,
+            token_alignment=TOKEN_ALIGNMENT.get(kind, 16),
+            weight_cache=settings.weight_cache,
+        )
+        norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
+    if before:
+        scales.restore(scales.scaled_layers(model), before, settings.recipe)
+    return found
+
+
+def _fuse(model: nn.Module, found: Choice, settings: Settings, kind: str) -> fusion.Fusion:
+    keep, only = settings.layers.keep, settings.layers.only
+    stacks = [row.fqn for row in found.linears.rows if row.kind == "stacked experts"]
+    experts = [
+        fqn
+        for fqn in stacks
+        if not any(matches(pattern, fqn) for pattern in keep)
+        and (only is None or any(matches(pattern, fqn) for pattern in only))
+    ]
+    return fusion.fuse(
+        model,
+        may_convert=[*(found.linears.converted if settings.norms else ()), *experts],
+        kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
+        token_alignment=TOKEN_ALIGNMENT.get(kind, 16),
+        feature_alignment=FEATURE_ALIGNMENT.get(kind, 16),
+        expert_alignment=EXPERT_ALIGNMENT.get(kind, 16),
+        whole_mlp=settings.recipe.backward_override is None,
+        fp8_eval=settings.fp8_eval,
+    )
