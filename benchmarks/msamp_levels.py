@@ -6,6 +6,9 @@ A byte-level GPT learns Python's standard library, once per level and seed: equa
 same learning rate. What counts is the validation loss after the last step, its mean over the seeds, relative to that of
 float32. FP8 is emulated on CPU: the products are those of dequantised codes. Every Linear but the head is scaled.
 
+O2 and O3 end at the same bits: their GEMMs see the same float16 weights rounded to e4m3, which O3 does once per step;
+they differ in what they keep and send.
+
 ``--out`` is written after each run, and runs that are in it already, from the same steps, are not done again.
 """
 
