@@ -58,6 +58,15 @@ class ScaledGradient(Tensor):
         """The same on another device."""
         return ScaledGradient(self.codes.to(device), self.inv_scale.to(device))
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The names of the parts, as torch's subclasses tell them."""
+        return ["codes", "inv_scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], _: None, *size_and_stride: Any) -> ScaledGradient:
+        """From the parts."""
+        return ScaledGradient(parts["codes"], parts["inv_scale"])
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape and the two parts."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
@@ -195,6 +204,6 @@ def _check_meeting(func: Any, args: Sequence[Any]) -> None:
 def _stranger(func: Any) -> str:
     return (
         f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
-        " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under `precision='msamp-o2'` (or"
-        " o1, o3), or `lightning_lowprec.optim.ScaledAdamW`."
+        " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
+        " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.optim.ScaledAdamW`."
     )

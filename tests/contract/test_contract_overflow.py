@@ -31,7 +31,7 @@ class Adam(Net):
     """Keeps copies of weights and optimizer state at the end of every batch; one batch is infinite."""
 
     def on_train_batch_end(self, *args: object) -> None:
-        state = [t.clone() for s in self.optimizers().state.values() for t in s.values()]
+        state = [torch.as_tensor(t).clone() for s in self.optimizers().state.values() for t in s.values()]
         self.snapshots.append([*(p.detach().clone() for p in self.parameters()), *state])
 
 

@@ -137,7 +137,7 @@ def test_micro_batches_add_up_in_float32_if_asked_to():
 )
 def test_an_optimizer_that_takes_codes_for_weights_raises(optimizer, options):
     module = with_gradient()
-    with pytest.raises(TypeError, match="kept as codes with a scale.*AdamW.*msamp-o2"):
+    with pytest.raises(TypeError, match=r"kept as codes with a scale.*AdamW.*msamp-o2"):
         optimizer(module.parameters(), **options).step()
 
 
