@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
+from lightning_lowprec import MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
 from lightning_lowprec.optim import LossScale, MasterConfig
 from lightning_lowprec.precisions import TABLE
 from lightning_lowprec.registration import lightning_names
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "migration.md").read_text()
-OURS = {cls.__name__: cls for cls in (FP8TorchAO, FSDP2Strategy, HalfMixed, LossScale, MasterConfig)}
+OURS = {cls.__name__: cls for cls in (MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, LossScale, MasterConfig)}
 SPANS = re.findall(r"`([^`]+)`", TEXT)
 CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
-PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "Axolotl", "DeepSpeed")
+PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "MS-AMP", "Axolotl", "DeepSpeed")
 
 
 def rows():
