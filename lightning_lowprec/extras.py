@@ -31,7 +31,7 @@ def require(module: str, purpose: str) -> ModuleType:
                 f"{purpose} needs {root}, which is not installed: `{remedy}`.", name=root
             ) from error
         raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
         raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_lowprec.layers.invariants import unchanged
@@ -248,3 +249,22 @@ def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     scales.restore([("", layer)], {"": some_scales(8)}, recipe)
     assert layer.fp8_meta["scaling_fwd"].scale is before
     assert torch.equal(before, some_scales(8)["forward.scale"])
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
+def test_recomputation_by_torch(pretend_gpu, onnx_forward, recipe):
+    """With delayed scaling it would use other scales: an error. Other recipes run, in FP8 again."""
+    layer = onnx_forward(converted()[2])
+    layer.fp8, layer.fp8_meta["recipe"] = True, recipe  # as after a forward in FP8
+    seen = []
+    layer._multiply = lambda x, first: seen.append(FP8GlobalStateManager.get_fp8_recipe()) or x
+    with torch.enable_grad():
+        x = torch.randn(16, 32, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: (layer(x.detach()), grad)[1])  # what a checkpoint's unpack hook does
+        if recipe.delayed():
+            with pytest.raises(RuntimeError, match="renewed its scales"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+    assert seen == ([] if recipe.delayed() else [recipe])

@@ -54,6 +54,9 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     token_alignment: int
     """Rows that the GEMMs take are multiples of this; zero rows are appended and cut off again."""
     weight_cache: WeightCache | None
+    fp8: bool
+    """Transformer Engine's: whether the last forward ran in FP8."""
+    fp8_meta: dict[str, Any]
     _fp8_workspaces: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,10 +68,24 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
+        if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
+            return self._recompute(input)
         if not (self.training or self.fp8_eval) and FP8GlobalStateManager.is_fp8_enabled():
             with te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()):
                 return self._multiply(input, None)
         return self._multiply(input, self._is_first_microbatch())
+
+    def _recompute(self, input: Tensor) -> Tensor:
+        """The forward again, within a backward pass, by a checkpoint that knows torch's autocast only."""
+        recipe = self.fp8_meta["recipe"]
+        if recipe.delayed():
+            raise RuntimeError(
+                "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
+                " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
+                " `activation_checkpointing=True` ('fsdp2'), or a recipe without a history (`FP8TE('current')`)."
+            )
+        with te.autocast(enabled=True, recipe=recipe):
+            return self._multiply(input, self._is_first_microbatch())
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
         tokens = input.numel() // self.in_features

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.extras import INSTALL, import_refusal, require
 from lightning_lowprec.hardware import describe, every_gpu_has_fp8
 
 MODULE = "transformer_engine.pytorch"
@@ -16,6 +16,14 @@ MODULE = "transformer_engine.pytorch"
 def is_installed() -> bool:
     """Whether there is a Transformer Engine at all, working or broken; nothing is imported."""
     return find_spec("transformer_engine") is not None
+
+
+def status() -> str:
+    """Whether it is there and imports, and if not, why and what to install, in one line."""
+    if not is_installed():
+        return f"not installed: `{INSTALL['transformer_engine']}`"
+    refusal = import_refusal(MODULE, "FP8TE")
+    return refusal.splitlines()[0] if refusal is not None else "imports"
 
 
 def runs_here() -> bool:
