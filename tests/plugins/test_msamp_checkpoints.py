@@ -81,12 +81,16 @@ def test_masters_of_o3_are_in_the_checkpoint_and_a_stale_one_is_ignored(saved):
     entry = checkpoint["optimizer_states"][0]["state"][0]
     master = entry["master_param"]
     assert not torch.equal(master, checkpoint["state_dict"]["first.weight"])
-    for stale in (False, True):
+    for stale, optimizer_first in ((False, True), (True, True), (False, False), (True, False)):
         module = Net()
         _, wrapped, optimizer = in_fabric(module, torch.optim.AdamW(module.parameters()), MSAMP("O3"))
         entry["master_param"] = master + 1 if stale else master
-        optimizer.load_state_dict(checkpoint["optimizer_states"][0])  # before the weights, which decide
-        wrapped.load_state_dict(checkpoint["state_dict"])
+        loads = [
+            lambda to=optimizer: to.load_state_dict(checkpoint["optimizer_states"][0]),
+            lambda to=wrapped: to.load_state_dict(checkpoint["state_dict"]),
+        ]
+        for load in loads if optimizer_first else reversed(loads):
+            load()
         expected = checkpoint["state_dict"]["first.weight"] if stale else master
         assert torch.equal(master_of(module.first.weight), expected)
 
