@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
 from lightning_lowprec.layers.te.support import is_installed
 from lightning_lowprec.optim import LossScale, MasterConfig
 from lightning_lowprec.precisions import TABLE
@@ -15,12 +15,12 @@ from lightning_lowprec.registration import lightning_names
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "migration.md").read_text()
-OURS = {cls.__name__: cls for cls in (FP8TE, FP8TorchAO, FSDP2Strategy, HalfMixed, LossScale, MasterConfig)}
+OURS = {cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, LossScale, MasterConfig)}
 SPANS = re.findall(r"`([^`]+)`", TEXT)
 CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
 MADE = [call for call in CALLS if is_installed() or not call.startswith("FP8TE(")]
 """Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
-PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "Axolotl", "DeepSpeed")
+PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "MS-AMP", "Axolotl", "DeepSpeed")
 
 
 def rows():

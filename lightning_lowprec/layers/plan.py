@@ -100,6 +100,7 @@ def make_plan(
     *,
     recipe: Recipe = "tensorwise",
     alignment: int = selection.FEATURE_ALIGNMENT,
+    converted: type[nn.Module] | None = None,
 ) -> Plan:
     """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
 
@@ -108,6 +109,7 @@ def make_plan(
         options: the user's wishes beside the built-in rules.
         recipe: whose break-even points and gains are meant.
         alignment: what features must be multiples of.
+        converted: what Linears have become by an earlier plan, whose rows are then as they were.
 
     Raises:
         ValueError: a name or pattern that matches no Linear, or blocks that are asked for and not there.
@@ -116,13 +118,21 @@ def make_plan(
     reasons = selection.by_user(model, options)
     if options.only is None:
         reasons = selection.built_in(model) | reasons
-    return Plan(tuple(_row(matmul, reasons, options, recipe, alignment) for matmul in matmuls(model)))
+    rows = (_row(matmul, reasons, options, recipe, alignment, converted) for matmul in matmuls(model))
+    return Plan(tuple(rows))
 
 
-def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe: Recipe, alignment: int) -> PlanRow:
+def _row(
+    matmul: Matmul,
+    reasons: dict[str, str],
+    options: LayerOptions,
+    recipe: Recipe,
+    alignment: int,
+    converted: type[nn.Module] | None,
+) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
     trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
-    reason = selection.unsupported(matmul, alignment) or reasons.get(matmul.fqn)
+    reason = selection.unsupported(matmul, alignment, converted) or reasons.get(matmul.fqn)
     if reason is None and options.frozen == "keep" and not trains:
         reason = "frozen"
     if reason is None and _too_small(gain, options.threshold):

@@ -19,14 +19,19 @@ HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unsupported(matmul: Matmul, alignment: int = FEATURE_ALIGNMENT) -> str | None:
+def unsupported(
+    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted: type[nn.Module] | None = None
+) -> str | None:
     """Why this weight cannot convert, whatever the user wishes, or None.
 
     Args:
         matmul: the weight and its module.
         alignment: what its features must be multiples of.
+        converted: what Linears have become by an earlier plan: these could.
     """
     module = matmul.module
+    if converted is not None and isinstance(module, converted):
+        return None
     if not isinstance(module, nn.Linear):
         return f"no Linear ({matmul.kind})"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":

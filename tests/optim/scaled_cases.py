@@ -1,8 +1,11 @@
-"""Parameters of codes, their gradients and steps, for the tests of ScaledAdamW."""
+"""Parameters of codes, their gradients and steps, for the tests of ScaledAdamW and ScaledSGD."""
+
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.optim.scaled_weight import scale_weight_
 
@@ -31,7 +34,7 @@ def scaled_params(level, values=None):
 
 
 def give(params, step, coded):
-    for p, g in zip(params, gradients(step), strict=True):
+    for p, g in zip(params, gradients(step), strict=False):  # of some or of all
         if coded:
             p.scaled.accumulate(g)
         else:
@@ -59,3 +62,24 @@ def same(a, b):
 def through_file(state, tmp_path):
     torch.save(state, tmp_path / "state.pt")
     return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def bytes_at_rest(p, optimizer):
+    """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
+    kept = [p, p.scaled.grad, p.scaled.grad_inv_scale, p.scaled.scale, *optimizer.state[p].values()]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
+    }
+    (shelf,) = optimizer._shelves.values()
+    workspaces = [b.flat.untyped_storage().nbytes() for b in (*shelf._full.values(), *shelf._codes.values())]
+    return (sum(storages.values()) + sum(workspaces)) / p.numel()
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))

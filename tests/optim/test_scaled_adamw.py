@@ -1,15 +1,12 @@
 """ScaledAdamW against a loop written from the specification, bit for bit; its memory and kernels."""
 
-from collections import Counter
-
 import pytest
 import torch
-from scaled_cases import OPTIONS, every_level, give, gradients, run, scaled_params, starts
+from scaled_cases import OPTIONS, Ops, bytes_at_rest, every_level, give, gradients, run, scaled_params, starts
 from scaled_reference import Reference, quantise, value
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.optim import ScaledAdamW, scaled_adamw
+from lightning_lowprec.optim import ScaledAdamW, scaled_optimizer
 
 # ---- the arithmetic
 
@@ -18,7 +15,7 @@ from lightning_lowprec.optim import ScaledAdamW, scaled_adamw
 @pytest.mark.parametrize("coded", [True, False], ids=["fp8-gradient", "float32-gradient"])
 @pytest.mark.parametrize("chunk", [1 << 24, 200])
 def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypatch):
-    monkeypatch.setattr(scaled_adamw, "_CHUNK", chunk)
+    monkeypatch.setattr(scaled_optimizer, "_CHUNK", chunk)
     params = scaled_params(level)
     optimizer = ScaledAdamW(params, level=level, **OPTIONS)
     references = [Reference(v, level) for v in starts()]
@@ -118,24 +115,7 @@ def test_bytes_per_parameter(level, allowed):
     optimizer = ScaledAdamW([p], level=level)
     p.scaled.accumulate(torch.randn(256, 256))
     optimizer.step()
-    kept = [p, p.scaled.grad, p.scaled.grad_inv_scale, p.scaled.scale, *optimizer.state[p].values()]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
-    }
-    (shelf,) = optimizer._shelves.values()
-    workspaces = [b.flat.untyped_storage().nbytes() for b in (*shelf._full.values(), *shelf._codes.values())]
-    assert p.grad is None
-    assert (sum(storages.values()) + sum(workspaces)) / p.numel() <= allowed
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
+    assert bytes_at_rest(p, optimizer) <= allowed
 
 
 @every_level
