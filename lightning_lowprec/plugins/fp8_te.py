@@ -30,6 +30,7 @@ Base = Literal["bf16", "fp16"]
 BACKEND: Final = "transformer_engine"
 SCALES: Final = "scales"
 """Key of the delayed scales in a plugin's state."""
+_OVERRIDE: Final = "override_linear_precision"
 _NAMES: Final = {
     ("delayed", "HYBRID"): "fp8-hybrid-te",
     ("delayed", "E4M3"): "fp8-e4m3-te",
@@ -118,8 +119,7 @@ class FP8TE(LowPrecision):
         grad_reduce_dtype: torch.dtype | None = None,
         grad_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        if base not in get_args(Base):
-            raise ValueError(f"`base={base!r}` is not valid; expected one of: {', '.join(get_args(Base))}.")
+        _check_base(base)
         masters = resolve_masters(
             base,
             master_weights,
@@ -131,8 +131,7 @@ class FP8TE(LowPrecision):
         require(support.MODULE, f"FP8TE(recipe={recipe!r})")
         fields: dict[str, Any] = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": amax_history_len}
         fields |= {"amax_compute_algo": amax_compute_algo, "reduce_amax": reduce_amax, "interval": interval}
-        fields |= {"fp8_dpa": fp8_dpa or None, "fp8_mha": fp8_mha or None}
-        fields["override_linear_precision"] = override_linear_precision
+        fields |= {"fp8_dpa": fp8_dpa or None, "fp8_mha": fp8_mha or None, _OVERRIDE: override_linear_precision}
         self.recipe: Any = recipes.make_recipe(recipe, fields, "FP8TE")
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
@@ -320,6 +319,11 @@ class FP8TE(LowPrecision):
         if left:
             rank_zero_info(f"{self.precision}: no layer for {len(left)} of the checkpoint's scales ({left[0]!r}, ...).")
         self._loaded_scales = {}
+
+
+def _check_base(base: object) -> None:
+    if base not in get_args(Base):
+        raise ValueError(f"`base={base!r}` is not valid; expected one of: {', '.join(get_args(Base))}.")
 
 
 def _fuse(choice: object) -> Literal["auto", False]:
