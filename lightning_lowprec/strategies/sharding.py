@@ -127,7 +127,7 @@ class Sharding:
 
 def _choices(plugin: Any) -> tuple[Any, ...]:
     """What of a precision is built into a model when it is sharded: another choice needs a new model."""
-    names = ("precision", "recipe", "layers", "fp8_eval", "emulate", "round_scales_to_power_of_2")
+    names = ("precision", "recipe", "layers", "fp8_eval", "emulate", "round_scales_to_power_of_2", "norms", "fuse")
     return tuple(getattr(plugin, name, None) for name in names)
 
 
