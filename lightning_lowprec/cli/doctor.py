@@ -105,7 +105,7 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
     lines += ["", *(_line(verdict, width) for verdict in verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
-        lines += [f"{reason}:", f"    {', '.join(names)}"]
+        lines += [f"{reason.rstrip('.')}:", f"    {', '.join(names)}"]
     return "\n".join(lines)
 
 

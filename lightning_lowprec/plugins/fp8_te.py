@@ -128,7 +128,7 @@ class FP8TE(LowPrecision):
             grad_accumulation_dtype=grad_accumulation_dtype,
         )
         super().__init__(resolve_loss_scale(base, loss_scale), masters)
-        require(support.MODULE, f"FP8TE(recipe={recipe!r})")
+        require(support.MODULE, "FP8TE")
         fields: dict[str, Any] = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": amax_history_len}
         fields |= {"amax_compute_algo": amax_compute_algo, "reduce_amax": reduce_amax, "interval": interval}
         fields |= {"fp8_dpa": fp8_dpa or None, "fp8_mha": fp8_mha or None, _OVERRIDE: override_linear_precision}
