@@ -16,6 +16,7 @@ from lightning_lowprec.optim.scaled_shelf import Rounding, Rule, Shelf
 from lightning_lowprec.optim.scaled_weight import LEVELS, Level, ScaledWeight, encode, scaled_of
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
+_OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 _NO_MOMENTS: Final = ("step", "master", "master_scale", "master_param")
 _SHELVES: Final = 256  # remembered combinations of parameters that stepped together
 
@@ -23,12 +24,20 @@ _SHELVES: Final = 256  # remembered combinations of parameters that stepped toge
 class ScaledOptimizer(Optimizer):
     """Abstract: a subclass says what moments there are, and what a step does to plain and to scaled parameters."""
 
+    compile = False
+
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], level: Level, stochastic_rounding: bool, seed: int
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        level: Level,
+        stochastic_rounding: bool,
+        seed: int,
+        compile: bool,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-        self.level, self.stochastic_rounding, self.seed = level, stochastic_rounding, seed
+        self.level, self.stochastic_rounding, self.seed, self.compile = level, stochastic_rounding, seed, compile
         self._shelves: dict[tuple[int, ...], Shelf] = {}
         super().__init__(params, defaults)
 
@@ -105,11 +114,12 @@ class ScaledOptimizer(Optimizer):
             yield chunk
 
     def _shelf(self, params: list[Tensor], moments: Mapping[str, Format]) -> Shelf:
-        key = (len(moments), *map(id, params))
+        key = (self.compile, len(moments), *map(id, params))
         if key not in self._shelves:
             if len(self._shelves) >= _SHELVES:
                 self._shelves.clear()
-            self._shelves[key] = Shelf(params, moments)  # holds the parameters, so their ids stay theirs
+            formats = {key: None if self.level == "O1" else format for key, format in moments.items()}
+            self._shelves[key] = Shelf(params, formats, self.compile)  # holds the parameters, so their ids stay theirs
         return self._shelves[key]
 
     def _starts(self) -> dict[int, int]:
@@ -161,7 +171,7 @@ class ScaledOptimizer(Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in ("level", "stochastic_rounding", "seed")}
+        own: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
         return {**super().__getstate__(), **own, "_shelves": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
