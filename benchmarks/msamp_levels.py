@@ -66,7 +66,8 @@ def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
     tensors: list[Any] = []
     for p in weights:
         scaled = scaled_of(p)
-        tensors += [p, p.grad, *optimizer.state[p].values(), *(() if scaled is None else vars(scaled).values())]
+        grad = (p.grad,) if scaled is None else (scaled.grad, scaled.grad_inv_scale)
+        tensors += [p, *grad, *optimizer.state[p].values(), *(() if scaled is None else vars(scaled).values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
     return sum(s.nbytes() for s in storages.values()) / sum(p.numel() for p in weights)
 

@@ -5,7 +5,7 @@
     grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]    e5m2 x e4m3
 
 One power-of-two scale per tensor, from its own amax. Between forward and backward a layer keeps the input's codes, one
-byte per element. The weight's gradient goes to ``weight.scaled`` (one byte), never to ``weight.grad``.
+byte per element. The weight's gradient is a ``ScaledGradient``, one byte per element too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_lowprec.formats import E4M3, E5M2
+from lightning_lowprec.optim.scaled_gradient import ScaledGradient
 from lightning_lowprec.optim.scaled_weight import (
     Level,
     ScaledWeight,
@@ -39,14 +40,20 @@ class ScaledLinear(nn.Linear):
 
     emulate: bool
     """Whether products are those of dequantised codes in float32 instead of FP8 kernels'."""
+    fp8_eval: bool
+    """Whether evaluation without gradients multiplies in FP8 too, instead of with the weight's exact values."""
+    float32_gradients: bool
+    """Whether the weight's gradient is a float32 tensor instead of a ScaledGradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
+            return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         rows = input.reshape(-1, self.in_features)
         padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % _ALIGNMENT))
-        output: Tensor = _matmul(padded, self.weight, self.emulate)[: rows.shape[0]]
+        output: Tensor = _matmul(padded, self.weight, self.emulate, self.float32_gradients)[: rows.shape[0]]
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output.reshape(*input.shape[:-1], self.out_features)
@@ -75,13 +82,16 @@ class ScaledLinear(nn.Linear):
             self._parameters = {"weight": weight, **self._parameters}
         device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
         if device != weight.device:
-            scaled, moved = _scaled(weight), weight.data.to(device)
+            scaled, moved, gradient = _scaled(weight), weight.data.to(device), weight.grad
+            weight.grad = None
             scaled.to_(device)
             if torch._has_compatible_shallow_copy_type(weight, moved):
                 weight.data = moved
             else:  # to or from meta: a new Parameter, as in every module
                 self.weight = nn.Parameter(moved, weight.requires_grad)
                 attach_(self.weight, scaled)
+            if gradient is not None and not moved.is_meta:
+                self.weight.grad = gradient.to(device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +106,15 @@ class ScaledLinear(nn.Linear):
         attach_(self.weight, scaled)
 
 
-def scale_linears(model: nn.Module, fqns: Sequence[str], level: Level, *, emulate: bool | None = None) -> None:
+def scale_linears(
+    model: nn.Module,
+    fqns: Sequence[str],
+    level: Level,
+    *,
+    emulate: bool | None = None,
+    fp8_eval: bool = True,
+    float32_gradients: bool = False,
+) -> None:
     """Turn the Linears named by ``fqns`` into ScaledLinear, in place; Parameters stay the same objects.
 
     Args:
@@ -104,6 +122,8 @@ def scale_linears(model: nn.Module, fqns: Sequence[str], level: Level, *, emulat
         fqns: as in ``model.named_modules()``; ``""`` is the model itself.
         level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
         emulate: multiply dequantised codes in float32; None: on CPU yes, elsewhere no.
+        fp8_eval: whether evaluation without gradients multiplies in FP8 too.
+        float32_gradients: keep the weights' gradients in float32, in which micro-batches then add up.
 
     Raises:
         TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
@@ -130,30 +150,42 @@ def scale_linears(model: nn.Module, fqns: Sequence[str], level: Level, *, emulat
         assert isinstance(linear.weight, nn.Parameter)
         scale_weight_(linear.weight, level)
         linear.__class__ = ScaledLinear
-        linear.__dict__["emulate"] = linear.weight.device.type == "cpu" if emulate is None else emulate
+        assert isinstance(linear, ScaledLinear)
+        linear.emulate = linear.weight.device.type == "cpu" if emulate is None else emulate
+        linear.fp8_eval, linear.float32_gradients = fp8_eval, float32_gradients
+
+
+def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
+    """The layers of ``model`` that are converted, by fqn."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, ScaledLinear)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _matmul(rows: Tensor, weight: Tensor, emulate: bool) -> Tensor:
-    output: Tensor = _ScaledMatmul.apply(rows, weight, emulate)  # type: ignore[no-untyped-call]
+def _matmul(rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
+    output: Tensor = _ScaledMatmul.apply(rows, weight, emulate, float32_gradient)  # type: ignore[no-untyped-call]
     return output
 
 
 class _ScaledMatmul(torch.autograd.Function):
-    """[M, K] @ [K, N] -> [M, N]; adds the weight's gradient to ``weight.scaled``."""
+    """[M, K] @ [K, N] -> [M, N]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
         codes, scale = encode(rows.float(), E4M3)
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
-        ctx.emulate, ctx.dtype, ctx.scaled = emulate, rows.dtype, _scaled(weight)
+        ctx.emulate, ctx.float32_gradient, ctx.dtype, ctx.scaled = (
+            emulate,
+            float32_gradient,
+            rows.dtype,
+            _scaled(weight),
+        )
         weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale, weight = ctx.saved_tensors
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
@@ -162,8 +194,8 @@ class _ScaledMatmul(torch.autograd.Function):
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
-            ctx.scaled.accumulate(grad_weight)
-        return grad_input, None, None
+            return grad_input, grad_weight if ctx.float32_gradient else ScaledGradient.of(grad_weight), None, None
+        return grad_input, None, None, None
 
 
 def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:

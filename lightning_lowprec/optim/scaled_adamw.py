@@ -4,13 +4,13 @@
     optimizer = ScaledAdamW(model.parameters(), level="O2")
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
-scaled parameter at rest, with the gradient at ``param.scaled`` (1 byte): O1 11, O2 6, O3 7; AdamW in float32: 16.
+scaled parameter at rest, with a scaled gradient (1 byte): O1 11, O2 6, O3 7; AdamW in float32: 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,12 +25,11 @@ from lightning_lowprec.optim.scaled_weight import Level
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 
 
-@final
 class ScaledAdamW(ScaledOptimizer):
     """AdamW for parameters of codes (see :func:`~lightning_lowprec.optim.scaled_weight.scale_weight_`) and plain ones.
 
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
-    The gradient of a parameter of codes is ``param.scaled.grad``, or else ``param.grad`` as it is.
+    The gradient of a parameter of codes is scaled too, or any float32 tensor.
 
     Args:
         params: parameters or groups, as in any torch optimizer.

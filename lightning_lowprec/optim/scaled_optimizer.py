@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.formats import Format
 from lightning_lowprec.optim.scaled_shelf import Rounding, Rule, Shelf
-from lightning_lowprec.optim.scaled_weight import LEVELS, Level, ScaledWeight, encode, scaled_of
+from lightning_lowprec.optim.scaled_weight import LEVELS, Level, encode, scaled_of
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
@@ -131,40 +132,13 @@ class ScaledOptimizer(Optimizer):
 
     # ---- gradients
 
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, scaled ones too."""
-        super().zero_grad(set_to_none)
-        for scaled in self._scaled():
-            scaled.grad = scaled.grad_inv_scale = None
-
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a 2-norm of at most ``max_norm``; of scaled ones only ``grad_inv_scale`` changes.
+        """Scale all gradients to a 2-norm of at most ``max_norm``; of scaled ones only the scale changes.
 
         Returns:
-            The norm before, scalar float32; as in ``torch.nn.utils.clip_grad_norm_``.
+            The norm before, scalar float32; this is ``torch.nn.utils.clip_grad_norm_``, which will do as well.
         """
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        coded = [(s.grad, s.grad_inv_scale) for s in self._scaled() if s.grad is not None]
-        norms = [torch.linalg.vector_norm(g.float()) for g in grads]
-        inv_scales = [inv_scale for _, inv_scale in coded if inv_scale is not None]
-        norms += [
-            torch.linalg.vector_norm(codes.float()) * inv for (codes, _), inv in zip(coded, inv_scales, strict=True)
-        ]
-        if not norms:
-            return torch.zeros(())
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for tensor in (*grads, *inv_scales):
-            tensor.mul_(factor.to(tensor.device))
-        return total
-
-    def _scaled(self) -> Iterator[ScaledWeight]:
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            scaled = scaled_of(p)
-            if scaled is not None:
-                yield scaled
+        return clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     # ---- state
 

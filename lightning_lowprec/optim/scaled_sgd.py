@@ -8,14 +8,14 @@ is what moves the weight. And float8_e4m3fn cannot decay slowly: with 3 bits beh
 to ``x`` (1.125 -> 1.069 -> 1.125), so that from momentum 0.945 on a buffer would push the weight for ever after its
 gradients have gone; float16 does so from 0.9995 on.
 
-Bytes per scaled parameter at rest, with the gradient at ``param.scaled`` (1 byte): O1 7, O2 5, O3 6; without momentum
+Bytes per scaled parameter at rest, with a scaled gradient (1 byte): O1 7, O2 5, O3 6; without momentum
 3, 3 and 4; SGD with momentum in float32: 12.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.optim.sgd import sgd
@@ -30,12 +30,11 @@ _BUFFER: Final = "momentum_buffer"
 _MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 
 
-@final
 class ScaledSGD(ScaledOptimizer):
     """SGD for parameters of codes (see :func:`~lightning_lowprec.optim.scaled_weight.scale_weight_`) and plain ones.
 
     Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
-    The gradient of a parameter of codes is ``param.scaled.grad``, or else ``param.grad`` as it is.
+    The gradient of a parameter of codes is scaled too, or any float32 tensor.
 
     Args:
         params: parameters or groups, as in any torch optimizer.

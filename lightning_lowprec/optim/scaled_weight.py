@@ -10,6 +10,7 @@ The Parameter object stays the same; only its ``data`` change. What belongs to i
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final, Literal, final, get_args
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowprec.formats import E4M3, FP16, Format
+from lightning_lowprec.optim.scaled_gradient import ScaledGradient
 from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
 
 Level = Literal["O1", "O2", "O3"]
@@ -25,34 +27,54 @@ LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 @final
 class ScaledWeight:
-    """What a parameter of codes is worth, and its gradient.
+    """What a parameter of codes is worth.
 
     Made by :func:`scale_weight_`; ``scale`` and ``master_scale`` are scalar float32 tensors, changed in place by
-    a step.
+    a step. The gradient is at ``param.grad``, a :class:`~lightning_lowprec.optim.scaled_gradient.ScaledGradient`.
     """
 
     def __init__(self, scale: Tensor, master: Tensor | None, master_scale: Tensor | None) -> None:
         self.scale = scale
         self.master = master
         self.master_scale = master_scale
-        self.grad: Tensor | None = None
-        """float8_e4m3fn, of the parameter's shape; worth ``grad * grad_inv_scale``."""
-        self.grad_inv_scale: Tensor | None = None
+        self.offered: Tensor | None = None
+        """A master, (...) float32, that was loaded before the weight it belongs to."""
+        self._param: weakref.ref[Any] | None = None
 
     def to_(self, device: torch.device) -> None:
-        """Move everything to ``device``."""
+        """Move everything to ``device``, the gradient too."""
         for name, value in vars(self).items():
-            if value is not None:
+            if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
+
+    @property
+    def gradient(self) -> ScaledGradient | None:
+        """``param.grad`` if it is scaled."""
+        param = None if self._param is None else self._param()
+        grad = None if param is None else param.grad
+        return grad if isinstance(grad, ScaledGradient) else None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """float8_e4m3fn, of the parameter's shape; worth ``grad * grad_inv_scale``."""
+        return None if self.gradient is None else self.gradient.codes
+
+    @property
+    def grad_inv_scale(self) -> Tensor | None:
+        """Scalar float32; NaN if the gradient has a value that is not finite."""
+        return None if self.gradient is None else self.gradient.inv_scale
 
     @torch.no_grad()
     def accumulate(self, grad: Tensor) -> None:
         """Add a gradient, any float, to the scaled one, whose amax is taken anew; inf becomes NaN."""
-        total = grad.float()
-        if self.grad is not None and self.grad_inv_scale is not None:
-            total = total + self.grad.float() * self.grad_inv_scale
-        scale = power_of_two_scale(amax(total), E4M3)
-        self.grad, self.grad_inv_scale = saturating_cast(total * scale, E4M3), scale.reciprocal()
+        assert self._param is not None
+        param: Any = self._param()
+        total = grad.float() if self.gradient is None else grad.float() + self.gradient.decode()
+        param.grad = ScaledGradient.of(total)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no parameter until :func:`attach_`."""
+        return {**self.__dict__, "_param": None}
 
 
 def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
@@ -88,6 +110,7 @@ def attach_(param: Any, scaled: ScaledWeight) -> None:
     """Hang ``scaled`` at a parameter that holds its codes already."""
     param.grad_dtype = torch.float32
     param.scaled = scaled
+    scaled._param = weakref.ref(param)
 
 
 def scaled_of(param: Any) -> ScaledWeight | None:
@@ -106,16 +129,55 @@ def values_of(param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_values_(param: Tensor, values: Tensor) -> None:
-    """Give a parameter of codes, and its master, other values: (...) any float. What :func:`values_of` gave fits."""
+    """Give a parameter of codes other values: (...) any float. What :func:`values_of` gave fits.
+
+    A master that rounds to them stays, or one that was offered and does; else they are the master's values too.
+    """
     scaled = scaled_of(param)
     assert scaled is not None, "no codes"
-    codes, scale = encode(values.detach().float(), FP16 if scaled.master is None else E4M3)
+    given = values.detach().float()
     if scaled.master is not None and scaled.master_scale is not None:
-        master, master_scale = encode(values.detach().float(), FP16)
-        scaled.master.copy_(master)
-        scaled.master_scale.copy_(master_scale)
-    param.copy_(codes)
-    scaled.scale.copy_(scale)
+        masters = (given, scaled.master.float() / scaled.master_scale, scaled.offered)
+        fits = [m for m in masters if m is not None and torch.equal(_rounded(m), _rounded(given))]
+        _store(*encode((fits or [given])[-1], FP16), scaled.master, scaled.master_scale)
+        scaled.offered = None
+    _store(*encode(given, FP16 if scaled.master is None else E4M3), param, scaled.scale)
+
+
+@torch.no_grad()
+def set_master_(param: Tensor, master: Tensor) -> None:
+    """Offer a master, (...) any float, to a parameter that has one: taken if it rounds to the parameter.
+
+    If it does not, it waits until the parameter gets other values: an optimizer may be loaded before its model.
+    """
+    scaled = scaled_of(param)
+    if scaled is None or scaled.master is None or scaled.master_scale is None:
+        return
+    values = master.to(param.device).float()
+    if torch.equal(_rounded(values), values_of(param)):
+        _store(*encode(values, FP16), scaled.master, scaled.master_scale)
+    else:
+        scaled.offered = values
+
+
+def master_of(param: Tensor) -> Tensor | None:
+    """The values of a parameter's master, (...) float32; None if it has none beside itself."""
+    scaled = scaled_of(param)
+    if scaled is None or scaled.master is None or scaled.master_scale is None:
+        return None
+    return scaled.master.float() / scaled.master_scale
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """What a level O3 parameter with a master of these values is worth."""
+    master, master_scale = encode(values, FP16)
+    codes, scale = encode(master.float() / master_scale, E4M3)
+    return codes.float() / scale
+
+
+def _store(codes: Tensor, scale: Tensor, into: Tensor, into_scale: Tensor) -> None:
+    into.copy_(codes)
+    into_scale.copy_(scale)
 
 
 def encode(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:

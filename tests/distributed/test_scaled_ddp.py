@@ -61,7 +61,7 @@ def one_average(level, rank):
     if rank == 1:
         model.sometimes(batch(rank)).square().mean().backward()
     before = grads(model)
-    average_scaled_gradients(ddp)
+    average_scaled_gradients(ddp.parameters())
     return {"start": start, "before": before, "after": grads(model)}
 
 
@@ -72,7 +72,7 @@ def trained(level, rank, steps=5):
         for micro in range(2):
             with ddp.no_sync() if micro == 0 else torch.enable_grad():
                 ddp(batch(rank, 2 * step + micro)).square().mean().backward()
-        average_scaled_gradients(model)
+        average_scaled_gradients(model.parameters())
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def bytes_per_weight(rank):
     model, ddp = wrapped("O2", rank, width=128)
     ddp(batch(rank, width=128)).square().mean().backward()
     with Sent() as sent:
-        average_scaled_gradients(model)
+        average_scaled_gradients(model.parameters())
     return sum(sent.bytes.values()) / (2 * 128 * 128)
 
 
@@ -105,7 +105,7 @@ def overflow(rank):
     ddp(batch(rank)).square().mean().backward()
     if rank == 1:
         model.first.weight.scaled.accumulate(torch.full((32, 32), float("inf")))
-    average_scaled_gradients(model)
+    average_scaled_gradients(model.parameters())
     return grads(model)
 
 

@@ -115,7 +115,6 @@ def test_bytes_per_parameter(level, allowed):
     optimizer = ScaledAdamW([p], level=level)
     p.scaled.accumulate(torch.randn(256, 256))
     optimizer.step()
-    assert p.grad is None
     assert bytes_at_rest(p, optimizer) <= allowed
 
 

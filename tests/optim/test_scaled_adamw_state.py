@@ -134,7 +134,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     give(params, 1, coded=True)
     g = gradients(1)[0]
     g[0, 0] = bad
-    params[0].scaled.grad = None
+    params[0].grad = None
     params[0].scaled.accumulate(g)
     optimizer.step()
     assert bool(values_of(params[0])[0, 0].isnan())

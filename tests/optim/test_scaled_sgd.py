@@ -248,7 +248,6 @@ def test_bytes_per_parameter(level, momentum, allowed):
     optimizer = ScaledSGD([p], momentum=momentum, level=level)
     p.scaled.accumulate(torch.randn(256, 256))
     optimizer.step()
-    assert p.grad is None
     assert allowed - 0.2 <= bytes_at_rest(p, optimizer) <= allowed
 
 
@@ -278,7 +277,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     give(params, 1, coded=True)
     g = gradients(1)[0]
     g[0, 0] = bad
-    params[0].scaled.grad = None
+    params[0].grad = None
     params[0].scaled.accumulate(g)
     optimizer.step()
     assert not bool(values_of(params[0])[0, 0].isfinite())
