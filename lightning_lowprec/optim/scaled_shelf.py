@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_lowprec.formats import E4M3, FP16, Format
 from lightning_lowprec.optim import rounding
-from lightning_lowprec.optim.flat import FlatBuffer
-from lightning_lowprec.optim.scaled_weight import ScaledWeight
+from lightning_lowprec.optim.flat import FlatBuffer, local
+from lightning_lowprec.optim.scaled_weight import ScaledWeight, Shards, codes_of
 from lightning_lowprec.scaling import power_of_two_scale, saturating_cast
 
 _BACKEND: Final = "inductor"
@@ -57,11 +57,19 @@ class Shelf:
         params: at least one.
         moments: of the optimizer, with their formats; None: kept in float32, without a scale.
         compile: run the two passes through ``torch.compile``.
+        shards: if the parameters are sharded; what is here steps here, with scales that all ranks agree on.
     """
 
-    def __init__(self, params: Sequence[Tensor], moments: Mapping[str, Format | None], compile: bool = False) -> None:
-        self.params = list(params)
-        self._moments, self._compile = moments, compile
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        moments: Mapping[str, Format | None],
+        compile: bool = False,
+        shards: Shards | None = None,
+    ) -> None:
+        self._owners = list(params)
+        self.params = [codes_of(p) for p in params]
+        self._moments, self._compile, self._shards = moments, compile, shards
         formats = {"grad": E4M3, **moments, "weight": FP16}
         self._formats = {name: format for name, format in formats.items() if format is not None}
         self._full = {name: FlatBuffer(self.params, torch.float32) for name in formats}
@@ -85,10 +93,10 @@ class Shelf:
         scales = {key: [s[f"{key}_scale"] for s in states] for key in self._moments if key in self._codes}
         scales["weight"] = [s.scale if s.master_scale is None else s.master_scale for s in scaled]
         self._read(scaled, stored, scales, rule)
-        fresh = self._fresh_scales(scales)
+        fresh, largest = self._fresh_scales(scales)
         if rounded is not None:
             self._round(fresh["weight"], rounded)
-        copy_scale = None if scaled[0].master is None else self._copy_scale(scaled, fresh["weight"], rounded)
+        copy_scale = None if scaled[0].master is None else self._copy_scale(scaled, fresh["weight"], largest, rounded)
         full, codes = _flat(self._full), _flat(self._codes)
         self._pass(_encode)(full, codes, fresh, self._runs)
         if copy_scale is not None:  # a pass of its own: a compiler leaves out the rounding between two casts in one
@@ -111,8 +119,9 @@ class Shelf:
     ) -> None:
         """Fill the flat float32 memory and let the rule change it."""
         inv_scales = {name: torch.stack(of_one).reciprocal_() for name, of_one in scales.items()}
-        gradients = [cast(Tensor, p.grad) for p in self.params]
-        if scaled[0].grad is not None:
+        if scaled[0].grad is None:
+            gradients = [local(cast(Tensor, p.grad)) for p in self._owners]
+        else:
             gradients = [cast(Tensor, s.grad) for s in scaled]
             inv_scales["grad"] = torch.stack([cast(Tensor, s.grad_inv_scale) for s in scaled])
         for name, tensors in {**stored, "grad": gradients}.items():
@@ -125,16 +134,19 @@ class Shelf:
         self._pass(_update)(_flat(self._full), _flat(self._codes), inv_scales, self._runs, rule.function, numbers)
 
     def _amaxes(self, names: Sequence[str]) -> Tensor:
-        """(names, parameters) float32."""
+        """(names, parameters) float32; of shards over all ranks, by one reduction."""
         views = [view for name in names for view in self._full[name].views]
-        return torch.stack(torch._foreach_norm(views, float("inf"))).view(len(names), -1)
+        amaxes = torch.stack(torch._foreach_norm(views, float("inf"))).view(len(names), -1)
+        return amaxes if self._shards is None else self._shards.maximum(amaxes)
 
-    def _fresh_scales(self, scales: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    def _fresh_scales(self, scales: Mapping[str, list[Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+        """By name; and the amaxes of the weights."""
         amaxes = dict(zip(scales, self._amaxes(list(scales)), strict=True))
-        return {
+        fresh = {
             name: power_of_two_scale(amaxes[name], self._formats[name], torch.stack(old))
             for name, old in scales.items()
         }
+        return fresh, amaxes["weight"]
 
     def _round(self, scales: Tensor, rounded: Rounding) -> None:
         weight = self._full["weight"].flat
@@ -143,11 +155,14 @@ class Shelf:
         rounding.stochastic_round_fp16_(weight, seed=rounded.seed, step=rounded.step, start=rounded.start)
         weight.div_(scale)
 
-    def _copy_scale(self, scaled: Sequence[ScaledWeight], scales: Tensor, rounded: Rounding | None) -> Tensor:
+    def _copy_scale(
+        self, scaled: Sequence[ScaledWeight], scales: Tensor, largest: Tensor, rounded: Rounding | None
+    ) -> Tensor:
         """The scale of the e4m3 weight, which is the master as it is rounded."""
-        (amaxes,) = self._amaxes(["weight"])
         if rounded is None:  # rounding keeps the order, so the largest becomes the largest
-            amaxes = saturating_cast(amaxes * scales, FP16).float() / scales
+            amaxes = saturating_cast(largest * scales, FP16).float() / scales
+        else:
+            (amaxes,) = self._amaxes(["weight"])
         return power_of_two_scale(amaxes, E4M3, torch.stack([s.scale for s in scaled]))
 
     def _pass(self, function: Callable[..., None]) -> Callable[..., None]:
