@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_lowprec.plugins import FP8TorchAO, HalfMixed, LowPrecision
+from lightning_lowprec.plugins import MSAMP, FP8TorchAO, HalfMixed, LowPrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,21 @@ TABLE: dict[str, Entry] = {
         plugin=FP8TorchAO,
         options={"recipe": "rowwise_with_gw_hp"},
         summary=f"rowwise with the weight gradient in high precision, the most accurate; {_BF16}",
+    ),
+    "msamp-o1": Entry(
+        plugin=MSAMP,
+        options={"level": "O1"},
+        summary=f"FP8 linear layers with fp16 weights and FP8 gradients, float32 moments; {_BF16}",
+    ),
+    "msamp-o2": Entry(
+        plugin=MSAMP,
+        options={"level": "O2"},
+        summary=f"FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments; {_BF16}",
+    ),
+    "msamp-o3": Entry(
+        plugin=MSAMP,
+        options={"level": "O3"},
+        summary=f"FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2; {_BF16}",
     ),
 }
 

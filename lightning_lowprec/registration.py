@@ -140,7 +140,7 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
             for_trainer = not isinstance(self, fabric_connector._Connector)
             strategy = resolve_strategy(strategy, getattr(self, "_registered_strategies", ()), for_trainer)
         if ours is not None:
-            check_strategy(ours.precision, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
+            check_strategy(ours, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
     return check
@@ -172,7 +172,7 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if _patches and is_fsdp2(self.strategy):  # here and not only at set-up, before any process starts
             self.strategy.sharding.check(plugin)
         if _patches and isinstance(plugin, LowPrecision):
-            check_strategy(plugin.precision, self.strategy, (), {})
+            check_strategy(plugin, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
             if is_fsdp2(self.strategy):  # it meets the plugin, and shows it the optimizers, itself
                 return

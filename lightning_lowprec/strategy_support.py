@@ -27,17 +27,15 @@ UNSUPPORTED = (  # some of Lightning's derive from the ones above
     trainer.SingleDeviceXLAStrategy,
     trainer.XLAStrategy,
 )
-WORKS = (
-    "one device, 'ddp' and its kin (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true), 'fsdp2', or"
-    " 'fsdp', which becomes 'fsdp2'"
-)
+UNSHARDED = "one device, 'ddp' and its kin (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true)"
+SHARDED_TOO = ", 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
 
 
-def check_strategy(precision: str, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
-    """Raise if ``precision`` does not run under ``strategy``.
+def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
+    """Raise if ``plugin`` does not run under ``strategy``.
 
     Args:
-        precision: the precision's name, for the message.
+        plugin: the precision's.
         strategy: a strategy object, or a name; ``"auto"`` and unknown names pass (Lightning has the last word there).
         names: the strategy names that Lightning knows.
         registry: Lightning's registry, name -> ``{"strategy": class, ...}``.
@@ -52,9 +50,11 @@ def check_strategy(precision: str, strategy: Any, names: Collection[str], regist
         cls = registry[name]["strategy"]
     else:
         name, cls = type(strategy).__name__, type(strategy)
-    if not issubclass(cls, SUPPORTED) or issubclass(cls, UNSUPPORTED):
+    unsupported = (*UNSUPPORTED, *SHARDED) if plugin.keeps_codes else UNSUPPORTED
+    if not issubclass(cls, SUPPORTED) or issubclass(cls, unsupported):
+        works = UNSHARDED if plugin.keeps_codes else UNSHARDED + SHARDED_TOO
         raise ValueError(
-            f"`precision={precision!r}` does not run under `strategy={name!r}` yet. It runs under {WORKS}."
+            f"`precision={plugin.precision!r}` does not run under `strategy={name!r}` yet. It runs under {works}."
         )
 
 

@@ -17,7 +17,7 @@ from lightning_lowprec.layers.plan import make_plan
 from lightning_lowprec.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.planning.render import Report, page, text
 from lightning_lowprec.planning.source import load
-from lightning_lowprec.plugins import FP8TorchAO
+from lightning_lowprec.plugins import MSAMP, FP8TorchAO
 
 OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 
@@ -25,28 +25,29 @@ OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 def run(argv: list[str]) -> int:
     """Print the plan; 1 if nothing converts."""
     args = _parser().parse_args(argv)
-    recipe = _recipe(args.precision)
+    recipe, level = _recipe_and_level(args.precision)
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
     plan = make_plan(source.model, options, recipe=recipe)
-    fp8_all_gather = recipe == "tensorwise"
+    fp8_all_gather = recipe == "tensorwise" and level is None
     report = Report(
         title=source.origin,
         precision=args.precision,
         plan=plan,
         flops=flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length),
-        bytes=footprints(source.model, plan, args.precision, fp8_all_gather=fp8_all_gather),
+        bytes=footprints(source.model, plan, args.precision, fp8_all_gather=fp8_all_gather, level=level),
     )
     _show(report, args)
     return 0 if plan.converted else 1
 
 
-def _recipe(precision: str) -> Any:
+def _recipe_and_level(precision: str) -> tuple[Any, str | None]:
+    converting = (FP8TorchAO, MSAMP)
     entry = precisions.TABLE.get(precision)
-    if entry is None or entry.plugin is not FP8TorchAO:
-        allowed = [name for name, entry in precisions.TABLE.items() if entry.plugin is FP8TorchAO]
+    if entry is None or entry.plugin not in converting:
+        allowed = [name for name, entry in precisions.TABLE.items() if entry.plugin in converting]
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(allowed)}.")
-    return entry.options.get("recipe", "tensorwise")
+    return entry.options.get("recipe", "tensorwise"), entry.options.get("level")
 
 
 def _show(report: Report, args: Namespace) -> None:

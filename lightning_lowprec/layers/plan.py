@@ -94,13 +94,20 @@ class Plan:
         return cls(tuple(PlanRow(**row) for row in data["rows"]))
 
 
-def make_plan(model: nn.Module, options: LayerOptions | None = None, *, recipe: Recipe = "tensorwise") -> Plan:
+def make_plan(
+    model: nn.Module,
+    options: LayerOptions | None = None,
+    *,
+    recipe: Recipe = "tensorwise",
+    converted: type[nn.Module] | None = None,
+) -> Plan:
     """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
 
     Args:
         model: any module; a root Linear is a row of its own.
         options: the user's wishes beside the built-in rules.
         recipe: whose break-even points and gains are meant.
+        converted: what Linears have become by an earlier plan, whose rows are then as they were.
 
     Raises:
         ValueError: a name or pattern that matches no Linear, or blocks that are asked for and not there.
@@ -109,13 +116,19 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, *, recipe: 
     reasons = selection.by_user(model, options)
     if options.only is None:
         reasons = selection.built_in(model) | reasons
-    return Plan(tuple(_row(matmul, reasons, options, recipe) for matmul in matmuls(model)))
+    return Plan(tuple(_row(matmul, reasons, options, recipe, converted) for matmul in matmuls(model)))
 
 
-def _row(matmul: Matmul, reasons: dict[str, str], options: LayerOptions, recipe: Recipe) -> PlanRow:
+def _row(
+    matmul: Matmul,
+    reasons: dict[str, str],
+    options: LayerOptions,
+    recipe: Recipe,
+    converted: type[nn.Module] | None,
+) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
     trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
-    reason = selection.unsupported(matmul) or reasons.get(matmul.fqn)
+    reason = selection.unsupported(matmul, converted) or reasons.get(matmul.fqn)
     if reason is None and options.frozen == "keep" and not trains:
         reason = "frozen"
     if reason is None and _too_small(gain, options.threshold):

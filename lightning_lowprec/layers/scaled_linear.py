@@ -175,12 +175,8 @@ class _ScaledMatmul(torch.autograd.Function):
         codes, scale = encode(rows.float(), E4M3)
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
-        ctx.emulate, ctx.float32_gradient, ctx.dtype, ctx.scaled = (
-            emulate,
-            float32_gradient,
-            rows.dtype,
-            _scaled(weight),
-        )
+        ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
+        ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
         weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 

@@ -19,9 +19,11 @@ HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unsupported(matmul: Matmul) -> str | None:
-    """Why this weight cannot convert, whatever the user wishes, or None."""
+def unsupported(matmul: Matmul, converted: type[nn.Module] | None = None) -> str | None:
+    """Why this weight cannot convert, whatever the user wishes, or None; a ``converted`` one did."""
     module = matmul.module
+    if converted is not None and isinstance(module, converted):
+        return None
     if not isinstance(module, nn.Linear):
         return f"no Linear ({matmul.kind})"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":

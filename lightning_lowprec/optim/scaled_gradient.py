@@ -58,6 +58,15 @@ class ScaledGradient(Tensor):
         """The same on another device."""
         return ScaledGradient(self.codes.to(device), self.inv_scale.to(device))
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The names of the parts, as torch's subclasses tell them."""
+        return ["codes", "inv_scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], _: None, *size_and_stride: Any) -> ScaledGradient:
+        """From the parts."""
+        return ScaledGradient(parts["codes"], parts["inv_scale"])
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape and the two parts."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"

@@ -59,9 +59,9 @@ class Bytes:
     weights: int
     gradients: int
     optimizer: int
-    """AdamW's two moments, in the dtype of the weights."""
+    """AdamW's two moments, in the dtype of the weights; MS-AMP's in theirs, with its masters."""
     gathered: int
-    """All weights in the dtype in which ``strategy="fsdp2"`` gathers them, once."""
+    """All weights in the dtype in which ``strategy="fsdp2"`` gathers them, once; 0 where it does not run."""
 
     @property
     def state(self) -> int:
@@ -78,7 +78,13 @@ LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
 }
 
 
-def footprints(model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True) -> list[Bytes]:
+# bytes of a converted weight, its gradient, its moments and master together
+LEVEL_BYTES: Mapping[str, tuple[int, int, int]] = {"O1": (2, 1, 8), "O2": (2, 1, 3), "O3": (1, 1, 5)}
+
+
+def footprints(
+    model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True, level: str | None = None
+) -> list[Bytes]:
     """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan.
 
     Args:
@@ -86,6 +92,7 @@ def footprints(model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: 
         plan: which layers convert.
         precision: its name.
         fp8_all_gather: whether its recipe allows that converted weights are gathered as float8 (tensorwise does).
+        level: MS-AMP's, if ``precision`` is one of those.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -103,4 +110,18 @@ def footprints(model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: 
                 gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), wire),
             )
         )
-    return rows
+    return rows if level is None else [*rows[:-1], _at_level(rows[-1], plan, level)]
+
+
+def _at_level(in_float32: Bytes, plan: Plan, level: str) -> Bytes:
+    """What becomes of a model's bytes when the plan's weights are kept as codes."""
+    converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
+    total, trained = sum(n for n, _ in converted), sum(n for n, trains in converted if trains)
+    weight, gradient, moments = LEVEL_BYTES[level]
+    return Bytes(
+        precision=in_float32.precision,
+        weights=in_float32.weights - (4 - weight) * total,
+        gradients=in_float32.gradients - (4 - gradient) * trained,
+        optimizer=in_float32.optimizer - (8 - moments) * trained,
+        gathered=0,
+    )

@@ -78,7 +78,7 @@ def _bytes_lines(rows: Sequence[Bytes]) -> list[str]:
     lines = [header]
     for row in rows:
         cells = " ".join(f"{_size(value):>9}" for value in (row.weights, row.gradients, row.optimizer, row.state))
-        lines.append(f"{row.precision:<24} {cells} {_size(row.gathered):>10}")
+        lines.append(f"{row.precision:<24} {cells} {_size(row.gathered) if row.gathered else '-':>10}")
     return lines
 
 
@@ -129,7 +129,7 @@ def _page_bytes(rows: Sequence[Bytes]) -> str:
         )
         lines.append(
             f"<tr><td><code>{escape(row.precision)}</code><td style='width:60%'><div class='bar'>{bar}</div>"
-            f"<td class=n>{_size(row.state)}<td class=n>{_size(row.gathered)}</tr>"
+            f"<td class=n>{_size(row.state)}<td class=n>{_size(row.gathered) if row.gathered else '-'}</tr>"
         )
     legend = "".join(f'<i class="{css}"></i>{name} ' for css, name, _ in parts)
     head = f"<tr><th>precision<th>with AdamW: {legend}<th>together<th>all-gather</tr>"

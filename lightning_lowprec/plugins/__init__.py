@@ -3,5 +3,6 @@
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.fp8_torchao import FP8TorchAO
 from lightning_lowprec.plugins.half import HalfMixed
+from lightning_lowprec.plugins.msamp import MSAMP
 
-__all__ = ["FP8TorchAO", "HalfMixed", "LowPrecision"]
+__all__ = ["MSAMP", "FP8TorchAO", "HalfMixed", "LowPrecision"]

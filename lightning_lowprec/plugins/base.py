@@ -27,8 +27,8 @@ from lightning_lowprec.optim.masters import grads_shown, main_params
 from lightning_lowprec.plugins.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.plugins.loss_scale_choice import check_optimizer
 from lightning_lowprec.plugins.master_weights import Masters
-from lightning_lowprec.plugins.refusals import refuse_sharded, refuse_uncast
-from lightning_lowprec.plugins.scale_state import SCALER_STATE, load_loss_scale, log_loss_scale
+from lightning_lowprec.plugins.refusals import refuse_uncast, refuse_unfit
+from lightning_lowprec.plugins.scale_state import SCALER_STATE, foreign_states, load_loss_scale, log_loss_scale
 from lightning_lowprec.plugins.unscaling import unscale_to_clip, zero_if_nonfinite
 
 
@@ -41,6 +41,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
+    keeps_codes: bool = False
+    """Whether weights become codes with scales (MS-AMP), which other precisions and sharding do not know."""
 
     def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
@@ -99,7 +101,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self._device = trainer.strategy.root_device
-        if module in (self._sharded or ()) or refuse_sharded(module, self.precision):
+        if module in (self._sharded or ()) or refuse_unfit(module, self.precision, self.keeps_codes):
             return module
         self._pending.append(weakref.ref(module))
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
@@ -335,10 +337,8 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Trainer: take what another plugin left, so that a checkpoint of any precision resumes under any other."""
-        own = type(self).__qualname__
-        for key in ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO"):
-            if own not in checkpoint and isinstance(checkpoint.get(key), dict):
-                self.load_state_dict(checkpoint[key])
+        for state in foreign_states(checkpoint, type(self).__qualname__):
+            self.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but modules and optimizers, which stay in their process."""

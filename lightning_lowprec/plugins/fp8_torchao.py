@@ -16,13 +16,14 @@ from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
-from lightning_lowprec.layers.plan import Plan, make_plan
+from lightning_lowprec.layers.plan import Plan
 from lightning_lowprec.optim.membership import check_membership
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
+from lightning_lowprec.plugins.plans import plan_or_raise
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]
@@ -176,7 +177,7 @@ class FP8TorchAO(LowPrecision):
         from lightning_lowprec.layers import torchao
 
         torchao.revert(module)  # fit, then test: the same plan again
-        plan = self._make_plan(module)
+        plan = plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
         config = torchao.linear_config(
             self.recipe,
             fp8_format=self.fp8_format,
@@ -222,24 +223,6 @@ class FP8TorchAO(LowPrecision):
             converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}
             parameters = dict(module.named_parameters())
             check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)
-
-    def _make_plan(self, module: Module) -> Plan:
-        plan = make_plan(module, self.layers, recipe=self.recipe)
-        if plan.converted:
-            return plan
-        found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
-        if self.layers.min_gain == "auto":
-            tokens = self.layers.tokens or DEFAULT_TOKENS
-            rank_zero_info(
-                f"{self.precision}: min_gain='auto' converts {found} (at {tokens} tokens per step, {SOURCE});"
-                f" everything runs in {self.base}."
-            )
-            return plan
-        raise ValueError(
-            f"`precision={self.precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"
-            " a model with Linear layers whose features are multiples of 16, or a precision without FP8 ('bf16-mixed',"
-            " 'half-auto')."
-        )
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.layers.compile import compile_blocks, is_compiled

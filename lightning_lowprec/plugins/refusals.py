@@ -3,8 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Final
 
+import lightning.pytorch.callbacks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
+
+from lightning_lowprec.optim.scaled_weight import scaled_of
+
+AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks; the second came with lightning 2.6."""
+
+
+def refuse_unfit(module: Module, precision: str, keeps_codes: bool) -> bool:
+    """Raise for a model that this precision would train wrongly: sharded already, or kept as codes by another."""
+    fqn = next((fqn for fqn, p in module.named_parameters() if scaled_of(p) is not None), None)
+    if fqn is not None and not keeps_codes:
+        raise TypeError(
+            f"`precision={precision!r}`: {type(module).__name__} keeps {fqn!r} as codes with a scale, from an earlier"
+            " run under MS-AMP. Load its state dict, which is plain, into a fresh model."
+        )
+    return refuse_sharded(module, precision)
+
+
+def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
+    """Raise for Lightning's callbacks that average the model's parameters.
+
+    Args:
+        callbacks: the Trainer's.
+        why: it cannot be done, and what can be done instead.
+
+    Raises:
+        MisconfigurationException: names the callback.
+    """
+    kinds = tuple(getattr(lightning.pytorch.callbacks, name, ()) for name in AVERAGING)
+    for callback in callbacks:
+        if isinstance(callback, kinds):
+            raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
 def refuse_sharded(module: Module, precision: str) -> bool:

@@ -28,6 +28,13 @@ def load_loss_scale(scaler: LossScaler | None, state: dict[str, Any], precision:
         rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
 
 
+def foreign_states(checkpoint: dict[str, Any], own: str) -> list[dict[str, Any]]:
+    """What other plugins left in a Trainer's checkpoint that has nothing of the plugin class called ``own``."""
+    names = ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO", "MSAMP")
+    states = [checkpoint.get(name) for name in names] if own not in checkpoint else []
+    return [state for state in states if isinstance(state, dict)]
+
+
 def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
     """Send ``loss_scale`` and ``skipped_steps`` to the user's loggers, as often as the Trainer sends its metrics."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its logger connector sets it

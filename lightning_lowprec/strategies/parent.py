@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
-import lightning.pytorch.callbacks
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import lightning
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.distributed import meshes
@@ -17,23 +15,6 @@ OFFLOADING: Final = "cpu:gloo,cuda:nccl"
 """Backends for shards in CPU memory: norms and overflow flags are reduced there."""
 SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
 """Of the Trainer's ``_signal_connector``."""
-AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks; the second came with lightning 2.6."""
-
-
-def refuse_averaging(callbacks: Iterable[Any]) -> None:
-    """Raise for Lightning's callbacks that copy the model, which a sharded model does not allow.
-
-    Raises:
-        MisconfigurationException: names the callback.
-    """
-    kinds = tuple(getattr(lightning.pytorch.callbacks, name, ()) for name in AVERAGING)
-    for callback in callbacks:
-        if isinstance(callback, kinds):
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` copies the model, and a sharded model cannot be copied: it does not run"
-                " under 'fsdp2'. Average the weights of checkpoints afterwards, or use 'ddp'."
-            )
 
 
 def check_parent(strategy: Any) -> None:

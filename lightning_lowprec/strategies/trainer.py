@@ -25,9 +25,10 @@ from lightning_lowprec.distributed import atomic, checkpoint, lowbit, optimizer_
 from lightning_lowprec.distributed.meshes import data_ranks
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import clip_grad_norm
+from lightning_lowprec.plugins.refusals import refuse_averaging
 from lightning_lowprec.strategies import checkpoints
 from lightning_lowprec.strategies.from_fsdp import translate
-from lightning_lowprec.strategies.parent import check_parent, note_sigterm, refuse_averaging, set_mesh, set_sizes
+from lightning_lowprec.strategies.parent import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.strategies.sharding import Sharding
 
 
@@ -112,7 +113,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        refuse_averaging(getattr(trainer, "callbacks", ()))
+        refuse_averaging(
+            getattr(trainer, "callbacks", ()),
+            "copies the model, and a sharded model cannot be copied: it does not run under 'fsdp2'. Average the weights"
+            " of checkpoints afterwards, or use 'ddp'.",
+        )
         note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)

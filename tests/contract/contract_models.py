@@ -12,14 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_lowprec.optim.scaled_weight import scaled_of, values_of
+
 X = torch.tensor([3.0, 4.0])
 """A batch, and the gradient it causes: norm 5, exact in fp16, bf16 and float32."""
 OVERFLOW = torch.tensor([float("inf"), 4.0])
 """A batch whose gradient is not finite."""
 
 
+def value(parameter: Tensor) -> Tensor:
+    """A copy of what a parameter is worth, which may hold codes with a scale."""
+    return parameter.detach().clone() if scaled_of(parameter) is None else values_of(parameter)
+
+
 def same(actual: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
-    """Equal; half-precision weights stand for float32 masters, so they may be off by the rounding of one step."""
+    """Equal; half-precision weights stand for float32 masters, so they may be off by the rounding of one step.
+
+    Weights kept as codes may be off by the rounding to these.
+    """
+    if scaled_of(actual) is not None:
+        rtol = max(rtol, torch.finfo(actual.dtype).eps)
+        actual = value(actual)
     if actual.dtype == expected.dtype and rtol == 0.0:
         return torch.equal(actual, expected)
     if actual.dtype != expected.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.optim import LossScale
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE, create
@@ -27,6 +27,8 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
     "bf16-remainder-fp32-gradients": partial(HalfMixed, "bf16", master_weights="remainder", **FLOAT32_GRADIENTS),
     "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
+    "MSAMP-fp16": partial(MSAMP, base="fp16"),
+    "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
 }
 
@@ -45,6 +47,12 @@ def weight_dtype(name: str) -> torch.dtype:
     """The dtype of a module's weights under this plugin."""
     plugin = make(name)
     return torch.float32 if plugin.masters is None else plugin.autocast_dtype
+
+
+def code_dtypes(name: str) -> set[torch.dtype]:
+    """The dtypes of weights that are kept as codes with scales, and whose state dict is float32."""
+    plugin = make(name)
+    return {torch.float8_e4m3fn if plugin.level == "O3" else torch.float16} if plugin.keeps_codes else set()
 
 
 def _identity(name: str) -> str:

@@ -19,6 +19,7 @@ from contract_models import (
     scale_of,
     train_in_fabric,
     trainer_with,
+    value,
 )
 from plugins_under_test import every_name, every_plugin, make
 from torch import nn
@@ -33,7 +34,7 @@ def structure(module: nn.Module) -> list[tuple[str, type]]:
 
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    return {fqn: value(p) for fqn, p in module.named_parameters()}
 
 
 @every_plugin

@@ -7,7 +7,7 @@ import lightning.fabric.plugins as fabric_plugins
 import lightning.pytorch.plugins as trainer_plugins
 import pytest
 import torch
-from contract_models import Net, fabric_with, net, random_batches, train_in_fabric, trainer_with
+from contract_models import Net, fabric_with, net, random_batches, train_in_fabric, trainer_with, value
 from plugins_under_test import DISTINCT, make
 from torch import Tensor
 
@@ -107,7 +107,7 @@ def test_no_precision_is_another_one_in_disguise() -> None:
             module = net()
             plugin = make(name) if name in DISTINCT else name
             trainer_with(plugin, accumulate_grad_batches=accumulate).fit(module, random_batches(3))
-            parameters += [p.detach().flatten() for p in module.parameters()]
+            parameters += [value(p).flatten() for p in module.parameters()]
         weights[name] = torch.cat(parameters)
     equal = {frozenset(pair) for pair in itertools.combinations(weights, 2) if torch.equal(*map(weights.get, pair))}
     assert equal == {frozenset({"half-auto", "HalfMixed-bf16"})}  # on CPU

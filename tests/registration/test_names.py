@@ -39,6 +39,9 @@ def test_the_designed_names_and_no_others_are_registered():
         "half-auto",
         "fp8-rowwise",
         "fp8-rowwise-gw-hp",
+        "msamp-o1",
+        "msamp-o2",
+        "msamp-o3",
         *tensorwise,
         *(f"{n}-fp16" for n in tensorwise),
     }

@@ -1,0 +1,62 @@
+"""A small model, its data and its runs, for the tests of MSAMP."""
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_lowprec import MSAMP
+
+LEVELS = ["O1", "O2", "O3"]
+CHATTER = "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"
+"""torch >= 2.11 under lightning <= 2.6."""
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "accelerator": "cpu", "devices": 1,
+}  # fmt: skip
+
+
+class Net(L.LightningModule):
+    def __init__(self, make=lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16, bias=False)
+        self.head = nn.Linear(16, 16)
+        self.make = make
+        self.losses = []
+
+    def forward(self, x):
+        return self.head(self.second(self.norm(self.first(x)).relu()).relu())
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch).float(), batch.flip(-1))
+        self.losses.append(loss.item())
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", F.mse_loss(self(batch).float(), batch.flip(-1)))
+
+    def configure_optimizers(self):
+        return self.make(self)
+
+
+class Batches(list):
+    """Of random numbers, always the same."""
+
+    def __init__(self, count=4):
+        generator = torch.Generator().manual_seed(1)
+        super().__init__(torch.randn(8, 16, generator=generator) for _ in range(count))
+
+
+def fit(plugin, module=None, epochs=2, path=None, **options):
+    """The module and the Trainer; a plugin or a name of Lightning's."""
+    precision = {"precision": plugin} if isinstance(plugin, str) else {"plugins": [plugin]}
+    trainer = L.Trainer(**precision, max_epochs=epochs, **QUIET, **options)
+    module = module or Net()
+    trainer.fit(module, Batches(), ckpt_path=path)
+    return module, trainer
+
+
+def in_fabric(module, optimizer, plugin=None):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[plugin or MSAMP("O2")])
+    return fabric, *fabric.setup(module, optimizer)
