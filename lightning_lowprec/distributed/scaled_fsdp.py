@@ -3,12 +3,13 @@
     scale_linears(model, fqns, "O3")
     coded = code_shards(model, shards=mesh.size())     # before fully_shard
     fully_shard(model, mesh=mesh)
-    coded.collect(model, mesh)                         # after it, before the optimizer
+    coded.collect(mesh)                                # after it, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
 FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`CodedTensor`). What it
 cuts and copies is codes and master together; what it sends is the codes, one byte per element: the scale is that of the
-whole weight, and every rank has it. Gradients arrive at the shards in float32. A step of the optimizer works on the
+whole weight, and every rank has it. Gradients arrive at the shards in float32 (with FSDP2's
+``param_dtype=bfloat16``, rounded to that before they are reduced). A step of the optimizer works on the
 shards and takes one all-reduce for its new scales (per 16 million elements and group of parameters). State dicts have
 float32 DTensors, so they fit any number of ranks; loading one is a collective.
 """
@@ -54,6 +55,7 @@ class CodedTensor(Tensor):
         codes: (...) float8_e4m3fn.
         master: (...) float16; None where the codes were gathered.
         scaled: has the scales.
+        dtype: what it looks like, and gets gradients in.
     """
 
     codes: Tensor
@@ -61,7 +63,9 @@ class CodedTensor(Tensor):
     scaled: ScaledWeight
 
     @staticmethod
-    def __new__(cls, codes: Tensor, master: Tensor | None, scaled: ScaledWeight) -> CodedTensor:
+    def __new__(
+        cls, codes: Tensor, master: Tensor | None, scaled: ScaledWeight, dtype: torch.dtype = torch.float32
+    ) -> CodedTensor:
         """A tensor without memory of its own, shaped and strided like the codes."""
         make: Any = Tensor._make_wrapper_subclass
         made: CodedTensor = make(
@@ -69,7 +73,7 @@ class CodedTensor(Tensor):
             codes.size(),
             strides=codes.stride(),
             storage_offset=codes.storage_offset(),
-            dtype=torch.float32,
+            dtype=dtype,
             device=codes.device,
         )
         made.codes, made.master, made.scaled = codes, master, scaled
@@ -108,16 +112,7 @@ class CodedTensor(Tensor):
         if out is not None:
             return None
         (gathered,) = all_gather_outputs
-        return CodedTensor(gathered.view(E4M3.dtype), None, metadata), (gathered,)
-
-    def __tensor_flatten__(self) -> tuple[list[str], ScaledWeight]:
-        """The names of the parts, as torch's subclasses tell them."""
-        return (["codes"] if self.master is None else ["codes", "master"]), self.scaled
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], scaled: ScaledWeight, size: Any, stride: Any) -> CodedTensor:
-        """From the parts."""
-        return CodedTensor(parts["codes"], parts.get("master"), scaled)
+        return CodedTensor(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
 
     def data_ptr(self) -> int:
         """Where the codes are."""
@@ -135,12 +130,12 @@ def _values(coded: CodedTensor) -> Tensor:
 def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same of codes and master, each in its own dtype."""
     first: CodedTensor = args[0]
-    if kwargs.get("dtype") not in (None, torch.float32):
+    if kwargs.get("dtype") not in (None, first.dtype):
         return func(_values(first), *args[1:], **kwargs)
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
     if first.master is None:
-        return pytree.tree_map_only(Tensor, lambda c: CodedTensor(c, None, first.scaled), codes)
+        return pytree.tree_map_only(Tensor, lambda c: CodedTensor(c, None, first.scaled, first.dtype), codes)
     masters = func(first.master, *args[1:], **kept)
     if isinstance(codes, Tensor):
         return CodedTensor(codes, masters, first.scaled)
@@ -198,13 +193,8 @@ class CodedShards:
     def __init__(self, layers: Mapping[str, ScaledLinear]) -> None:
         self.layers = dict(layers)
 
-    def collect(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """After ``fully_shard``: let optimizers and state dicts find codes, masters and scales at the parameters.
-
-        Args:
-            model: sharded.
-            mesh: what it was sharded over.
-        """
+    def collect(self, mesh: DeviceMesh) -> None:
+        """After ``fully_shard`` over ``mesh``: let optimizers and state dicts find codes, masters and scales."""
         shards = MeshShards(mesh)
         for fqn, layer in self.layers.items():
             weight: Any = layer.weight
@@ -229,8 +219,19 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
     Raises:
         ValueError: weights of another level, or one that does not divide into equal parts.
     """
+    check_codes(model, shards)
     layers = scaled_linears(model)
-    for fqn, layer in layers.items():
+    for layer in layers.values():
+        scaled = cast(ScaledWeight, scaled_of(layer.weight))
+        coded = CodedTensor(layer.weight.detach(), scaled.master, scaled)
+        layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
+        layer.float32_gradients = True
+    return CodedShards(layers) if layers else None
+
+
+def check_codes(model: nn.Module, shards: int) -> None:
+    """Raise ValueError as :func:`code_shards` does."""
+    for fqn, layer in scaled_linears(model).items():
         scaled = cast(ScaledWeight, scaled_of(layer.weight))
         if scaled.master is None:
             raise ValueError(
@@ -242,9 +243,3 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
                 f"{fqn!r} has {layer.out_features} output features, which do not divide into {shards} equal shards."
                 " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
             )
-    for layer in layers.values():
-        scaled = cast(ScaledWeight, scaled_of(layer.weight))
-        coded = CodedTensor(layer.weight.detach(), scaled.master, scaled)
-        layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
-        layer.float32_gradients = True
-    return CodedShards(layers) if layers else None

@@ -200,7 +200,7 @@ def _needed(param: Tensor) -> ScaledWeight:
 
 def _like(part: Tensor, param: Tensor) -> Tensor:
     shards = _needed(param).shards
-    return part if shards is None or part.shape == param.shape else shards.like(part, param)
+    return part if shards is None or not hasattr(param, "to_local") else shards.like(part, param)
 
 
 def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
