@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 FLOOR := .venv-floor
+TE := .venv-te
+TE_VERSION := 2.20.2
+TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format test-gpu gpu-lane test-floor bench clean
+.PHONY: help demo test check format test-gpu gpu-lane test-floor test-te bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +16,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
+	@echo "make test-te     conversion, recipes and refusals with the real Transformer Engine, without a GPU (5 GB on disk)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make bench       what our hooks cost, counted and timed"
@@ -27,6 +31,14 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	@echo "Setting up $(FLOOR) (a minute or two) ..."
 	@$(PYTHON) -m venv $(FLOOR)
 	@$(FLOOR)/bin/python $(PIP_INSTALL) -c constraints-floor.txt -e '.[test]'
+	@touch $@
+
+# the torch extension is not published as a wheel: from the folder $$TE_WHEELS, or built once (17 minutes) and cached
+$(TE)/.installed: pyproject.toml constraints-te.txt tools/te_extension.py
+	@echo "Setting up $(TE) (a minute or two) ..."
+	@$(PYTHON) -m venv $(TE)
+	@$(TE)/bin/python $(PIP_INSTALL) -c constraints-te.txt -e '.[test,hf]' transformer-engine==$(TE_VERSION) transformer-engine-cu13 $(TE_NEEDS)
+	@wheel=$$($(TE)/bin/python tools/te_extension.py $(TE_VERSION)) && $(TE)/bin/python $(PIP_INSTALL) --no-deps "$$wheel"
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -53,8 +65,11 @@ gpu-lane: $(VENV)/.installed
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/optim
 
+test-te: $(TE)/.installed
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/registration/test_names.py tests/test_migration.py
+
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf $(VENV) $(FLOOR) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FLOOR) $(TE) .pytest_cache .mypy_cache .ruff_cache

@@ -9,12 +9,13 @@ Importing this package makes ``precision="fp8-hybrid"`` and its kin known to sto
 """
 
 from lightning_lowprec import recipes
-from lightning_lowprec.plugins import MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.plugins import FP8TE, MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy, parallelize
 
 __version__ = "0.1.0"
 __all__ = [
+    "FP8TE",
     "MSAMP",
     "FP8TorchAO",
     "FSDP2Strategy",

@@ -7,6 +7,7 @@ from types import ModuleType
 
 INSTALL = {
     "torchao": "pip install 'torchao>=0.13'",
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'",
     "matplotlib": "pip install 'lightning-lowprec[report]'",
     "transformers": "pip install 'lightning-lowprec[hf]'",
     "safetensors": "pip install 'lightning-lowprec[hf]'",
@@ -30,7 +31,7 @@ def require(module: str, purpose: str) -> ModuleType:
                 f"{purpose} needs {root}, which is not installed: `{remedy}`.", name=root
             ) from error
         raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
         raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
 
 

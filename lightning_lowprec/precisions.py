@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_lowprec.plugins import MSAMP, FP8TorchAO, HalfMixed, LowPrecision
+from lightning_lowprec.layers.te import support
+from lightning_lowprec.plugins import FP8TE, MSAMP, FP8TorchAO, HalfMixed, LowPrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +19,13 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str
     """One line for ``lowprec doctor`` and the docs."""
+    prefers_te: Mapping[str, Any] | None = None
+    """The options of FP8TE, which the name means where Transformer Engine runs; None: ``plugin`` everywhere."""
 
 
 _TENSORWISE = "one scale per tensor, gradients in e5m2"
 _E4M3 = "one scale per tensor, e4m3 everywhere"
+_DELAYED = "scales from the amax of past steps"
 _FP16 = "fp16 with loss scaling elsewhere"
 _BF16 = "bf16 elsewhere"
 
@@ -51,18 +55,29 @@ TABLE: dict[str, Entry] = {
         options={"dtype": "bf16", "master_weights": "stochastic"},
         summary="bf16 weights and compute, no masters: updates are rounded stochastically",
     ),
-    # Transformer Engine is not supported yet, so the two names without a backend mean torchao's
-    "fp8-hybrid": Entry(plugin=FP8TorchAO, summary=f"FP8 linear layers, {_TENSORWISE}; {_BF16}"),
+    # the names without a backend: see `create`
+    "fp8-hybrid": Entry(
+        plugin=FP8TorchAO,
+        prefers_te={},
+        summary=f"FP8 linear layers, {_TENSORWISE}, by Transformer Engine or else torchao; {_BF16}",
+    ),
     "fp8-hybrid-fp16": Entry(
-        plugin=FP8TorchAO, options={"base": "fp16"}, summary=f"FP8 linear layers, {_TENSORWISE}; {_FP16}"
+        plugin=FP8TorchAO,
+        options={"base": "fp16"},
+        prefers_te={"base": "fp16"},
+        summary=f"FP8 linear layers, {_TENSORWISE}, by Transformer Engine or else torchao; {_FP16}",
     ),
     "fp8-e4m3": Entry(
-        plugin=FP8TorchAO, options={"fp8_format": "e4m3"}, summary=f"FP8 linear layers, {_E4M3}; {_BF16}"
+        plugin=FP8TorchAO,
+        options={"fp8_format": "e4m3"},
+        prefers_te={"fp8_format": "e4m3"},
+        summary=f"FP8 linear layers, {_E4M3}, by Transformer Engine or else torchao; {_BF16}",
     ),
     "fp8-e4m3-fp16": Entry(
         plugin=FP8TorchAO,
         options={"fp8_format": "e4m3", "base": "fp16"},
-        summary=f"FP8 linear layers, {_E4M3}; {_FP16}",
+        prefers_te={"fp8_format": "e4m3", "base": "fp16"},
+        summary=f"FP8 linear layers, {_E4M3}, by Transformer Engine or else torchao; {_FP16}",
     ),
     "fp8-tensorwise": Entry(plugin=FP8TorchAO, summary=f"torchao's tensorwise recipe: {_TENSORWISE}; {_BF16}"),
     "fp8-tensorwise-fp16": Entry(
@@ -90,6 +105,47 @@ TABLE: dict[str, Entry] = {
         options={"recipe": "rowwise_with_gw_hp"},
         summary=f"rowwise with the weight gradient in high precision, the most accurate; {_BF16}",
     ),
+    "fp8-hybrid-te": Entry(plugin=FP8TE, summary=f"Transformer Engine, {_DELAYED}, gradients in e5m2; {_BF16}"),
+    "fp8-hybrid-te-fp16": Entry(
+        plugin=FP8TE,
+        options={"base": "fp16"},
+        summary=f"Transformer Engine, {_DELAYED}, gradients in e5m2; {_FP16}",
+    ),
+    "fp8-e4m3-te": Entry(
+        plugin=FP8TE,
+        options={"fp8_format": "e4m3"},
+        summary=f"Transformer Engine, {_DELAYED}, e4m3 everywhere; {_BF16}",
+    ),
+    "fp8-e4m3-te-fp16": Entry(
+        plugin=FP8TE,
+        options={"fp8_format": "e4m3", "base": "fp16"},
+        summary=f"Transformer Engine, {_DELAYED}, e4m3 everywhere; {_FP16}",
+    ),
+    "fp8-current": Entry(
+        plugin=FP8TE,
+        options={"recipe": "current"},
+        summary=f"Transformer Engine, scales from each tensor, gradients in e5m2; {_BF16}",
+    ),
+    "fp8-current-fp16": Entry(
+        plugin=FP8TE,
+        options={"recipe": "current", "base": "fp16"},
+        summary=f"Transformer Engine, scales from each tensor, gradients in e5m2; {_FP16}",
+    ),
+    "fp8-block": Entry(
+        plugin=FP8TE,
+        options={"recipe": "block"},
+        summary=f"Transformer Engine, a scale per 128 values or 128x128 weights, e4m3; {_BF16}",
+    ),
+    "mxfp8": Entry(
+        plugin=FP8TE,
+        options={"recipe": "mxfp8"},
+        summary=f"Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell); {_BF16}",
+    ),
+    "nvfp4": Entry(
+        plugin=FP8TE,
+        options={"recipe": "nvfp4"},
+        summary=f"Transformer Engine, 4 bits with a scale per 16 values (Blackwell); {_BF16}",
+    ),
     "msamp-o1": Entry(
         plugin=MSAMP,
         options={"level": "O1"},
@@ -108,11 +164,27 @@ TABLE: dict[str, Entry] = {
 }
 
 
-def create(name: str) -> LowPrecision:
-    """A new plugin for a name of the table."""
+def create(name: str, *, sharded: bool = False) -> LowPrecision:
+    """A new plugin for a name of the table.
+
+    A name without a backend means Transformer Engine where that is installed and every GPU has FP8; under FSDP2 it
+    means torchao, whose float32 shards are gathered as float8. One that is installed but does not import raises.
+
+    Args:
+        name: one of ``TABLE``.
+        sharded: whether it will run under FSDP2.
+
+    Raises:
+        ImportError: what it needs is not installed, or does not import.
+    """
     entry = TABLE[name]
-    plugin = entry.plugin(**entry.options)
+    if entry.prefers_te is not None and not sharded and support.runs_here():
+        plugin: LowPrecision = FP8TE(**entry.prefers_te)
+    else:
+        plugin = entry.plugin(**entry.options)
     plugin.precision = name
+    if isinstance(plugin, (FP8TE, FP8TorchAO)):
+        plugin.backend_is_chosen = entry.prefers_te is not None
     return plugin
 
 

@@ -4,6 +4,9 @@
 
     trainer = L.Trainer(plugins=recipes.bf16_mixed())
 
+The FP8 ones run through Transformer Engine and keep the parameters that NeMo gathers in FP8 in half precision, with
+float32 masters: ``fp8_param_gather`` is how Megatron's distributed optimizer sends them, and there is none here.
+
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2), where they are arguments of
 ``MegatronMixedPrecision``. One is not taken over: ``autocast_enabled=False``. Megatron's own layers say which of their
 parts run in float32; of other models' softmax, norms and losses autocast does, so it stays on.
@@ -11,10 +14,12 @@ parts run in float32; of other models' softmax, norms and losses autocast does, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightning_lowprec.optim import LossScale
-from lightning_lowprec.plugins import HalfMixed
+from lightning_lowprec.plugins import FP8TE, HalfMixed
 
 
 def bf16_mixed() -> HalfMixed:
@@ -33,5 +38,65 @@ def fp16_mixed() -> HalfMixed:
     16 bytes per parameter with AdamW. The scale starts at 2**32, so that the first steps of a run are skipped until it
     fits: about 18 of them, where gradients are around 1.
     """
-    scale = LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)
-    return HalfMixed("fp16", master_weights=True, loss_scale=scale)
+    return HalfMixed("fp16", master_weights=True, loss_scale=_megatron_scale())
+
+
+def bf16_with_fp8_mixed() -> FP8TE:
+    """:func:`bf16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
+    return FP8TE("delayed", **_DELAYED, **_bf16())
+
+
+def fp16_with_fp8_mixed() -> FP8TE:
+    """:func:`fp16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
+    return FP8TE("delayed", **_DELAYED, **_fp16())
+
+
+def bf16_with_mxfp8_mixed() -> FP8TE:
+    """:func:`bf16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
+    return FP8TE("mxfp8", fp8_format="hybrid", **_bf16())
+
+
+def fp16_with_mxfp8_mixed() -> FP8TE:
+    """:func:`fp16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
+    return FP8TE("mxfp8", fp8_format="hybrid", **_fp16())
+
+
+def bf16_with_fp8_current_scaling_mixed() -> FP8TE:
+    """:func:`bf16_mixed` with hybrid current scaling, and the first and the last block in bf16."""
+    return FP8TE("current", fp8_format="hybrid", first_last_layers_bf16=True, **_bf16())
+
+
+def fp16_with_fp8_current_scaling_mixed() -> FP8TE:
+    """:func:`fp16_mixed` with hybrid current scaling, and the first and the last block in fp16."""
+    return FP8TE("current", fp8_format="hybrid", first_last_layers_bf16=True, **_fp16())
+
+
+def bf16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
+    """:func:`bf16_mixed` with blockwise scaling, hybrid as in NeMo."""
+    return FP8TE("block", fp8_format="hybrid", **_bf16())
+
+
+def fp16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
+    """:func:`fp16_mixed` with blockwise scaling, hybrid as in NeMo."""
+    return FP8TE("block", fp8_format="hybrid", **_fp16())
+
+
+_DELAYED: dict[str, Any] = {
+    "fp8_format": "hybrid",
+    "margin": 0,
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+}
+
+
+def _bf16() -> dict[str, Any]:
+    float32 = {"grad_reduce_dtype": torch.float32, "grad_accumulation_dtype": torch.float32}
+    return {"base": "bf16", "master_weights": True, **float32}
+
+
+def _fp16() -> dict[str, Any]:
+    return {"base": "fp16", "master_weights": True, "loss_scale": _megatron_scale()}
+
+
+def _megatron_scale() -> LossScale:
+    return LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)

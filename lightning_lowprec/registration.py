@@ -121,13 +121,16 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
         if not _patches:
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
         _check_launcher(precision)
+        for_trainer = not isinstance(self, fabric_connector._Connector)
+        resolve = partial(resolve_strategy, names=getattr(self, "_registered_strategies", ()), for_trainer=for_trainer)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in precisions.TABLE:
             other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)
             if other is not None:
                 raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
-            ours = precisions.create(precision)
+            strategy = resolve(strategy)
+            ours = precisions.create(precision, sharded=is_fsdp2(strategy))
             given.append(ours)
             precision = None
         elif isinstance(precision, str):
@@ -137,8 +140,7 @@ def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
             given.append(ours)
             precision = None
         if ours is not None or is_fsdp2(strategy):
-            for_trainer = not isinstance(self, fabric_connector._Connector)
-            strategy = resolve_strategy(strategy, getattr(self, "_registered_strategies", ()), for_trainer)
+            strategy = resolve(strategy)
         if ours is not None:
             check_strategy(ours, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)

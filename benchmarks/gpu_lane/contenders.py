@@ -21,7 +21,7 @@ from lightning_lowprec.precisions import TABLE
 BASELINE = "lightning bf16-mixed, compiled"
 LIGHTNING_BF16 = (BASELINE, "lightning bf16-true, compiled", "lightning bf16-mixed", "lightning bf16-true",
                   "lightning bf16-mixed, whole model compiled")  # fmt: skip
-MAIN = "ours fp8-hybrid"
+MAIN = "ours fp8-tensorwise"
 SHARDED = f"{MAIN}, fsdp2"
 TE = "transformer_engine.pytorch"
 TO_COME = (
@@ -69,7 +69,7 @@ def find(key: str) -> Contender:
 ORDER = (
     BASELINE, MAIN, "torchao tensorwise, compiled", "te delayed", "lightning bf16-true, compiled",
     "accelerate torchao, compiled", "lightning transformer-engine", "accelerate te", "ours fp8-rowwise",
-    "ours fp8-hybrid, min_gain=auto", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "te current", "te block",
+    "ours fp8-tensorwise, min_gain=auto", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "te current", "te block",
     "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto",
 )  # fmt: skip
 
@@ -136,6 +136,8 @@ def _beside_lightning() -> list[Contender]:
 def _ours() -> list[Contender]:
     found: dict[str, Contender] = {}
     for name, entry in TABLE.items():
+        if entry.prefers_te is not None:  # means what one of the names with a backend means
+            continue
         identity = f"{entry.plugin.__name__} {sorted(entry.options.items())}"
         found.setdefault(
             identity,
@@ -145,8 +147,8 @@ def _ours() -> list[Contender]:
             ),
         )  # fmt: skip
     by_gain = Contender(
-        key="ours fp8-hybrid, min_gain=auto",
-        setup=partial(setups.ours, name="fp8-hybrid", options={"min_gain": "auto"}),
+        key="ours fp8-tensorwise, min_gain=auto",
+        setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
     absent = [

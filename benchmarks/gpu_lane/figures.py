@@ -140,11 +140,11 @@ def targets(data: Figures) -> list[dict[str, Any]]:
     by_gain = [
         1 / slower
         for part in ("step8b", "step1b")
-        for slower in _slower(figures_of(dict(data), part), "ours fp8-hybrid, min_gain=auto")
+        for slower in _slower(figures_of(dict(data), part), "ours fp8-tensorwise, min_gain=auto")
     ]
     share = None if bound is None or reached is None else reached / bound
     wanted = [
-        ("8B stack: fp8-hybrid over Lightning's best bf16", ">=", 1.35, over(best_bf16(steps))),
+        ("8B stack: fp8-tensorwise over Lightning's best bf16", ">=", 1.35, over(best_bf16(steps))),
         ("8B stack: share of the Amdahl bound over bf16-mixed, compiled", ">=", 0.90, share),
         ("8B stack: over raw torchao + compile", ">=", 0.99, over("torchao tensorwise, compiled")),
         ("8B stack: over raw TE", ">=", 0.99, over("te delayed")),

@@ -16,6 +16,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_lowprec.availability import Availability, availability, survey
 from lightning_lowprec.hardware import default_device, describe
+from lightning_lowprec.layers.te import support
 from lightning_lowprec.precisions import TABLE
 from lightning_lowprec.registration import moved_seams, validate_name
 
@@ -68,6 +69,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in PACKAGES},
+        "transformer_engine": support.status(),
         "lightning_seams_moved": moved_seams(),
     }
 
@@ -94,6 +96,7 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
         f"device    {facts['device']}",
         f"driver    {facts['driver'] or 'no NVIDIA driver'}",
         f"versions  python {facts['python']}, {versions}",
+        f"te        Transformer Engine {facts['transformer_engine']}",
     ]
     if facts["lightning_seams_moved"]:
         lines.append(

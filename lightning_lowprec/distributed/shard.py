@@ -8,6 +8,7 @@ function. Everything happens in place: module objects and fqns stay, parameters 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,10 @@ from lightning_lowprec.layers.scaled_linear import scaled_linears
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
+
+
+TE_LAYERS = ("transformer_engine.", "lightning_lowprec.layers.te.")
+"""Modules of classes from here compute by Transformer Engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +168,20 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
     else:
         modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
     for module in modules.values():  # an instance attribute keeps every fqn, which a wrapping module does not
-        module.forward = partial(_recomputed, module.forward)
+        module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
 
-def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_for(module: nn.Module) -> Any:
+    """Torch's checkpoint, or Transformer Engine's for its layers, which restores their scales too."""
+    if any(type(m).__module__.startswith(TE_LAYERS) for m in module.modules()):
+        return importlib.import_module("transformer_engine.pytorch").checkpoint
+    return checkpoint
+
+
+def _recomputed(recompute: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return recompute(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _fully_shard(

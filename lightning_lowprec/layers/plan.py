@@ -99,6 +99,7 @@ def make_plan(
     options: LayerOptions | None = None,
     *,
     recipe: Recipe = "tensorwise",
+    alignment: int = selection.FEATURE_ALIGNMENT,
     converted: type[nn.Module] | None = None,
 ) -> Plan:
     """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
@@ -107,6 +108,7 @@ def make_plan(
         model: any module; a root Linear is a row of its own.
         options: the user's wishes beside the built-in rules.
         recipe: whose break-even points and gains are meant.
+        alignment: what features must be multiples of.
         converted: what Linears have become by an earlier plan, whose rows are then as they were.
 
     Raises:
@@ -116,7 +118,8 @@ def make_plan(
     reasons = selection.by_user(model, options)
     if options.only is None:
         reasons = selection.built_in(model) | reasons
-    return Plan(tuple(_row(matmul, reasons, options, recipe, converted) for matmul in matmuls(model)))
+    rows = (_row(matmul, reasons, options, recipe, alignment, converted) for matmul in matmuls(model))
+    return Plan(tuple(rows))
 
 
 def _row(
@@ -124,11 +127,12 @@ def _row(
     reasons: dict[str, str],
     options: LayerOptions,
     recipe: Recipe,
+    alignment: int,
     converted: type[nn.Module] | None,
 ) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
     trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
-    reason = selection.unsupported(matmul, converted) or reasons.get(matmul.fqn)
+    reason = selection.unsupported(matmul, alignment, converted) or reasons.get(matmul.fqn)
     if reason is None and options.frozen == "keep" and not trains:
         reason = "frozen"
     if reason is None and _too_small(gain, options.threshold):

@@ -19,8 +19,16 @@ HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unsupported(matmul: Matmul, converted: type[nn.Module] | None = None) -> str | None:
-    """Why this weight cannot convert, whatever the user wishes, or None; a ``converted`` one did."""
+def unsupported(
+    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted: type[nn.Module] | None = None
+) -> str | None:
+    """Why this weight cannot convert, whatever the user wishes, or None.
+
+    Args:
+        matmul: the weight and its module.
+        alignment: what its features must be multiples of.
+        converted: what Linears have become by an earlier plan: these could.
+    """
     module = matmul.module
     if converted is not None and isinstance(module, converted):
         return None
@@ -28,14 +36,14 @@ def unsupported(matmul: Matmul, converted: type[nn.Module] | None = None) -> str
         return f"no Linear ({matmul.kind})"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "out_proj of a MultiheadAttention, which never calls it"
-    if type(module) is not nn.Linear:
+    if getattr(module, "own_class", type(module)) is not nn.Linear:  # converted in place, it is one still
         return f"a subclass of Linear ({type(module).__name__})"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
     if module.weight.dtype not in LINEAR_DTYPES:
         return f"weights of {module.weight.dtype}"
-    if module.in_features % FEATURE_ALIGNMENT or module.out_features % FEATURE_ALIGNMENT:
-        return f"features are no multiples of {FEATURE_ALIGNMENT}"
+    if module.in_features % alignment or module.out_features % alignment:
+        return f"features are no multiples of {alignment}"
     return None
 
 
@@ -121,17 +129,18 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
 def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
     """The fqns that a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches."""
     fqns = list(linears(model))
-    matches = [fqn for fqn in fqns if _matches(pattern, fqn)]
-    if not matches:
+    found = [fqn for fqn in fqns if matches(pattern, fqn)]
+    if not found:
         near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
         raise ValueError(
             f"`{field}={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
             f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
         )
-    return matches
+    return found
 
 
-def _matches(pattern: str, fqn: str) -> bool:
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) means ``fqn``."""
     if any(c in pattern for c in "*?["):
         return fnmatchcase(fqn, pattern)
     return f".{pattern}." in f".{fqn}."

@@ -17,8 +17,9 @@ from lightning_lowprec.layers.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan
-from lightning_lowprec.optim.membership import check_membership
+from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.converted import check_converted
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
@@ -125,6 +126,8 @@ class FP8TorchAO(LowPrecision):
         self.compile = compile
         self.fp8_eval = fp8_eval
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
+        self.backend_is_chosen = False
+        """Whether the name in ``precision=`` left the backend to us."""
         self.plan: Plan | None = None
         """What was converted and what was kept, of the module that was set up last."""
         self.precision = _NAMES[self.recipe, self.fp8_format] + ("-fp16" if base == "fp16" else "")
@@ -174,6 +177,8 @@ class FP8TorchAO(LowPrecision):
         refusal = self.refusal(device)
         if refusal is not None:
             raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
+        if self.backend_is_chosen:
+            check_ranks_agree(self.precision, BACKEND)
         from lightning_lowprec.layers import torchao
 
         torchao.revert(module)  # fit, then test: the same plan again
@@ -210,19 +215,10 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        from lightning_lowprec.layers.torchao import fp8_linears
+        from lightning_lowprec.layers.torchao import FP8Linear
 
-        modules = alive(self._modules)
-        if self._sharded is not None:
-            from lightning_lowprec.distributed.entry import reshard
-
-            for module in modules:  # gathered ones would show copies
-                reshard(module)
-        of_any_module = {id(p) for module in modules for p in module.parameters()}
-        for module in alive(self._unchecked):
-            converted = {id(p) for layer in fp8_linears(module) for p in layer.parameters(recurse=False)}
-            parameters = dict(module.named_parameters())
-            check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)
+        modules, sharded = alive(self._modules), self._sharded is not None
+        check_converted(modules, alive(self._unchecked), optimizers, FP8Linear, sharded=sharded)
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.layers.compile import compile_blocks, is_compiled
@@ -248,6 +244,13 @@ class FP8TorchAO(LowPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, and which backend computed the FP8 GEMMs."""
         return {**super().state_dict(), "backend": BACKEND}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale; raise if the name left the backend to us and the checkpoint has the other one."""
+        if self.backend_is_chosen:
+            check_resumes(self.precision, BACKEND, state_dict)
+        super().load_state_dict(state_dict)
 
 
 def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> None:

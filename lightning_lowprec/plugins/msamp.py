@@ -20,10 +20,10 @@ from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan
 from lightning_lowprec.layers.scaled_linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.optim.membership import check_membership
 from lightning_lowprec.optim.scaled_conversion import adopt
 from lightning_lowprec.optim.scaled_weight import LEVELS, Level, scaled_of
 from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.converted import check_converted
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive, trainer_of
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
@@ -252,11 +252,7 @@ class MSAMP(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        of_any_module = {id(p) for module in alive(self._modules) for p in module.parameters()}
-        for module in alive(self._unchecked):
-            parameters = dict(module.named_parameters())
-            converted = {id(p) for p in parameters.values() if scaled_of(p) is not None}
-            check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module)
+        check_converted(alive(self._modules), alive(self._unchecked), optimizers, ScaledLinear, sharded=False)
 
     # ---- step
 

@@ -30,7 +30,7 @@ def load_loss_scale(scaler: LossScaler | None, state: dict[str, Any], precision:
 
 def foreign_states(checkpoint: dict[str, Any], own: str) -> list[dict[str, Any]]:
     """What other plugins left in a Trainer's checkpoint that has nothing of the plugin class called ``own``."""
-    names = ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO", "MSAMP")
+    names = ("MixedPrecision", "FSDPPrecision", "HalfMixed", "FP8TorchAO", "FP8TE", "MSAMP")
     states = [checkpoint.get(name) for name in names] if own not in checkpoint else []
     return [state for state in states if isinstance(state, dict)]
 

@@ -128,7 +128,7 @@ def test_the_share_of_fp8_is_counted(data):
     assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == 14
     assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
     assert steps[BASELINE]["fp8_share"] == 0
-    assert steps["ours fp8-hybrid, min_gain=auto"]["fp8_layers"] == 0
+    assert steps["ours fp8-tensorwise, min_gain=auto"]["fp8_layers"] == 0
 
 
 def test_memory_is_in_bytes_per_parameter(data):

@@ -186,7 +186,7 @@ def test_bounds_and_targets_by_hand(measured):
     assert figures.amdahl_by_flops(ours, rows) == pytest.approx(1 / (0.2 + 0.8 * faster))
     assert figures.of_limit(rows[8192, 8192, 8192], 1000.0)["bf16"] == pytest.approx(6 * 8192**3 / 1e15 / 0.01)
     found = {target["target"]: target for target in figures.targets(measured)}
-    over_best = found["8B stack: fp8-hybrid over Lightning's best bf16"]
+    over_best = found["8B stack: fp8-tensorwise over Lightning's best bf16"]
     assert (over_best["measured"], over_best["met"]) == (pytest.approx(95 / 90), False)
     share = found["8B stack: share of the Amdahl bound over bf16-mixed, compiled"]
     assert (share["measured"], share["met"]) == (pytest.approx((100 / 90) / (100 / 88)), True)

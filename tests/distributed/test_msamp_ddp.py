@@ -224,7 +224,17 @@ def refuses(rank, ranks):
         lightning_lowprec.register()
 
 
+def evaluates(rank, ranks):
+    """Without fit nothing is wrapped; all ranks still have rank 0's weights."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o3", use_distributed_sampler=False, **QUIET
+    )
+    outputs = trainer.predict(Toy(seed=rank), torch.utils.data.DataLoader(X, batch_size=16))
+    assert_same_on_all_ranks(torch.cat(outputs).float())
+
+
 def body(rank, ranks, folder):
+    evaluates(rank, ranks)
     trains_and_resumes(rank, ranks, folder)
     skips(rank, ranks)
     sends(rank, ranks)

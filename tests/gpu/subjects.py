@@ -97,6 +97,8 @@ def distinct() -> list[str]:
     """Every name of the table whose plugin or options differ from those before it; new names enter by themselves."""
     found: dict[str, str] = {}
     for name, entry in TABLE.items():
+        if entry.prefers_te is not None:  # means what one of the names with a backend means
+            continue
         found.setdefault(f"{entry.plugin.__name__} {sorted(entry.options.items())}", name)
     return list(found.values())
 

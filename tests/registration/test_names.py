@@ -1,5 +1,7 @@
 """Stock Lightning accepts our names after the import, and treats its own as before."""
 
+from importlib.util import find_spec
+
 import lightning as L
 import lightning.fabric.connector as fabric_connector
 import lightning.fabric.utilities.throughput as fabric_throughput
@@ -12,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
-from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE
 from lightning_lowprec.registration import lightning_names, moved_seams
@@ -20,7 +22,20 @@ from lightning_lowprec.registration import lightning_names, moved_seams
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
-@pytest.mark.parametrize("name", TABLE)
+TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
+WITHOUT_TE = find_spec("transformer_engine") is None
+
+
+@pytest.mark.parametrize("name", TE_NAMES)
+@pytest.mark.skipif(not WITHOUT_TE, reason="Transformer Engine is installed: `make test-te` is the place")
+def test_transformer_engine_is_missing(name):
+    with pytest.raises(ModuleNotFoundError, match=r"needs transformer_engine, which is not installed: `pip install"):
+        L.Trainer(precision=name, **QUIET)
+    with pytest.raises(ModuleNotFoundError, match="needs transformer_engine"):
+        L.Fabric(precision=name, accelerator="cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if not (WITHOUT_TE and name in TE_NAMES)])
 def test_name_in_fabric_and_trainer(name):
     for plugin in (
         L.Fabric(precision=name, accelerator="cpu").strategy.precision,
@@ -43,7 +58,8 @@ def test_the_designed_names_and_no_others_are_registered():
         "msamp-o2",
         "msamp-o3",
         *tensorwise,
-        *(f"{n}-fp16" for n in tensorwise),
+        *(f"{n}-fp16" for n in (*tensorwise, "fp8-hybrid-te", "fp8-e4m3-te", "fp8-current")),
+        *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4"),
     }
     assert set(TABLE) == expected
 

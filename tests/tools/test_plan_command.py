@@ -61,6 +61,10 @@ def test_flops_and_bytes_by_hand():
     assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
     rowwise = footprints(model, plan, "fp8-rowwise", fp8_all_gather=False)[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
+    for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
+        scaled = footprints(model, plan, "msamp", level=level)[-1]
+        others, in_training = total - converted, trained - 2048
+        assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
 
 
 def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsys):

@@ -1,0 +1,174 @@
+"""torch's Linear as Transformer Engine's, in place: the module and its Parameters stay the objects they are.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+The class changes, and the attributes are added that Transformer Engine's constructor would have set. It is an
+``nn.Linear`` still. Nothing is added to the state dict: Transformer Engine's ``_extra_state`` is pickle; the scales of
+delayed scaling go elsewhere (see :mod:`~lightning_lowprec.layers.te.scales`).
+
+Importing this module imports Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from lightning_lowprec.layers.te import scales
+from lightning_lowprec.layers.te.weight_cache import WeightCache
+
+_SET_BY_FORWARD: Final = (
+    "fp8_parameters",
+    "allow_different_data_and_param_types",
+    "forwarded_at_least_once",
+    "_is_fsdp2",
+    "_te_cached_parent_fsdp_state",
+)
+
+
+def check_input(input: Tensor) -> None:
+    """Raise RuntimeError if ``input`` is where Transformer Engine has no kernels."""
+    if not input.is_cuda and not is_in_onnx_export_mode():
+        raise RuntimeError(
+            f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
+            " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
+        )
+
+
+class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
+    """A Linear with Transformer Engine's GEMMs, for any batch."""
+
+    own_class: ClassVar = nn.Linear
+    """What it was."""
+    fp8_eval: bool
+    """Whether evaluation runs in FP8 too."""
+    token_alignment: int
+    """Rows that the GEMMs take are multiples of this; zero rows are appended and cut off again."""
+    weight_cache: WeightCache | None
+    fp8: bool
+    """Transformer Engine's: whether the last forward ran in FP8."""
+    fp8_meta: dict[str, Any]
+    _fp8_workspaces: dict[str, Any]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        check_input(input)
+        if input.numel() == 0:
+            return F.linear(input, self.weight, self.bias)
+        # the first forward makes buffers that training writes to, and inference tensors cannot be written to
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
+        if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
+            return self._recompute(input)
+        if not (self.training or self.fp8_eval) and FP8GlobalStateManager.is_fp8_enabled():
+            with te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()):
+                return self._multiply(input, None)
+        return self._multiply(input, self._is_first_microbatch())
+
+    def _recompute(self, input: Tensor) -> Tensor:
+        """The forward again, within a backward pass, by a checkpoint that knows torch's autocast only."""
+        recipe = self.fp8_meta["recipe"]
+        if recipe.delayed():
+            raise RuntimeError(
+                "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
+                " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
+                " `activation_checkpointing=True` ('fsdp2'), or a recipe without a history (`FP8TE('current')`)."
+            )
+        with te.autocast(enabled=True, recipe=recipe):
+            return self._multiply(input, self._is_first_microbatch())
+
+    def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        tokens = input.numel() // self.in_features
+        padding = -tokens % self.token_alignment
+        if padding == 0:
+            output: Tensor = te.Linear.forward(self, input, is_first_microbatch)
+            return output
+        rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
+        output = te.Linear.forward(self, rows, is_first_microbatch)[:tokens]
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+    def _is_first_microbatch(self) -> bool | None:
+        if self.weight_cache is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        first = self.weight_cache.is_first_microbatch(self.weight)
+        if self.weight_cache.is_idle:
+            self._fp8_workspaces.clear()
+        return first
+
+    reset_parameters = nn.Linear.reset_parameters
+    extra_repr = nn.Linear.extra_repr
+    # without these torch finds no extra state to save, and asks for none
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle keep: scales, but no quantised weights and no place in global buffers."""
+        cache = None if self.weight_cache is None else WeightCache()
+        return {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "weight_cache": cache}
+
+
+def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
+    """Make the Linears named by ``fqns`` TELinears, and no others; what is converted already keeps its scales.
+
+    Args:
+        model: changed in place.
+        fqns: by fqn; ``""`` is the model itself.
+        options: see :func:`configure`.
+    """
+    for fqn, module in list(model.named_modules()):
+        if fqn in fqns:
+            configure(module, **options)
+        elif isinstance(module, TELinear):
+            revert(module)
+
+
+def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight_cache: bool) -> None:
+    """Make a Linear a TELinear, in place; of a TELinear, change the options.
+
+    Args:
+        linear: exactly ``nn.Linear``, on any device, meta too; or a TELinear.
+        fp8_eval: whether evaluation runs in FP8 too.
+        token_alignment: rows that the recipe's GEMMs take are multiples of this.
+        weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``).
+    """
+    if not isinstance(linear, TELinear):
+        donor = _donor(linear)
+        added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
+        linear.__class__ = TELinear
+        linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
+    cache = WeightCache() if weight_cache else None
+    linear.__dict__.update(fp8_eval=fp8_eval, token_alignment=token_alignment, weight_cache=cache)
+
+
+def revert(linear: nn.Module) -> None:
+    """Make a TELinear the Linear it was, in place."""
+    added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
+    for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
+        linear.__dict__.pop(name, None)
+    linear.__class__ = nn.Linear
+
+
+def te_linears(model: nn.Module) -> list[TELinear]:
+    """The layers of ``model`` that are converted already."""
+    return [module for module in model.modules() if isinstance(module, TELinear)]
+
+
+def _donor(linear: Any) -> Any:
+    """What Transformer Engine makes of the same arguments; it has no memory of its own."""
+    return te.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device="meta",
+    )

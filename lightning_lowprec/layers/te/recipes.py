@@ -1,0 +1,161 @@
+"""Transformer Engine's recipes from plain values, with every field checked: it ignores unknown ones silently.
+
+The fields are those of ``transformer_engine.common.recipe`` 2.20. Two of older versions are taken for those who bring
+them: ``interval`` (scales have been renewed at every step since 2.0, so 1 says nothing and any other value is refused)
+and ``override_linear_precision`` (which GEMMs run in high precision; see :func:`backward_override`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+from lightning_lowprec.extras import require
+
+Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+_CLASSES: Final[dict[Kind, str]] = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+_FORMATS: Final = {"hybrid": "HYBRID", "e4m3": "E4M3"}
+_DROPPED: Final = ("interval", "override_linear_precision")
+TOKEN_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
+"""Rows of an input (tokens) that a kind's GEMMs take are multiples of this; 16 for all others."""
+FEATURE_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
+"""The same of in_features and out_features."""
+
+
+def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
+    """A recipe object of Transformer Engine.
+
+    Args:
+        recipe: one of ``KINDS``; a mapping of a recipe's fields, with ``"recipe"`` naming the kind; or a recipe object,
+            which is taken as it is.
+        options: more fields; None means not given.
+        purpose: for the error when Transformer Engine is missing (``"FP8TE"``).
+
+    Raises:
+        ValueError: a kind, field or value that the recipe does not have, or a field that is gone and has no equal.
+        ImportError: Transformer Engine is not installed, or does not import.
+    """
+    module = require("transformer_engine.common.recipe", purpose)
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(recipe, module.Recipe):
+        if given:
+            raise ValueError(
+                f"{_named(given)} with a recipe object is not valid: set it in the object, or give the recipe by name"
+                f" ({', '.join(KINDS)})."
+            )
+        return recipe
+    if isinstance(recipe, Mapping):
+        fields = dict(recipe)
+        recipe = fields.pop("recipe", "delayed")
+        if twice := fields.keys() & given.keys():
+            raise ValueError(f"`{sorted(twice)[0]}` is given both in `recipe={{...}}` and beside it.")
+        given = fields | given
+    if recipe not in KINDS:
+        expected = f"{', '.join(map(repr, KINDS))}, a mapping, or a recipe object of Transformer Engine"
+        raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
+    cls = getattr(module, _CLASSES[recipe])
+    fields = _replace_dropped(recipe, given)
+    _check_names(recipe, cls, fields, module)
+    if "fp8_format" in fields:
+        fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
+    try:
+        return cls(**fields)
+    except (AssertionError, ValueError, TypeError) as error:
+        values = _named({name: given[name] for name in given if name in fields} or fields)
+        raise ValueError(f"{values} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
+
+
+def kind_of(recipe: Any) -> str:
+    """The kind of a recipe object: one of ``KINDS``, or the class's name for one that is not."""
+    name = type(recipe).__name__
+    return next((kind for kind, cls in _CLASSES.items() if cls == name), name)
+
+
+def backward_override(kind: str, override: tuple[bool, bool, bool]) -> str | None:
+    """What ``override_linear_precision=(fprop, dgrad, wgrad)`` is called today; True was high precision.
+
+    Raises:
+        ValueError: a combination that Transformer Engine 2.x does not have.
+    """
+    if override == (False, False, False):
+        return None
+    value = f"`override_linear_precision={override}`"
+    if override == (False, True, True) and kind != "delayed":
+        return "high_precision"
+    if override == (False, True, True):
+        raise ValueError(
+            f"{value} is not valid with delayed scaling: Transformer Engine 2.x runs the backward GEMMs in high"
+            " precision with the other recipes only. Use `recipe='current'`."
+        )
+    raise ValueError(
+        f"{value} is gone: Transformer Engine 2.x has high precision for both backward GEMMs or none, (False, True,"
+        " True) or (False, False, False). For the weight gradient alone in high precision use"
+        " `precision='fp8-rowwise-gw-hp'`; for whole layers use `keep=[...]`."
+    )
+
+
+def _replace_dropped(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in given.items() if name not in _DROPPED}
+    interval = given.get("interval", 1)
+    if interval != 1:
+        raise ValueError(
+            f"`interval={interval!r}` is gone: Transformer Engine 2.x renews the scales at every step. Leave it out."
+        )
+    override = given.get("override_linear_precision")
+    if override is not None:
+        if len(override) != 3:
+            raise ValueError(
+                f"`override_linear_precision={override!r}` is not valid; expected three of True or False, for fprop,"
+                " dgrad and wgrad."
+            )
+        fields["backward_override"] = backward_override(kind, (bool(override[0]), bool(override[1]), bool(override[2])))
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_names(kind: Kind, cls: type, fields: Mapping[str, Any], module: Any) -> None:
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name in fields:
+        if name in known:
+            continue
+        elsewhere = [
+            other for other, c in _CLASSES.items() if name in {f.name for f in dataclasses.fields(getattr(module, c))}
+        ]
+        if elsewhere:
+            raise ValueError(
+                f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
+            )
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(known))}.{hint}")
+
+
+def _format(value: Any, formats: Any) -> Any:
+    if isinstance(value, formats):
+        return value
+    name = _FORMATS.get(str(value).lower())
+    if name is None:
+        also = " (weights and activations in e5m2 do not train)" if str(value).lower() == "e5m2" else ""
+        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: {', '.join(_FORMATS)}{also}.")
+    return formats[name]
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of an assertion, or the message of pydantic's first finding."""
+    findings = getattr(error, "errors", None)
+    if callable(findings):
+        first = findings()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

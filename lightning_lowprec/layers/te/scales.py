@@ -1,0 +1,109 @@
+"""The state of delayed scaling, as plain tensors that ``torch.load(weights_only=True)`` reads.
+
+A layer has 3 scales forward (input, weight, output) and 2 backward (grad_output, grad_input), float32, and for each the
+history of its amax: [amax_history_len, 3] and [amax_history_len, 2]. Transformer Engine makes them at the first forward
+and registers them in process-wide buffers, where they are reduced and renewed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
+
+_MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+_TENSORS: Final = ("scale", "amax_history")
+_REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
+
+LayerScales = dict[str, Tensor]
+"""``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
+
+
+def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer of Transformer Engine by fqn, ours and the user's own."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            yield fqn, module
+
+
+def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
+    """The scales of every layer that has any, by name; empty with recipes that keep none.
+
+    Args:
+        layers: names and modules of Transformer Engine.
+    """
+    found = {}
+    for name, layer in layers:
+        states = {mode: layer.fp8_meta.get(key) for mode, key in _MODES.items()}
+        if all(isinstance(state, DelayedScalingRecipeState) for state in states.values()):
+            found[name] = {
+                f"{mode}.{tensor}": getattr(state, tensor).detach().cpu().clone()
+                for mode, state in states.items()
+                for tensor in _TENSORS
+            }
+    return found
+
+
+@torch.no_grad()
+def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
+    """Give layers the scales that :func:`saved` took; they are used from the next forward on.
+
+    Args:
+        layers: names and modules of Transformer Engine; some may not have run yet.
+        state: by name. A history of another length than the recipe's is cut, or filled up with zeros.
+        recipe: delayed scaling, which the layers will run with.
+
+    Returns:
+        The names in ``state`` that no layer has.
+    """
+    left = dict(state)
+    for name, layer in layers:
+        entry = left.pop(name, None)
+        if entry is None:
+            continue
+        for mode, key in _MODES.items():
+            if not isinstance(layer.fp8_meta.get(key), DelayedScalingRecipeState):
+                layer.fp8_meta[key] = _fresh(recipe, mode, entry[f"{mode}.scale"], layer)
+            target = layer.fp8_meta[key]
+            target.scale.copy_(entry[f"{mode}.scale"])
+            history = entry[f"{mode}.amax_history"][: len(target.amax_history)]
+            target.amax_history.zero_()
+            target.amax_history[: len(history)].copy_(history)
+    return list(left)
+
+
+def _fresh(recipe: Any, mode: str, scale: Tensor, layer: nn.Module) -> DelayedScalingRecipeState:
+    device = next((p.device for p in layer.parameters()), None)
+    return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=scale.numel(), device=device)
+
+
+@torch.no_grad()
+def forget_nonfinite(layers: Iterable[tuple[str, Any]]) -> None:
+    """Take the amax of a step that overflowed out of the histories: it would stand for the largest of all.
+
+    Transformer Engine keeps a scale as it is while the largest amax is not finite, which the longest history makes
+    1024 steps.
+    """
+    for _, layer in layers:
+        for key in _MODES.values():
+            state = layer.fp8_meta.get(key)
+            if isinstance(state, DelayedScalingRecipeState):
+                state.amax_history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def detached(layer: Any) -> dict[str, Any]:
+    """Attributes of a copy of ``layer``: the same scales, in buffers that are made and registered at its first forward.
+
+    A copy that believed itself registered would never renew its scales.
+    """
+    meta = {key: value for key, value in layer.fp8_meta.items() if key != _REGISTERED}
+    return {
+        "fp8_meta": meta,
+        "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
+        "fp8_initialized": False,
+        "fp8_meta_tensors_initialized": False,
+    }

@@ -1,0 +1,63 @@
+"""When a layer's FP8 weight may be used again: between two optimizer steps, by micro-batches and recomputed forwards.
+
+Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
+keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
+without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same version, and
+no optimizer has stepped since, in case its kernel bumps no version.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+@final
+class Steps:
+    """How often any optimizer of this process has stepped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Torch's hook behind every ``step``."""
+        self.count += 1
+
+
+STEPS = Steps()
+register_optimizer_step_post_hook(STEPS)
+
+
+@final
+class WeightCache:
+    """The answers of one layer; it learns from its own use whether keeping pays.
+
+    Without accumulation no weight is used twice, nothing is kept, and no memory is spent: 2 bytes per parameter for
+    codes and their transpose otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int, int] | None = None
+        self._kept = False
+        self._used_again = False
+
+    def is_first_microbatch(self, weight: Tensor) -> bool | None:
+        """For a forward with gradients; see above."""
+        now = (id(weight), weight._version, STEPS.count)
+        if now != self._seen:
+            self._seen = now
+            self._kept, self._used_again = self._used_again, False
+            return True if self._kept else None
+        self._used_again = True
+        if self._kept:
+            return False
+        self._kept = True
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether what was kept for the last step is of no use to this one."""
+        return not self._kept

@@ -1,0 +1,313 @@
+"""FP8 training through Transformer Engine: its layers in place of torch's, every recipe it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowprec.extras import require
+from lightning_lowprec.hardware import describe
+from lightning_lowprec.layers.invariants import unchanged
+from lightning_lowprec.layers.options import LayerOptions
+from lightning_lowprec.layers.te import recipes, support
+from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
+from lightning_lowprec.plugins.base import LowPrecision
+from lightning_lowprec.plugins.converted import check_converted
+from lightning_lowprec.plugins.half import DTYPES
+from lightning_lowprec.plugins.host import alive
+from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
+
+Base = Literal["bf16", "fp16"]
+BACKEND: Final = "transformer_engine"
+SCALES: Final = "scales"
+"""Key of the delayed scales in a plugin's state."""
+_NAMES: Final = {
+    ("delayed", "HYBRID"): "fp8-hybrid-te",
+    ("delayed", "E4M3"): "fp8-e4m3-te",
+    ("current", "HYBRID"): "fp8-current",
+    ("block", "E4M3"): "fp8-block",
+    ("mxfp8", "E4M3"): "mxfp8",
+    ("nvfp4", "E4M3"): "nvfp4",
+}
+
+
+class FP8TE(LowPrecision):
+    """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
+
+    Linears, LayerNorms and RMSNorms become Transformer Engine's in place; checkpoints stay those of the model.
+
+    Args:
+        recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
+            ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
+            Engine.
+        fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
+        margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
+        amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
+        amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
+        reduce_amax: of delayed scaling: whether all ranks scale alike.
+        override_linear_precision: what Transformer Engine 1.x called it: (fprop, dgrad, wgrad) in high precision.
+        interval: as well; 1 is what is done.
+        fp8_dpa: attention in FP8, where it is Transformer Engine's own.
+        fp8_mha: keep it in FP8 around attention, where that is Transformer Engine's own.
+        base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
+        norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
+        keep: Linears and norms that stay as they are, beside output heads, routers and LoRA adapters: fqns, parts of
+            fqns, patterns.
+        only: if given, just these convert, and none of the built-in rules applies.
+        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
+            ``num_layers_at_end_in_bf16`` blocks (not with delayed scaling).
+        frozen: ``"keep"`` leaves Linears that do not train in high precision.
+        fp8_eval: whether validation, test and prediction run in FP8 too.
+        weight_cache: use quantised weights again within an optimizer step; they are kept where that happens.
+        loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
+        master_weights: as in :class:`HalfMixed`: weights in ``base`` with float32 masters.
+        buffer_dtype: as in :class:`HalfMixed`.
+        grad_reduce_dtype: as in :class:`HalfMixed`.
+        grad_accumulation_dtype: as in :class:`HalfMixed`.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ImportError: Transformer Engine is not installed (ModuleNotFoundError) or does not import.
+        RuntimeError: the device cannot run the recipe.
+    """
+
+    backend_is_chosen: bool = False
+    """Whether the name in ``precision=`` left the backend to us."""
+    choice: Any = None
+    """What was converted and what was kept, of the module that was set up last."""
+
+    def __init__(
+        self,
+        recipe: recipes.Kind | Mapping[str, Any] | Any = "delayed",
+        *,
+        fp8_format: Literal["hybrid", "e4m3"] | None = None,
+        margin: int | None = None,
+        amax_history_len: int | None = None,
+        amax_compute_algo: Literal["max", "most_recent"] | None = None,
+        reduce_amax: bool | None = None,
+        override_linear_precision: tuple[bool, bool, bool] | None = None,
+        interval: int | None = None,
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        base: Base = "bf16",
+        norms: bool = True,
+        keep: Sequence[str] = (),
+        only: Sequence[str] | None = None,
+        first_last_layers_bf16: bool = False,
+        num_layers_at_start_in_bf16: int = 1,
+        num_layers_at_end_in_bf16: int = 1,
+        frozen: Literal["convert", "keep"] = "convert",
+        fp8_eval: bool = True,
+        weight_cache: bool = True,
+        loss_scale: LossScaleChoice = "auto",
+        master_weights: MasterWeights = False,
+        buffer_dtype: torch.dtype | None = None,
+        grad_reduce_dtype: torch.dtype | None = None,
+        grad_accumulation_dtype: torch.dtype | None = None,
+    ) -> None:
+        if base not in get_args(Base):
+            raise ValueError(f"`base={base!r}` is not valid; expected one of: {', '.join(get_args(Base))}.")
+        masters = resolve_masters(
+            base,
+            master_weights,
+            buffer_dtype=buffer_dtype,
+            grad_reduce_dtype=grad_reduce_dtype,
+            grad_accumulation_dtype=grad_accumulation_dtype,
+        )
+        super().__init__(resolve_loss_scale(base, loss_scale), masters)
+        require(support.MODULE, f"FP8TE(recipe={recipe!r})")
+        fields: dict[str, Any] = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": amax_history_len}
+        fields |= {"amax_compute_algo": amax_compute_algo, "reduce_amax": reduce_amax, "interval": interval}
+        fields |= {"fp8_dpa": fp8_dpa or None, "fp8_mha": fp8_mha or None}
+        fields["override_linear_precision"] = override_linear_precision
+        self.recipe: Any = recipes.make_recipe(recipe, fields, "FP8TE")
+        """The recipe object of Transformer Engine."""
+        self.kind = recipes.kind_of(self.recipe)
+        self.layers = LayerOptions(
+            keep=keep,
+            only=only,
+            first_last_layers_bf16=first_last_layers_bf16,
+            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+            frozen=frozen,
+        )
+        self.base: Base = base
+        self.norms, self.fp8_eval, self.weight_cache = norms, fp8_eval, weight_cache
+        self._loaded_scales: dict[str, Any] = {}
+        self._check()
+        name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
+        self.precision = name + ("-fp16" if base == "fp16" else "")
+
+    def _check(self) -> None:
+        if self.kind == "delayed" and self.layers.first_last_layers_bf16:
+            raise ValueError(
+                "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
+                " layers at once (Megatron refuses it too); use `recipe='current'`."
+            )
+        if self.kind == "nvfp4" and self.base == "fp16":
+            raise ValueError(
+                "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
+                " `base='bf16'`."
+            )
+
+    @property
+    @override
+    def autocast_dtype(self) -> torch.dtype:
+        """``torch.bfloat16`` or ``torch.float16``: of everything that is no FP8 GEMM."""
+        return DTYPES[self.base]
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        """``torch.int8``: Lightning's tables of peak rates list FP8's there."""
+        return torch.int8
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        """No Transformer Engine, no GPU, or one that cannot run the recipe: in Transformer Engine's own words."""
+        reason = support.device_refusal(self.kind, device)
+        if reason is None:
+            return None
+        if device.type != "cuda":
+            return f"{reason}. 'fp8-hybrid-torchao' emulates FP8 on CPU"
+        works = "'fp8-current', 'fp8-hybrid-te'" if self.kind not in ("delayed", "current") else "'bf16-mixed'"
+        return f"{reason}. Use {works}, or another GPU"
+
+    @override
+    def how(self, device: torch.device) -> str:
+        """FP8 kernels of Transformer Engine."""
+        return f"FP8 kernels of Transformer Engine on {describe(device)}"
+
+    # ---- layers
+
+    @override
+    def _settle(self, module: Module, device: torch.device) -> None:
+        refusal = self.refusal(device)
+        if refusal is not None:
+            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
+        if self.backend_is_chosen:
+            check_ranks_agree(self.precision, BACKEND)
+        from lightning_lowprec.layers.te import choice, linear, norms
+
+        alignment = recipes.FEATURE_ALIGNMENT.get(self.kind, 16)
+        found = choice.choose(module, self.layers, alignment=alignment, with_norms=self.norms)
+        self._check_choice(module, found)
+        with unchanged(module):
+            linear.convert(
+                module,
+                found.linears.converted,
+                fp8_eval=self.fp8_eval,
+                token_alignment=recipes.TOKEN_ALIGNMENT.get(self.kind, 16),
+                weight_cache=self.weight_cache,
+            )
+            norms.convert(module, found.converted_norms)
+        if found != self.choice:
+            rank_zero_info(f"{self.precision}: {found.summary()}.")
+        self.choice = found
+
+    def _check_choice(self, module: Module, found: Any) -> None:
+        from lightning_lowprec.layers.te import scales
+
+        own = [fqn for fqn, _ in scales.scaled_layers(module)]
+        if not found.linears.converted and not own:
+            raise ValueError(
+                f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
+                f" {type(module).__name__}, so nothing would run in FP8:\n{found.linears}\nUse a model with Linear"
+                f" layers whose features are multiples of {recipes.FEATURE_ALIGNMENT.get(self.kind, 16)}, or a"
+                " precision without FP8 ('bf16-mixed', 'half-auto')."
+            )
+        te = support.pytorch("FP8TE")
+        attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
+        for field in ("fp8_dpa", "fp8_mha"):
+            if getattr(self.recipe, field) and not attention:
+                raise ValueError(
+                    f"`{field}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
+                    f" {type(module).__name__} has none; leave it out, or build the model with it."
+                )
+
+    @override
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        from lightning_lowprec.layers.te.linear import TELinear
+
+        modules, sharded = alive(self._modules), self._sharded is not None
+        check_converted(modules, alive(self._unchecked), optimizers, TELinear, sharded=sharded)
+
+    # ---- a step
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
+        return self._in_both(super().forward_context())
+
+    @contextmanager
+    def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+        self._restore_scales()
+        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: LightningModule | None = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; after one that was skipped, its amax is forgotten."""
+        skipped = 0 if self.scaler is None else self.scaler.skipped_steps
+        output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if self.scaler is not None and self.scaler.skipped_steps != skipped:
+            from lightning_lowprec.layers.te import scales
+
+            scales.forget_nonfinite(self._scaled_layers())
+        return output
+
+    # ---- state
+
+    def _scaled_layers(self) -> list[tuple[str, Any]]:
+        """By the number of the module that was set up, and the fqn in it."""
+        from lightning_lowprec.layers.te import scales
+
+        found = [(i, *entry) for i, m in enumerate(alive(self._modules)) for entry in scales.scaled_layers(m)]
+        return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale if there is one, the backend, and with delayed scaling its scales, as plain tensors."""
+        from lightning_lowprec.layers.te import scales
+
+        if self._modules:
+            self._restore_scales()  # those that were loaded and not used yet
+        state = {**super().state_dict(), "backend": BACKEND}
+        found = scales.saved(self._scaled_layers()) if self.kind == "delayed" else {}
+        return {**state, SCALES: found} if found else state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale, and the scales for the next forward; what has no use here is dropped, and logged."""
+        if self.backend_is_chosen:
+            check_resumes(self.precision, BACKEND, state_dict)
+        super().load_state_dict(state_dict)
+        self._loaded_scales = dict(state_dict.get(SCALES, {}))
+        if self._loaded_scales and self.kind != "delayed":
+            self._loaded_scales = {}
+            rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+    def _restore_scales(self) -> None:
+        if not self._loaded_scales:
+            return
+        from lightning_lowprec.layers.te import scales
+
+        left = scales.restore(self._scaled_layers(), self._loaded_scales, self.recipe)
+        if left:
+            rank_zero_info(f"{self.precision}: no layer for {len(left)} of the checkpoint's scales ({left[0]!r}, ...).")
+        self._loaded_scales = {}

@@ -1,0 +1,33 @@
+"""The real Transformer Engine on a machine without a GPU: `make test-te`.
+
+Its modules ask one question before they construct, whether CUDA is available; ``pretend_gpu`` answers it. Nothing else
+is replaced. Its kernels cannot run here; its ONNX forward, plain torch, can.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if find_spec("transformer_engine") else ["test_*.py"]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    from tests.te.hopper import pretend
+
+    pretend(monkeypatch)
+
+
+@pytest.fixture
+def onnx_forward():
+    """Transformer Engine's modules compute by torch operations, in high precision, without gradients."""
+    from transformer_engine.pytorch.export import onnx_export
+
+    def warm(model):
+        for module in model.modules():
+            module.forwarded_at_least_once = True  # it asks for a forward by its kernels first
+        return model
+
+    with onnx_export(True), torch.no_grad():
+        yield warm

@@ -1,0 +1,20 @@
+"""A machine that answers as a Hopper GPU would, until a kernel is asked for."""
+
+import sys
+
+import torch
+from transformer_engine.pytorch import quantization
+
+from lightning_lowprec.layers.te import support
+
+ASKING = ("transformer_engine.", support.__name__)
+
+
+def pretend(monkeypatch) -> None:
+    """Transformer Engine is told of CUDA and of every recipe that Hopper has; torch and Lightning are not."""
+    real = torch.cuda.is_available
+    asked = lambda: sys._getframe(1).f_globals["__name__"].startswith(ASKING) or real()  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+        monkeypatch.setattr(quantization, name, (True, ""))
+    monkeypatch.setattr(support, "device_refusal", lambda kind, device: None)

@@ -1,0 +1,270 @@
+"""What becomes of torch's layers: the same objects, the same names, the same numbers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lightning_lowprec.layers.invariants import unchanged
+from lightning_lowprec.layers.te import linear as linears
+from lightning_lowprec.layers.te import norms, scales
+
+OPTIONS = {"fp8_eval": True, "token_alignment": 16, "weight_cache": False}
+
+
+class Gemma(nn.Module):
+    """The other RMSNorm of transformers."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+GemmaRMSNorm = type("GemmaRMSNorm", (Gemma,), {})
+NotARMSNorm = type("NotARMSNorm", (Gemma,), {"forward": lambda self, x: x * self.weight})
+EpsOutsideRMSNorm = type(
+    "EpsOutsideRMSNorm",
+    (Gemma,),
+    {"forward": lambda self, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.weight},
+)
+
+
+def llama_norm(size):
+    norm = LlamaRMSNorm(size, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
+def layer_norm(**kwargs):
+    norm = nn.LayerNorm(32, eps=1e-2, **kwargs)
+    for p in norm.parameters():
+        nn.init.normal_(p)
+    return norm
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(32,), (16, 32), (3, 5, 32), (0, 32), (2, 3, 0, 32)])
+def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=bias)
+    x = torch.randn(shape)
+    expected = layer(x)
+    linears.convert(layer, {""}, **OPTIONS)
+    assert isinstance(layer, te.Linear)
+    assert isinstance(layer, nn.Linear)
+    torch.testing.assert_close(onnx_forward(layer)(x), expected)
+    linears.revert(layer)
+    assert type(layer) is nn.Linear
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        layer_norm,
+        lambda: layer_norm(bias=False),
+        lambda: layer_norm(elementwise_affine=False),
+        lambda: nn.RMSNorm(32, eps=1e-2),
+        lambda: nn.RMSNorm(32, eps=1e-2, elementwise_affine=False),
+        lambda: llama_norm(32),
+        lambda: GemmaRMSNorm(32, eps=1e-2),
+    ],
+    ids=["layer", "layer without bias", "layer without affine", "rms", "rms without affine", "llama", "gemma"],
+)
+def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
+    torch.manual_seed(0)
+    norm = make()
+    own, attributes, parameters = type(norm), set(norm.__dict__), list(norm.parameters())
+    x = torch.randn(3, 5, 32)
+    expected = norm(x)
+    assert norms.kept(norm) is None
+    model = nn.Sequential(norm)
+    with unchanged(model):
+        norms.convert(model, {"0"})
+    assert type(norm) is not own
+    torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
+    assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
+    norms.revert(norm)
+    assert type(norm) is own
+    assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (nn.LayerNorm((4, 16)), "normalises 2 dimensions"),
+        (nn.LayerNorm(20), "multiple of 16"),
+        (nn.RMSNorm(32), "eps=None"),
+        (type("Own", (nn.LayerNorm,), {})(32), "a subclass of LayerNorm"),
+        (NotARMSNorm(32), "computes something else"),
+        (EpsOutsideRMSNorm(32), "computes something else"),
+        (nn.BatchNorm1d(32), "no norm"),
+        (nn.Linear(32, 32), "no norm"),
+    ],
+)
+def test_norms_that_stay(norm, reason):
+    assert reason in norms.kept(norm)
+
+
+def test_probing_a_norm_runs_no_hook_and_changes_nothing():
+    norm, calls = llama_norm(32), []
+    norm.register_forward_hook(lambda *args: calls.append(args))
+    before = norm.weight.detach().clone()
+    assert norms.formula(norm) == "weight"
+    assert norms.formula(GemmaRMSNorm(32)) == "1 + weight"
+    assert not calls
+    assert torch.equal(norm.weight, before)
+    assert norm.variance_epsilon == 1e-3
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 32), nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32, bias=False))
+
+
+def converted():
+    net = model()
+    linears.convert(net, {"2", "3"}, **OPTIONS)
+    norms.convert(net, {"1"})
+    return net
+
+
+def test_state_dict_is_that_of_the_model(pretend_gpu):
+    net, other = converted(), model()
+    assert list(net.state_dict()) == list(model().state_dict())
+    other.load_state_dict(net.state_dict(), strict=True)
+    net.load_state_dict(other.state_dict(), strict=True)
+    assert not any("_extra_state" in key for key in net.state_dict())
+
+
+def test_conversion_keeps_what_it_must(pretend_gpu):
+    net = model()
+    net[2].weight.requires_grad_(False)
+    net[3].eval()
+    net[2].register_forward_hook(lambda *args: None)
+    with unchanged(net):
+        linears.convert(net, {"2", "3"}, **OPTIONS)
+        norms.convert(net, {"1"})
+    with unchanged(net):  # another plan: what is not in it goes back
+        linears.convert(net, {"2"}, **OPTIONS)
+        norms.convert(net, set())
+    assert [type(m) for m in net[1:]] == [nn.LayerNorm, linears.TELinear, nn.Linear]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_device_and_dtype(pretend_gpu, device, dtype):
+    net = model().to(device, dtype)
+    with unchanged(net):
+        linears.convert(net, {"2", "3"}, **OPTIONS)
+    moved = net.to_empty(device="cpu") if device == "meta" else net.to(torch.float16)
+    assert isinstance(moved[2], te.Linear)
+    assert moved[2].weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
+def test_copies(pretend_gpu, onnx_forward, how):
+    net = converted()
+    scales.restore([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
+    net[2].fp8_meta[scales._REGISTERED] = [0, "forward", 0, "backward"]
+    other = how(net)
+    assert type(other[2]) is linears.TELinear
+    assert scales._REGISTERED not in other[2].fp8_meta  # it registers itself at its first forward
+    assert not other[2].fp8_meta_tensors_initialized
+    kept = scales.saved([("2", other[2])])["2"]
+    assert all(torch.equal(kept[key], value) for key, value in some_scales(4).items())
+    x = torch.randint(16, (4, 16))
+    torch.testing.assert_close(onnx_forward(other)(x), onnx_forward(net)(x), rtol=0, atol=0)
+    with torch.no_grad():
+        other[2].weight.zero_()
+    assert net[2].weight.abs().sum() > 0
+
+
+def test_without_cuda_transformer_engine_refuses():
+    with pytest.raises(RuntimeError, match="needs CUDA"):
+        linears.convert(nn.Linear(32, 32), {""}, **OPTIONS)
+
+
+def some_scales(length):
+    generator = torch.Generator().manual_seed(length)
+    return {
+        f"{mode}.{name}": torch.rand(shape, generator=generator)
+        for mode, count in (("forward", 3), ("backward", 2))
+        for name, shape in (("scale", (count,)), ("amax_history", (length, count)))
+    }
+
+
+def test_scales_survive_a_file(pretend_gpu, tmp_path):
+    net, recipe = converted(), DelayedScaling(amax_history_len=4)
+    layers = [("2", net[2]), ("3", net[3])]
+    assert scales.saved(layers) == {}  # nothing has run
+    assert scales.restore(layers, {"2": some_scales(4), "gone": some_scales(4)}, recipe) == ["gone"]
+    torch.save(scales.saved(layers), tmp_path / "scales.pt")
+    loaded = torch.load(tmp_path / "scales.pt", weights_only=True)
+    assert list(loaded) == ["2"]
+    assert all(torch.equal(loaded["2"][key], value) for key, value in some_scales(4).items())
+
+
+def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
+    """Its first forward makes new state and takes over the tensors of the old one: the same storage."""
+    net, recipe = converted(), DelayedScaling(amax_history_len=4)
+    scales.restore([("2", net[2])], {"2": some_scales(4)}, recipe)
+    old = net[2].fp8_meta["scaling_fwd"]
+    new = type(old)(recipe, mode="forward", num_quantizers=3, device=torch.device("cpu"))
+    assert new.inherit_state_from(old)
+    quantizer = new.make_quantizers()[1]
+    assert quantizer.scale.data_ptr() == old.scale[1].data_ptr()
+    assert not net[2].fp8_meta_tensors_initialized
+
+
+@pytest.mark.parametrize("length", [2, 4, 8])
+def test_a_history_of_another_length(pretend_gpu, length):
+    layer = converted()[2]
+    entry = some_scales(length)
+    scales.restore([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
+    history = scales.saved([("", layer)])[""]["forward.amax_history"]
+    assert history.shape == (4, 3)
+    common = min(length, 4)
+    assert torch.equal(history[:common], entry["forward.amax_history"][:common])
+    assert history[common:].eq(0).all()
+
+
+def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
+    """Transformer Engine's global buffers point at them."""
+    layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
+    scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+    before = layer.fp8_meta["scaling_fwd"].scale
+    scales.restore([("", layer)], {"": some_scales(8)}, recipe)
+    assert layer.fp8_meta["scaling_fwd"].scale is before
+    assert torch.equal(before, some_scales(8)["forward.scale"])
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
+def test_recomputation_by_torch(pretend_gpu, onnx_forward, recipe):
+    """With delayed scaling it would use other scales: an error. Other recipes run, in FP8 again."""
+    layer = onnx_forward(converted()[2])
+    layer.fp8, layer.fp8_meta["recipe"] = True, recipe  # as after a forward in FP8
+    seen = []
+    layer._multiply = lambda x, first: seen.append(FP8GlobalStateManager.get_fp8_recipe()) or x
+    with torch.enable_grad():
+        x = torch.randn(16, 32, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: (layer(x.detach()), grad)[1])  # what a checkpoint's unpack hook does
+        if recipe.delayed():
+            with pytest.raises(RuntimeError, match="renewed its scales"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+    assert seen == ([] if recipe.delayed() else [recipe])

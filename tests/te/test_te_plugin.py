@@ -1,0 +1,334 @@
+"""The plugin in Fabric and Trainer with the real Transformer Engine, up to the first kernel."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformer_engine.common.recipe import DelayedScaling
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lightning_lowprec
+from lightning_lowprec import FP8TE
+from lightning_lowprec.layers.te import norms, scales, support
+from lightning_lowprec.layers.te.linear import TELinear, te_linears
+from lightning_lowprec.precisions import TABLE, create
+from tests.te.hopper import pretend
+from tests.te.test_te_layers import some_scales
+
+QUIET = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        make = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))  # noqa: E731
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.lm_head = nn.Linear(32, 16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.lm_head(x)
+
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(8, 16, 32), batch_size=2)
+
+
+def fabric_for(plugin):
+    return L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    for plugin in (
+        L.Fabric(precision=name, accelerator="cpu").strategy.precision,
+        L.Trainer(precision=name, **QUIET).precision_plugin,
+    ):
+        assert type(plugin) is FP8TE
+        assert plugin.precision == name
+        assert (plugin.scaler is not None) == name.endswith("-fp16")
+    assert FP8TE(**TABLE[name].options).precision == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cpu_is_refused_before_anything_is_touched(name):
+    model = Net()
+    with pytest.raises(RuntimeError, match=rf"`precision='{name}'` cannot run: .*NVIDIA GPUs only, and this is cpu"):
+        fabric_for(create(name)).setup(model)
+    assert not te_linears(model)
+    with pytest.raises(RuntimeError, match="fp8-hybrid-torchao"):
+        L.Trainer(precision=name, **QUIET).fit(Lit())
+
+
+def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    assert "no NVIDIA driver" in support.device_refusal("delayed", torch.device("cuda"))
+
+
+def test_what_converts(pretend_gpu, caplog):
+    model = Net()
+    parameters, names = list(model.parameters()), list(model.state_dict())
+    fabric = fabric_for(FP8TE(keep=["blocks.0.1", "blocks.2.0"]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == [
+        "blocks.0.3", "blocks.1.1", "blocks.1.3", "blocks.2.1", "blocks.2.3",
+    ]  # fmt: skip
+    assert [type(block[0]) for block in model.blocks] == [norms.TELayerNorm, norms.TELayerNorm, nn.LayerNorm]
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == names
+    plugin = fabric.strategy.precision
+    assert plugin.choice.summary() == (
+        "converted 5 of 7 linear layers, kept 2: kept by 'blocks.0.1' ('blocks.0.1'); output head (by name)"
+        " ('lm_head'); 2 of 3 norms (kept: 'blocks.2.0' kept by 'blocks.2.0')"
+    )
+    with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
+        wrapped(torch.randn(2, 16, 32))
+    fabric.strategy.precision._check_optimizers([optimizer.optimizer])
+
+
+def test_transformers_llama(pretend_gpu):
+    model = LlamaForCausalLM(LLAMA)
+    fabric_for(FP8TE("current")).setup(model)
+    assert len(te_linears(model)) == 14
+    assert type(model.lm_head) is nn.Linear
+    converted = [m for m in model.modules() if isinstance(m, norms.TERMSNorm)]
+    assert len(converted) == 5
+    assert all(m.eps == LLAMA.rms_norm_eps and not m.zero_centered_gamma for m in converted)
+
+
+def test_evaluation_in_high_precision_is_that_of_the_model(pretend_gpu, onnx_forward):
+    """``fp8_eval=False``: the same numbers, to float32 rounding, through real layers."""
+    model = Net().eval()
+    x = torch.randn(5, 7, 32)
+    expected = model(x)
+    plugin = FP8TE(fp8_eval=False)
+    fabric_for(plugin).setup(model)
+    onnx_forward(model.eval())
+    with plugin._in_both(torch.autocast("cpu", enabled=False)):
+        found = model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "delayed", "first_last_layers_bf16": True}, "not valid with delayed scaling"),
+        ({"recipe": "nvfp4", "base": "fp16"}, "Hadamard"),
+        ({"base": "fp32"}, "expected one of: bf16, fp16"),
+        ({"recipe": "current", "margin": 1}, "goes with delayed, mxfp8"),
+        ({"recipe": {"recipe": "delayed", "amax_len": 3}}, "no field"),
+        ({"grad_reduce_dtype": torch.float32}, "master_weights"),
+        ({"recipe": "current", "loss_scale": 8.0}, "loss_scale"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8TE(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "message"),
+    [
+        ({}, nn.Sequential(nn.Linear(20, 20)), "would convert none of the 1 linear layers"),
+        ({"recipe": "mxfp8"}, nn.Sequential(nn.Linear(48, 48)), "multiples of 32"),
+        ({"keep": ["gone"]}, Net(), "matches no Linear"),
+        ({"fp8_dpa": True}, Net(), "Transformer Engine's own attention"),
+        ({"recipe": "current", "first_last_layers_bf16": True}, nn.Sequential(nn.Linear(32, 32)), "stack of blocks"),
+    ],
+)
+def test_models_that_do_not_fit(pretend_gpu, options, model, message):
+    with pytest.raises(ValueError, match=message):
+        fabric_for(FP8TE(**options)).setup(model)
+
+
+def test_first_and_last_blocks(pretend_gpu):
+    model = Net()
+    fabric_for(FP8TE("current", first_last_layers_bf16=True)).setup(model)
+    assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == ["blocks.1.1", "blocks.1.3"]
+
+
+def test_master_weights(pretend_gpu):
+    model = Net()
+    fabric = fabric_for(FP8TE(master_weights=True))
+    _, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert isinstance(model.blocks[0][1], TELinear)
+    assert {p.dtype for p in fabric.strategy.precision.main_params(optimizer.optimizer)} == {torch.float32}
+
+
+def test_a_forgotten_parameter_raises(pretend_gpu):
+    model = Net()
+    fabric = fabric_for(FP8TE())
+    fabric.setup(model)
+    optimizer = torch.optim.AdamW(model.blocks[0].parameters())
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.1\.weight"):
+        fabric.strategy.precision._check_optimizers([optimizer])
+
+
+def test_the_trainer_up_to_the_first_kernel(pretend_gpu, tmp_path):
+    model = Lit()
+    trainer = L.Trainer(precision="fp8-hybrid-te", default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
+        trainer.fit(model)
+    assert len(te_linears(model)) == 6
+    trainer.strategy.optimizers = [torch.optim.AdamW(model.parameters())]
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    checkpoint = torch.load(tmp_path / "some.ckpt", weights_only=True)
+    assert checkpoint["FP8TE"] == {"backend": "transformer_engine"}
+    Lit().load_state_dict(checkpoint["state_dict"], strict=True)
+
+
+def give_scales(model, recipe, length=4):
+    for number, layer in enumerate(te_linears(model)):
+        entry = {key: value + number for key, value in some_scales(length).items()}
+        scales.restore([("", layer)], {"": entry}, recipe)
+
+
+def test_scales_travel_in_the_plugins_state(pretend_gpu, tmp_path):
+    def set_up():
+        model, plugin = Net(), FP8TE(amax_history_len=4)
+        fabric = fabric_for(plugin)
+        return model, plugin, fabric, fabric.setup(model)
+
+    model, plugin, fabric, wrapped = set_up()
+    give_scales(model, plugin.recipe)
+    fabric.save(tmp_path / "some.ckpt", {"model": wrapped, "precision": plugin})
+    torch.load(tmp_path / "some.ckpt", weights_only=True)
+    other, resumed, fabric, wrapped = set_up()
+    fabric.load(tmp_path / "some.ckpt", {"model": wrapped, "precision": resumed})
+    assert resumed.state_dict().keys() == plugin.state_dict().keys()
+    for name, entry in plugin.state_dict()["scales"].items():
+        for key, value in entry.items():
+            assert torch.equal(resumed.state_dict()["scales"][name][key], value), (name, key)
+    assert len(te_linears(other)) == len(plugin.state_dict()["scales"]) == 6
+
+
+def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
+    plugin = FP8TE("current")
+    fabric_for(plugin).setup(Net())
+    plugin.load_state_dict({"backend": "transformer_engine", "scales": {"0.blocks.0.1": some_scales(4)}})
+    assert plugin.state_dict() == {"backend": "transformer_engine"}
+
+
+def test_a_second_setup_keeps_the_scales(pretend_gpu):
+    model, plugin = Net(), FP8TE(amax_history_len=4)
+    fabric = fabric_for(plugin)
+    fabric.setup(model)
+    give_scales(model, plugin.recipe)
+    before = scales.saved(scales.scaled_layers(model))
+    plugin.convert_module(model)
+    after = scales.saved(scales.scaled_layers(model))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[n][k], v) for n, entry in before.items() for k, v in entry.items())
+
+
+def test_an_overflow_is_forgotten(pretend_gpu):
+    model, plugin = Net(), FP8TE(base="fp16", amax_history_len=4)
+    fabric = fabric_for(plugin)
+    _, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    give_scales(model, plugin.recipe)
+    layer = te_linears(model)[0]
+    layer.fp8_meta["scaling_bwd"].amax_history[1, 0] = float("inf")
+    layer.fp8_meta["scaling_bwd"].amax_history[2, 1] = float("nan")
+    expected = layer.fp8_meta["scaling_bwd"].amax_history.nan_to_num(0, 0, 0)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("inf"))
+    weight = layer.weight.detach().clone()
+    optimizer.step()
+    assert plugin.scaler.skipped_steps == 1
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer.fp8_meta["scaling_bwd"].amax_history, expected)
+
+
+def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
+    import transformer_engine.pytorch as te
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = te.LayerNormMLP(32, 64, device="cpu")
+
+    model, plugin = Own(), FP8TE()
+    fabric_for(plugin).setup(model)  # nothing of ours converts, and it runs in FP8 nevertheless
+    assert [name for name, _ in plugin._scaled_layers()] == ["0.mlp"]
+
+
+def test_deepcopy_and_the_plugin_itself(pretend_gpu):
+    plugin = FP8TE({"recipe": "delayed", "amax_history_len": 4}, keep=["lm_head"])
+    other = copy.deepcopy(plugin)
+    assert repr(other.recipe) == repr(plugin.recipe)
+    assert other.recipe.amax_history_len == 4
+    assert isinstance(FP8TE(DelayedScaling(margin=1)).recipe, DelayedScaling)
+
+
+# ---- names without a backend
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3-fp16"])
+def test_where_transformer_engine_runs_it_is_preferred(monkeypatch, name):
+    assert type(create(name)) is lightning_lowprec.FP8TorchAO  # no GPU here
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    plugin = create(name)
+    assert type(plugin) is FP8TE
+    assert plugin.precision == name
+    assert type(create(name, sharded=True)) is lightning_lowprec.FP8TorchAO
+    assert type(L.Fabric(precision=name, accelerator="cpu", strategy="fsdp2").strategy.precision) is (
+        lightning_lowprec.FP8TorchAO
+    )
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: False)
+    assert type(create(name)) is lightning_lowprec.FP8TorchAO
+
+
+def test_one_that_is_installed_but_broken_raises(monkeypatch):
+    import sys
+
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(ImportError, match="preferred"):
+        create("fp8-hybrid")
+
+
+def test_a_resumed_run_means_the_same_backend(monkeypatch):
+    plugin = create("fp8-hybrid-fp16")
+    message = "use 'fp8-hybrid-te-fp16'; to change over, 'fp8-hybrid-torchao-fp16'"
+    with pytest.raises(RuntimeError, match=message):
+        plugin.load_state_dict({"backend": "transformer_engine"})
+    create("fp8-hybrid-torchao").load_state_dict({"backend": "transformer_engine"})  # a name that says its backend
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    with pytest.raises(RuntimeError, match="use 'fp8-e4m3-torchao'; to change over, 'fp8-e4m3-te'"):
+        create("fp8-e4m3").load_state_dict({"backend": "torchao"})

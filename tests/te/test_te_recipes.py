@@ -1,0 +1,86 @@
+"""Recipes from plain values, against Transformer Engine's own classes."""
+
+import pytest
+from transformer_engine.common import recipe as te
+
+from lightning_lowprec.layers.te.recipes import KINDS, kind_of, make_recipe
+
+
+def make(recipe, **options):
+    return make_recipe(recipe, options, "FP8TE")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [
+        ("delayed", te.DelayedScaling),
+        ("current", te.Float8CurrentScaling),
+        ("block", te.Float8BlockScaling),
+        ("mxfp8", te.MXFP8BlockScaling),
+        ("nvfp4", te.NVFP4BlockScaling),
+    ],
+)
+def test_kinds(kind, cls):
+    made = make(kind)
+    assert type(made) is cls
+    assert repr(made) == repr(cls())  # its defaults
+    assert kind_of(made) == kind
+    assert kind in KINDS
+
+
+def test_fields_reach_the_recipe():
+    made = make("delayed", fp8_format="e4m3", margin=2, amax_history_len=16, amax_compute_algo="most_recent")
+    assert (made.fp8_format, made.margin, made.amax_history_len) == (te.Format.E4M3, 2, 16)
+    assert made.amax_compute_algo == "most_recent"
+    assert make("delayed", reduce_amax=False).reduce_amax is False
+    assert make("delayed", fp8_dpa=True, fp8_mha=True).fp8_mha is True
+    assert make("nvfp4", disable_rht=True).disable_rht is True
+    assert make("block", fp8_format="hybrid").fp8_format is te.Format.HYBRID
+
+
+def test_mapping_and_object():
+    assert make({"recipe": "current", "fp8_format": "E4M3"}).fp8_format is te.Format.E4M3
+    assert make({"amax_history_len": 3}).amax_history_len == 3  # delayed
+    own = te.DelayedScaling(amax_history_len=7)
+    assert make(own) is own
+    assert make(te.Float8CurrentScaling(), margin=None).fp8_format is te.Format.HYBRID
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("delayd", {}, "expected one of: 'delayed'"),
+        ("delayed", {"amax_history_length": 3}, "Did you mean 'amax_history_len'"),
+        ({"recipe": "delayed", "foo": 1}, {}, "`foo` is no field of `recipe='delayed'`"),
+        ("current", {"margin": 1}, "it goes with delayed, mxfp8"),
+        ("current", {"amax_history_len": 4}, "it goes with delayed"),
+        ("delayed", {"disable_rht": True}, "it goes with nvfp4"),
+        ("delayed", {"fp8_format": "e5m2"}, "do not train"),
+        ("delayed", {"amax_compute_algo": "mean"}, "amax_compute_algo"),
+        ("delayed", {"backward_override": "high_precision"}, "Delayed scaling only supports"),
+        ("block", {"fp8_dpa": True}, "FP8 attention is not supported"),
+        ("nvfp4", {"fp8_format": "hybrid"}, "Only E4M3"),
+        ({"margin": 1}, {"margin": 2}, "given both"),
+        (te.DelayedScaling(), {"margin": 2}, "set it in the object"),
+        ("delayed", {"interval": 2}, "renews the scales at every step"),
+        ("delayed", {"override_linear_precision": (False, True, True)}, "Use `recipe='current'`"),
+        ("current", {"override_linear_precision": (False, False, True)}, "fp8-rowwise-gw-hp"),
+        ("current", {"override_linear_precision": (True, True)}, "expected three"),
+    ],
+)
+def test_what_a_recipe_does_not_have_raises(recipe, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        make(recipe, **options)
+
+
+def test_what_older_versions_had():
+    assert repr(make("delayed", interval=1)) == repr(te.DelayedScaling())
+    assert repr(make("delayed", override_linear_precision=(False, False, False))) == repr(te.DelayedScaling())
+    made = make("current", override_linear_precision=[False, True, True])
+    assert made.backward_override == "high_precision"
+    assert made.fp8_format is te.Format.HYBRID
+
+
+def test_transformer_engine_itself_ignores_unknown_fields():
+    """The reason for the checks; if this fails, they may go."""
+    assert te.DelayedScaling(foo=1) is not None
