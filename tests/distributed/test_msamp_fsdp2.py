@@ -90,6 +90,8 @@ def refused():
         with pytest.raises(ValueError, match="does not go with weights that are kept as codes") as error:
             setup("msamp-o3", 2, **options)
         errors.append(str(error.value))
+    with pytest.raises(ValueError, match=r"`fp8_all_gather=False` is not possible: .* gathered as they are"):
+        setup("msamp-o3", 2, fp8_all_gather=False)
     return errors
 
 
