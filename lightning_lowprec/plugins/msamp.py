@@ -192,7 +192,7 @@ class MSAMP(LowPrecision):
             linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
         if self._sharded is None:
-            self._replicas.hide(module)
+            self._replicas.hide(module, will_train=self._will_train)
         for optimizer in alive(self._optimizers):
             self._adopt(optimizer)
         if plan != self.plan:

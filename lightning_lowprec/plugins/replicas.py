@@ -33,8 +33,8 @@ class Replicas:
         self._modules: list[weakref.ref[DistributedDataParallel]] = []
         self._stepping = self._averaged = False
 
-    def hide(self, module: nn.Module) -> None:
-        """Before DDP wraps ``module``: it shall ignore the weights that are codes.
+    def hide(self, module: nn.Module, *, will_train: bool) -> None:
+        """Before DDP wraps ``module``, if it will train: DDP shall ignore the weights that are codes.
 
         Raises:
             ValueError: nothing would be left for DDP to train, which it refuses.
@@ -44,7 +44,7 @@ class Replicas:
         hide_from_ddp(module)
         trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         coded = [fqn for fqn, p in trained.items() if scaled_of(p) is not None]
-        if process_group_exists() and coded and len(coded) == len(trained):
+        if will_train and process_group_exists() and coded and len(coded) == len(trained):
             fqn = coded[-1].rpartition(".")[0]
             raise ValueError(
                 f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"

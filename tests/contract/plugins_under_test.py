@@ -58,7 +58,7 @@ def code_dtypes(name: str) -> set[torch.dtype]:
 def _identity(name: str) -> str:
     """Two names with the same class and options are one plugin to a test that takes long."""
     plugin = make(name)
-    options = {key: value for key, value in vars(plugin).items() if key != "precision"}
+    options = {key: value for key, value in vars(plugin).items() if key not in ("precision", "backend_is_chosen")}
     return f"{type(plugin).__name__}{options}"
 
 

@@ -64,17 +64,33 @@ def test_checkpoints_load_into_every_other_precision(saved, source, target):
         assert module.losses == whole[8:]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_checkpoints_of_sgd_load_into_a_level_and_back(momentum, tmp_path):
+    def sgd(net):
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+
+    losses = []
+    for first, then in (("32-true", "32-true"), ("32-true", "msamp-o2"), ("msamp-o2", "32-true")):
+        fit(first, Net(sgd))[1].save_checkpoint(tmp_path / "sgd.ckpt")
+        losses.append(fit(then, Net(sgd), epochs=4, path=tmp_path / "sgd.ckpt")[0].losses[-1])
+    assert losses == [pytest.approx(losses[0], rel=0.05)] * 3
+
+
 def test_masters_of_o3_are_in_the_checkpoint_and_a_stale_one_is_ignored(saved):
     checkpoint = torch.load(saved / "O3.ckpt", weights_only=True)
     entry = checkpoint["optimizer_states"][0]["state"][0]
     master = entry["master_param"]
     assert not torch.equal(master, checkpoint["state_dict"]["first.weight"])
-    for stale in (False, True):
+    for stale, optimizer_first in ((False, True), (True, True), (False, False), (True, False)):
         module = Net()
         _, wrapped, optimizer = in_fabric(module, torch.optim.AdamW(module.parameters()), MSAMP("O3"))
         entry["master_param"] = master + 1 if stale else master
-        optimizer.load_state_dict(checkpoint["optimizer_states"][0])  # before the weights, which decide
-        wrapped.load_state_dict(checkpoint["state_dict"])
+        loads = [
+            lambda to=optimizer: to.load_state_dict(checkpoint["optimizer_states"][0]),
+            lambda to=wrapped: to.load_state_dict(checkpoint["state_dict"]),
+        ]
+        for load in loads if optimizer_first else reversed(loads):
+            load()
         expected = checkpoint["state_dict"]["first.weight"] if stale else master
         assert torch.equal(master_of(module.first.weight), expected)
 

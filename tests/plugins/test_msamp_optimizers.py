@@ -44,11 +44,22 @@ def test_an_optimizer_is_taken_in_place_with_scheduler_hooks_groups_and_state():
         assert (new["betas"], new["weight_decay"]) == (old["betas"], old["weight_decay"])
     twin_module, twin = copy.deepcopy((module, optimizer))
     assert type(twin) is type(optimizer)
+    assert type(twin.state[twin_module.first.weight]["step"]) is int  # a tensor's powers would be rounded to float32
     for model, own in ((module, optimizer), (twin_module, twin)):
         own.zero_grad()
         model(Batches()[1]).square().mean().backward()
         own.step()
     assert torch.equal(values_of(twin_module.first.weight), values_of(module.first.weight))
+
+
+def test_step_hooks_of_an_optimizer_without_state_run():
+    module, calls = Net(), []
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    fabric, wrapped, shown = in_fabric(module, optimizer)
+    fabric.backward(wrapped(Batches()[0]).square().mean())
+    shown.step()
+    assert calls == ["before"]
 
 
 def test_adam_without_weight_decay_is_adamw_without():

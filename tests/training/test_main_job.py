@@ -92,7 +92,7 @@ def test_cli_trains_the_gpt(tmp_path):
 
 @pytest.mark.distributed
 def test_ddp_on_two_processes():
-    names = ("fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "bf16-master", "bf16-sr", "fp16-master")
+    names = ("fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "bf16-master", "bf16-sr", "fp16-master", "msamp-o2")
     script = str(Path(__file__).with_name("ddp_script.py"))
     result = launch("run", "--devices=2", "--main-port=29437", script, *names)
     assert result.returncode == 0, result.stderr[-4000:]
