@@ -50,9 +50,10 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
         cls = registry[name]["strategy"]
     else:
         name, cls = type(strategy).__name__, type(strategy)
-    unsupported = (*UNSUPPORTED, *SHARDED) if plugin.keeps_codes else UNSUPPORTED
+    whole = plugin.keeps_codes and not plugin.shards_codes
+    unsupported = (*UNSUPPORTED, *SHARDED) if whole else UNSUPPORTED
     if not issubclass(cls, SUPPORTED) or issubclass(cls, unsupported):
-        works = UNSHARDED if plugin.keeps_codes else UNSHARDED + SHARDED_TOO
+        works = UNSHARDED + ("; under 'fsdp2', 'msamp-o3' does" if whole else SHARDED_TOO)
         raise ValueError(
             f"`precision={plugin.precision!r}` does not run under `strategy={name!r}` yet. It runs under {works}."
         )

@@ -25,6 +25,10 @@ OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 def run(argv: list[str]) -> int:
     """Print the plan; 1 if nothing converts."""
     args = _parser().parse_args(argv)
+    if args.precisions:
+        return _show_widths(args.json)
+    if args.source is None:
+        raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     recipe, level = _recipe_and_level(args.precision)
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
@@ -39,6 +43,14 @@ def run(argv: list[str]) -> int:
     )
     _show(report, args)
     return 0 if plan.converted else 1
+
+
+def _show_widths(as_json: bool) -> int:
+    from lightning_lowprec.planning import widths  # imports strategies and trains
+
+    rows = widths.survey()
+    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else widths.text(rows))
+    return 0
 
 
 def _recipe_and_level(precision: str) -> tuple[Any, str | None]:
@@ -76,9 +88,16 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "source",
-        type=str,
+        type=str | None,
+        nargs="?",
         help="a class path (my.Model, file.py:Model), a transformers config.json or the folder it lies in, a model type"
         " of transformers (llama), or a checkpoint (.ckpt, .pt, .safetensors)",
+    )
+    parser.add_argument(
+        "--precisions",
+        action="store_true",
+        help="the bit widths of every precision instead: GEMMs, weight, gradient, master, moments, communication; read"
+        " from a small layer that each trains for a step, in a few seconds",
     )
     parser.add_argument("--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config")
     parser.add_argument("--precision", type=str, default="fp8-hybrid", help="an FP8 precision")

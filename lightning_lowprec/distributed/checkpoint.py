@@ -23,6 +23,7 @@ from lightning_lowprec.distributed.placing import place
 from lightning_lowprec.optim.casting import HALF_DTYPES
 from lightning_lowprec.optim.masters import MASTER_PARAM, is_wrapped
 from lightning_lowprec.optim.rounding import reconcile
+from lightning_lowprec.optim.scaled_weight import scaled_of
 
 State = dict[str, Any]
 
@@ -183,7 +184,7 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
         weight = values.get(fqn)
         if has_master and master is None and weight is not None and weight.dtype == torch.float32:
             state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
-        elif master is not None and not has_master:
+        elif master is not None and not has_master and scaled_of(params[fqn]) is None:
             state[fqn] = {name: value for name, value in state[fqn].items() if name != MASTER_PARAM}
             if weight is not None and params[fqn].dtype == torch.float32:
                 values[fqn] = _reconciled(master, weight)

@@ -27,9 +27,11 @@ from lightning_lowprec.distributed import meshes
 from lightning_lowprec.distributed.checks import check_model, check_shared
 from lightning_lowprec.distributed.entry import Visits, guard
 from lightning_lowprec.distributed.options import ShardOptions
+from lightning_lowprec.distributed.scaled_fsdp import check_codes, code_shards
 from lightning_lowprec.distributed.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.distributed.wire import Wire
 from lightning_lowprec.distributed.wrapping import chosen
+from lightning_lowprec.layers.scaled_linear import scaled_linears
 
 if TYPE_CHECKING:
     from lightning_lowprec.distributed.fp8_weight import GatherScales
@@ -84,11 +86,16 @@ def shard(
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
     if fp8_all_gather:
         _check_even(model, data_mesh)  # before the first collective, which is in `origin`
+    has_codes = bool(scaled_linears(model))
+    if has_codes:
+        check_codes(model, data_mesh.size(data_mesh.ndim - 1))
+        _check_options_for_codes(options, model)
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
     scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
+    coded = code_shards(model, data_mesh.size(data_mesh.ndim - 1)) if has_codes else None
     if tensor is not None:
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
@@ -101,8 +108,30 @@ def shard(
         cast_buffers(model, options.buffer_dtype)
     if scales is not None:
         scales.collect(model)
+    if coded is not None:
+        coded.collect(data_mesh)
     visits = guard(model, scales, methods)
     return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
+
+
+def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:
+    """Raise ValueError for what does not go with weights that are kept as codes (MS-AMP)."""
+    wrong = {
+        "tensor_parallel": options.tensor_parallel is not None,
+        "cpu_offload": options.cpu_offload,
+        "compile": options.compile is not False,
+        "sync_module_states": options.sync_module_states,
+    }
+    for name in (name for name, given in wrong.items() if given):
+        raise ValueError(
+            f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
+            " it out; build the same weights on every rank."
+        )
+    if any(t.is_meta for t in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
+            " Build it on a real device on every rank, from one seed or one checkpoint."
+        )
 
 
 def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:

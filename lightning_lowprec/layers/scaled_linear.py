@@ -24,6 +24,7 @@ from lightning_lowprec.optim.scaled_weight import (
     Level,
     ScaledWeight,
     attach_,
+    codes_of,
     encode,
     scale_weight_,
     set_values_,
@@ -195,8 +196,8 @@ class _ScaledMatmul(torch.autograd.Function):
 
 
 def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:
-    weight = weight.detach()
-    return (weight, scaled.scale) if weight.dtype == E4M3.dtype else encode(weight.float() / scaled.scale, E4M3)
+    codes = codes_of(weight).detach()
+    return (codes, scaled.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scaled.scale, E4M3)
 
 
 def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:

@@ -83,6 +83,10 @@ class MasterBook:
         for store in self._stores:
             yield from zip(store.params, store.masters, strict=True)
 
+    def stores(self) -> list[Store]:
+        """One per device and dtype of the parameters."""
+        return list(self._stores)
+
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Make masters of the half-precision parameters that have none yet, one store per device and dtype."""
         new: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}

@@ -166,6 +166,13 @@ def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) ->
     _book(optimizer).refresh(values)
 
 
+def kept_masters(optimizer: Optimizer) -> list[Tensor]:
+    """What has memory of the masters between steps, flat: float32, or int16 remainders; nothing if not wrapped."""
+    book = vars(optimizer).get("_masters")
+    kept = [] if book is None else [tensor for store in book.stores() for tensor in store.at_rest()]
+    return [tensor for tensor in kept if tensor.untyped_storage().nbytes()]
+
+
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A shallow copy of an optimizer's state dict for the plain optimizer of the same class."""
     state = {

@@ -10,7 +10,6 @@ scaled parameter at rest, with a scaled gradient (1 byte): O1 11, O2 6, O3 7; Ad
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from lightning_lowprec.formats import E4M3, FP16, Format
 from lightning_lowprec.optim.scaled_optimizer import ScaledOptimizer, check_at_least_zero, write_back
-from lightning_lowprec.optim.scaled_shelf import Rule
+from lightning_lowprec.optim.scaled_shelf import Flats, Rule
 from lightning_lowprec.optim.scaled_weight import Level
 
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
@@ -42,6 +41,7 @@ class ScaledAdamW(ScaledOptimizer):
         stochastic_rounding: of the float16 master, so that updates below half a step move it on average. The random
             bits are a function of ``seed``, the step and the position: equal on every replica, nothing to save.
         seed: of the stochastic rounding.
+        compile: the update of scaled parameters as two fused kernels per device and step (``torch.compile``).
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -58,12 +58,13 @@ class ScaledAdamW(ScaledOptimizer):
         level: Level = "O2",
         stochastic_rounding: bool = False,
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"`betas={betas!r}` is not valid; expected two numbers in [0, 1).")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, level, stochastic_rounding, seed)
+        super().__init__(params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -73,14 +74,18 @@ class ScaledAdamW(ScaledOptimizer):
     def _rule(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Rule:
         beta1, beta2 = group["betas"]
         step, lr = state.get("step", 0) + 1, float(group["lr"])
-        return partial(
-            adamw_,
-            lr=lr,
-            betas=(beta1, beta2),
-            corrections=(1 - beta1**step, 1 - beta2**step),
-            eps=group["eps"],
-            decay=1 - lr * group["weight_decay"],
-        )
+        numbers = {
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "fresh1": 1 - beta1,
+            "fresh2": 1 - beta2,
+            "correction1": 1 - beta1**step,
+            "correction2": 1 - beta2**step,
+            "eps": group["eps"],
+        }
+        return Rule(function=adamw_, numbers=numbers)
 
     @override
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -106,28 +111,17 @@ class ScaledAdamW(ScaledOptimizer):
         write_back(params, weights)
 
 
-def adamw_(
-    flat: Mapping[str, Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    corrections: tuple[float, float],
-    eps: float,
-    decay: float,
-) -> None:
+def adamw_(flat: Flats, numbers: Mapping[str, Any]) -> None:
     """Decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2), in place: flat (N,) float32 tensors.
 
     Args:
         flat: "grad" (overwritten), "exp_avg", "exp_avg_sq", "weight".
-        lr: learning rate.
-        betas: decay of the moments.
-        corrections: ``1 - beta**step`` of both.
-        eps: added to the root.
-        decay: ``1 - lr * weight_decay``.
+        numbers: "lr", "eps", "decay" (``1 - lr * weight_decay``), and of both moments "beta", "fresh" (``1 - beta``),
+            "correction" (``1 - beta**step``).
     """
     grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_MOMENTS, "weight"))
-    weight.mul_(decay)
-    exp_avg.mul_(betas[0]).add_(grad * (1 - betas[0]))
-    exp_avg_sq.mul_(betas[1]).add_(grad.mul_(grad).mul_(1 - betas[1]))
-    denominator = torch.div(exp_avg_sq, corrections[1], out=grad).sqrt_().add_(eps)
-    weight.sub_((exp_avg / corrections[0]).div_(denominator).mul_(lr))
+    weight.mul_(numbers["decay"])
+    exp_avg.mul_(numbers["beta1"]).add_(grad * numbers["fresh1"])
+    exp_avg_sq.mul_(numbers["beta2"]).add_(grad.mul_(grad).mul_(numbers["fresh2"]))
+    denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
+    weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))

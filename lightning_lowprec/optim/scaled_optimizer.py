@@ -13,23 +13,43 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.formats import Format
+from lightning_lowprec.optim.flat import local
+from lightning_lowprec.optim.masters import MASTER_PARAM
 from lightning_lowprec.optim.scaled_shelf import Rounding, Rule, Shelf
-from lightning_lowprec.optim.scaled_weight import LEVELS, Level, encode, scaled_of
+from lightning_lowprec.optim.scaled_weight import (
+    LEVELS,
+    Level,
+    Shards,
+    codes_of,
+    encode,
+    master_of,
+    scaled_of,
+    set_master_,
+)
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
-_NO_MOMENTS: Final = ("step", "master", "master_scale", "master_param")
+_OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
+_NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
 _SHELVES: Final = 256  # remembered combinations of parameters that stepped together
 
 
 class ScaledOptimizer(Optimizer):
     """Abstract: a subclass says what moments there are, and what a step does to plain and to scaled parameters."""
 
+    compile = False
+
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], level: Level, stochastic_rounding: bool, seed: int
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        level: Level,
+        stochastic_rounding: bool,
+        seed: int,
+        compile: bool,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-        self.level, self.stochastic_rounding, self.seed = level, stochastic_rounding, seed
+        self.level, self.stochastic_rounding, self.seed, self.compile = level, stochastic_rounding, seed, compile
         self._shelves: dict[tuple[int, ...], Shelf] = {}
         super().__init__(params, defaults)
 
@@ -65,7 +85,7 @@ class ScaledOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        starts = self._starts() if self.stochastic_rounding else {}
+        starts = self._numbering()[0] if self.stochastic_rounding else {}
         for group in self.param_groups:
             plain = [p for p in group["params"] if scaled_of(p) is None and p.grad is not None]
             if plain:
@@ -80,8 +100,12 @@ class ScaledOptimizer(Optimizer):
         states = [self._state_of(p, moments) for p in params]
         for state in states:
             state["step"] += 1
-        rounded = Rounding(seed=self.seed, step=states[0]["step"], start=start) if self.stochastic_rounding else None
         scaled = [p.scaled for p in params]  # type: ignore[attr-defined]
+        rounded = None
+        if self.stochastic_rounding:
+            shards = scaled[0].shards
+            start += 0 if shards is None else shards.rank * self._numbering()[1]
+            rounded = Rounding(seed=self.seed, step=states[0]["step"], start=start)
         self._shelf(params, moments).update(scaled, states, rule, rounded)
 
     def _together(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -92,7 +116,7 @@ class ScaledOptimizer(Optimizer):
             if scaled is None or (scaled.grad is None and p.grad is None) or not p.numel():
                 continue
             state = self.state[p]
-            kind = p.device, scaled.grad is None, state.get("step", 0), *state
+            kind = p.device, scaled.shards, scaled.grad is None, state.get("step", 0), *state
             kinds.setdefault(kind, []).append(p)
         for members in kinds.values():
             chunk: list[Tensor] = []
@@ -106,19 +130,22 @@ class ScaledOptimizer(Optimizer):
             yield chunk
 
     def _shelf(self, params: list[Tensor], moments: Mapping[str, Format]) -> Shelf:
-        key = (len(moments), *map(id, params))
+        key = (self.compile, len(moments), *map(id, params))
         if key not in self._shelves:
             if len(self._shelves) >= _SHELVES:
                 self._shelves.clear()
-            self._shelves[key] = Shelf(params, moments)  # holds the parameters, so their ids stay theirs
+            formats = {key: None if self.level == "O1" else format for key, format in moments.items()}
+            shards = scaled_of(params[0]).shards  # type: ignore[union-attr]
+            self._shelves[key] = Shelf(params, formats, self.compile, shards)  # holds them, so their ids stay theirs
         return self._shelves[key]
 
-    def _starts(self) -> dict[int, int]:
+    def _numbering(self) -> tuple[dict[int, int], int]:
+        """Of all elements: where those of each parameter start, by its id; and how many there are."""
         starts, total = {}, 0
         for p in chain.from_iterable(group["params"] for group in self.param_groups):
             starts[id(p)] = total
             total += -(-p.numel() // 8) * 8  # as flat buffers align them
-        return starts
+        return starts, total
 
     # ---- gradients
 
@@ -135,7 +162,7 @@ class ScaledOptimizer(Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in ("level", "stochastic_rounding", "seed")}
+        own: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
         return {**super().__getstate__(), **own, "_shelves": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
@@ -148,12 +175,26 @@ class ScaledOptimizer(Optimizer):
             if key in state:
                 continue
             coded = scaled is not None and self.level != "O1"
-            state[key] = torch.zeros_like(p, dtype=format.dtype if coded else torch.float32)
+            state[key] = torch.zeros_like(codes_of(p), dtype=format.dtype if coded else torch.float32)
             if coded:
                 state[f"{key}_scale"] = torch.ones((), device=p.device)
         if scaled is not None and scaled.master is not None:
             state["master"], state["master_scale"] = scaled.master, scaled.master_scale
         return state
+
+    @override
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; of sharded parameters the values, sharded float32 tensors, which fit any number of ranks."""
+        state_dict = super().state_dict()
+        state = dict(state_dict["state"])
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for name, p in zip(names, params, strict=True):
+            scaled = scaled_of(p)
+            if name in state and scaled is not None and scaled.shards is not None:
+                state[name] = _values(state[name], p, scaled.shards)
+        return {**state_dict, "state": state}
 
     @override
     @torch.no_grad()
@@ -185,20 +226,33 @@ class ScaledOptimizer(Optimizer):
         for key, format in moments.items():
             if key not in state:
                 continue
-            value, scale = saved[key], saved.get(f"{key}_scale")
+            value, scale = local(saved[key]) if scaled is not None else saved[key], saved.get(f"{key}_scale")
             if f"{key}_scale" not in state:
                 state[key].copy_(value if scale is None else value.float() / scale)
             elif scale is not None and value.dtype == format.dtype:
                 state[key].copy_(value)
                 state[f"{key}_scale"].copy_(scale)
             else:
-                codes, fresh = encode(value.float() if scale is None else value.float() / scale, format)
+                values = value.float() if scale is None else value.float() / scale
+                codes, fresh = encode(values, format, None if scaled is None else scaled.shards)
                 state[key].copy_(codes)
                 state[f"{key}_scale"].copy_(fresh)
         if scaled is not None and scaled.master is not None and "master" in saved:
-            scaled.master.copy_(saved["master"])
+            scaled.master.copy_(local(saved["master"]))
             assert scaled.master_scale is not None
             scaled.master_scale.copy_(saved["master_scale"])
+        elif MASTER_PARAM in saved:
+            set_master_(p, saved[MASTER_PARAM])
+
+
+def _values(state: Mapping[str, Any], p: Tensor, shards: Shards) -> dict[str, Any]:
+    """What the codes of one sharded parameter's state are worth."""
+    values: dict[str, Any] = {"step": state["step"]}
+    for key, value in state.items():
+        if f"{key}_scale" in state and key != "master":
+            values[key] = shards.like(value.float() / state[f"{key}_scale"], p)
+    master = master_of(p)
+    return values if master is None else {**values, MASTER_PARAM: master}
 
 
 def check_at_least_zero(**values: float) -> None:

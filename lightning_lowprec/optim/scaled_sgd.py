@@ -15,7 +15,6 @@ Bytes per scaled parameter at rest, with a scaled gradient (1 byte): O1 7, O2 5,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from typing_extensions import override
 
 from lightning_lowprec.formats import FP16, Format
 from lightning_lowprec.optim.scaled_optimizer import ScaledOptimizer, check_at_least_zero, write_back
-from lightning_lowprec.optim.scaled_shelf import Rule
+from lightning_lowprec.optim.scaled_shelf import Flats, Rule
 from lightning_lowprec.optim.scaled_weight import Level
 
 _BUFFER: Final = "momentum_buffer"
@@ -48,6 +47,7 @@ class ScaledSGD(ScaledOptimizer):
         stochastic_rounding: of the float16 master, so that updates below half a step move it on average. The random
             bits are a function of ``seed``, the step and the position: equal on every replica, nothing to save.
         seed: of the stochastic rounding.
+        compile: the update of scaled parameters as two fused kernels per device and step (``torch.compile``).
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -65,6 +65,7 @@ class ScaledSGD(ScaledOptimizer):
         level: Level = "O2",
         stochastic_rounding: bool = False,
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (not momentum or dampening):
@@ -79,7 +80,7 @@ class ScaledSGD(ScaledOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, level, stochastic_rounding, seed)
+        super().__init__(params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -87,14 +88,15 @@ class ScaledSGD(ScaledOptimizer):
 
     @override
     def _rule(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Rule:
-        return partial(
-            sgd_,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            keep=1 - group["dampening"] if _BUFFER in state else 1.0,
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-        )
+        numbers = {
+            "lr": float(group["lr"]),
+            "momentum": group["momentum"],
+            "fresh": 1 - group["dampening"] if _BUFFER in state else 1.0,
+            "weight_decay": group["weight_decay"],
+            "nesterov": bool(group["nesterov"]),
+            "decays": bool(group["weight_decay"]),
+        }
+        return Rule(function=sgd_, numbers=numbers)
 
     @override
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -117,24 +119,19 @@ class ScaledSGD(ScaledOptimizer):
         write_back(params, weights)
 
 
-def sgd_(
-    flat: Mapping[str, Tensor], *, lr: float, momentum: float, keep: float, weight_decay: float, nesterov: bool
-) -> None:
+def sgd_(flat: Flats, numbers: Mapping[str, Any]) -> None:
     """SGD with momentum as torch has it, in place: flat (N,) float32 tensors.
 
     Args:
         flat: "grad" (overwritten), "weight" and, with momentum, "momentum_buffer".
-        lr: learning rate.
-        momentum: decay of the buffer.
-        keep: how much of the gradient enters the buffer: ``1 - dampening``.
-        weight_decay: added to the gradient.
-        nesterov: look ahead.
+        numbers: "lr", "momentum", "weight_decay", "fresh" (how much of the gradient enters the buffer); whether it
+            "decays", and looks ahead ("nesterov").
     """
     grad, weight = flat["grad"], flat["weight"]
-    if weight_decay:
-        grad.add_(weight * weight_decay)
-    if momentum:
+    if numbers["decays"]:
+        grad.add_(weight * numbers["weight_decay"])
+    if _BUFFER in flat:
         buffer = flat[_BUFFER]
-        buffer.mul_(momentum).add_(grad * keep)
-        grad = grad.add_(buffer * momentum) if nesterov else buffer
-    weight.sub_(grad * lr)
+        buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
+        grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
+    weight.sub_(grad * numbers["lr"])

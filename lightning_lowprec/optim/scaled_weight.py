@@ -11,18 +11,32 @@ The Parameter object stays the same; only its ``data`` change. What belongs to i
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, Protocol, final, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowprec.formats import E4M3, FP16, Format
+from lightning_lowprec.optim.flat import local
 from lightning_lowprec.optim.scaled_gradient import ScaledGradient
 from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+
+
+class Shards(Protocol):
+    """How parameters of codes are sharded: what of them is here, what the other ranks have."""
+
+    rank: int
+    """Among those that share a parameter."""
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Over the ranks: (...) float32; a collective. NaN comes back as inf."""
+
+    def like(self, shard: Tensor, param: Tensor) -> Tensor:
+        """A sharded tensor of which this rank has ``shard``, as ``param`` is."""
 
 
 @final
@@ -39,6 +53,8 @@ class ScaledWeight:
         self.master_scale = master_scale
         self.offered: Tensor | None = None
         """A master, (...) float32, that was loaded before the weight it belongs to."""
+        self.shards: Shards | None = None
+        """None: the parameter is whole."""
         self._param: weakref.ref[Any] | None = None
 
     def to_(self, device: torch.device) -> None:
@@ -119,12 +135,17 @@ def scaled_of(param: Any) -> ScaledWeight | None:
     return scaled
 
 
+def codes_of(param: Any) -> Tensor:
+    """The codes of a parameter: itself, or if it is sharded or gathered those that are behind it, on this rank."""
+    codes: Tensor = getattr(param, "codes", param)
+    return codes
+
+
 @torch.no_grad()
 def values_of(param: Tensor) -> Tensor:
-    """What a parameter of codes is worth: (...) float32; exactly what the codes say."""
-    scaled = scaled_of(param)
-    assert scaled is not None, "no codes"
-    return param.float() / scaled.scale
+    """What a parameter of codes is worth: (...) float32; exactly what the codes say. Sharded as the parameter is."""
+    scaled = _needed(param)
+    return _like(codes_of(param).float() / scaled.scale, param)
 
 
 @torch.no_grad()
@@ -132,16 +153,18 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     """Give a parameter of codes other values: (...) any float. What :func:`values_of` gave fits.
 
     A master that rounds to them stays, or one that was offered and does; else they are the master's values too.
+    For a sharded parameter a collective: every rank calls it.
     """
-    scaled = scaled_of(param)
-    assert scaled is not None, "no codes"
-    given = values.detach().float()
+    scaled = _needed(param)
+    given = local(values.detach()).float()
     if scaled.master is not None and scaled.master_scale is not None:
         masters = (given, scaled.master.float() / scaled.master_scale, scaled.offered)
-        fits = [m for m in masters if m is not None and torch.equal(_rounded(m), _rounded(given))]
-        _store(*encode((fits or [given])[-1], FP16), scaled.master, scaled.master_scale)
+        rounded = _rounded(given, scaled.shards)
+        fits = [m for m in masters if m is not None and _equal(_rounded(m, scaled.shards), rounded, scaled.shards)]
+        _store(*encode((fits or [given])[-1], FP16, scaled.shards), scaled.master, scaled.master_scale)
         scaled.offered = None
-    _store(*encode(given, FP16 if scaled.master is None else E4M3), param, scaled.scale)
+    format = FP16 if scaled.master is None else E4M3
+    _store(*encode(given, format, scaled.shards), codes_of(param), scaled.scale)
 
 
 @torch.no_grad()
@@ -149,30 +172,48 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     """Offer a master, (...) any float, to a parameter that has one: taken if it rounds to the parameter.
 
     If it does not, it waits until the parameter gets other values: an optimizer may be loaded before its model.
+    For a sharded parameter a collective: every rank calls it.
     """
     scaled = scaled_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return
-    values = master.to(param.device).float()
-    if torch.equal(_rounded(values), values_of(param)):
-        _store(*encode(values, FP16), scaled.master, scaled.master_scale)
+    values = local(master).to(param.device).float()
+    if _equal(_rounded(values, scaled.shards), local(values_of(param)), scaled.shards):
+        _store(*encode(values, FP16, scaled.shards), scaled.master, scaled.master_scale)
     else:
         scaled.offered = values
 
 
 def master_of(param: Tensor) -> Tensor | None:
-    """The values of a parameter's master, (...) float32; None if it has none beside itself."""
+    """The values of a parameter's master, (...) float32, sharded as it is; None if it has none beside itself."""
     scaled = scaled_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return None
-    return scaled.master.float() / scaled.master_scale
+    return _like(scaled.master.float() / scaled.master_scale, param)
 
 
-def _rounded(values: Tensor) -> Tensor:
+def _needed(param: Tensor) -> ScaledWeight:
+    scaled = scaled_of(param)
+    assert scaled is not None, "no codes"
+    return scaled
+
+
+def _like(part: Tensor, param: Tensor) -> Tensor:
+    shards = _needed(param).shards
+    return part if shards is None or not hasattr(param, "to_local") else shards.like(part, param)
+
+
+def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
     """What a level O3 parameter with a master of these values is worth."""
-    master, master_scale = encode(values, FP16)
-    codes, scale = encode(master.float() / master_scale, E4M3)
+    master, master_scale = encode(values, FP16, shards)
+    codes, scale = encode(master.float() / master_scale, E4M3, shards)
     return codes.float() / scale
+
+
+def _equal(a: Tensor, b: Tensor, shards: Shards | None) -> bool:
+    """On every rank, and with the same answer there."""
+    differ = torch.tensor(0.0 if torch.equal(a, b) else 1.0, device=a.device)
+    return not bool(differ if shards is None else shards.maximum(differ))
 
 
 def _store(codes: Tensor, scale: Tensor, into: Tensor, into_scale: Tensor) -> None:
@@ -180,7 +221,8 @@ def _store(codes: Tensor, scale: Tensor, into: Tensor, into_scale: Tensor) -> No
     into_scale.copy_(scale)
 
 
-def encode(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Codes and their scale: (...) float32 -> (...) of the format, scalar float32."""
-    scale = power_of_two_scale(amax(values), format)
+def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and their scale: (...) float32 -> (...) of the format, scalar float32; one scale for all shards."""
+    largest = amax(values)
+    scale = power_of_two_scale(largest if shards is None else shards.maximum(largest), format)
     return saturating_cast(values * scale, format), scale

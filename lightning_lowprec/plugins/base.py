@@ -42,7 +42,8 @@ class LowPrecision(TrainerPrecision, ABC):
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
     keeps_codes: bool = False
-    """Whether weights become codes with scales (MS-AMP), which other precisions and sharding do not know."""
+    """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
+    shards_codes: bool = False  # whether FSDP2 can shard these
 
     def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)

@@ -99,6 +99,7 @@ class MSAMP(LowPrecision):
             )
         super().__init__(resolve_loss_scale(base, loss_scale))
         self.level: Level = level
+        self.shards_codes = level == "O3"
         self.layers = LayerOptions(
             keep=keep,
             only=only,
@@ -163,11 +164,17 @@ class MSAMP(LowPrecision):
 
     @override
     def bind_shards(self) -> None:
-        """Raise: codes are not sharded yet."""
-        raise ValueError(
-            f"`precision={self.precision!r}` does not run sharded yet. It runs on one device and under 'ddp'; FP8"
-            " weights with FSDP2 are what 'fp8-hybrid' gathers."
-        )
+        """Our FSDP2 strategy runs this: it shards O3's weights and masters.
+
+        Raises:
+            ValueError: another level.
+        """
+        if not self.shards_codes:
+            raise ValueError(
+                f"`precision={self.precision!r}` does not run sharded. It runs on one device and under 'ddp';"
+                " 'msamp-o3' runs under 'fsdp2', and so does 'fp8-hybrid'."
+            )
+        super().bind_shards()
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:
@@ -184,7 +191,8 @@ class MSAMP(LowPrecision):
         for linear in scaled_linears(module).values():
             linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
-        self._replicas.hide(module, will_train=self._will_train)
+        if self._sharded is None:
+            self._replicas.hide(module, will_train=self._will_train)
         for optimizer in alive(self._optimizers):
             self._adopt(optimizer)
         if plan != self.plan:
@@ -230,7 +238,7 @@ class MSAMP(LowPrecision):
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        if not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel) and self._sharded is None:
             self._replicas.see(model, always=True)
         for optimizer in optimizers:
             self._adopt(optimizer)
@@ -239,7 +247,8 @@ class MSAMP(LowPrecision):
     @override
     def _before_first_step(self, optimizer: Optimizer) -> None:
         super()._before_first_step(optimizer)
-        self._replicas.check(optimizer)
+        if self._sharded is None:
+            self._replicas.check(optimizer)
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:

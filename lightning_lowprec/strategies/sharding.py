@@ -149,12 +149,19 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
-    """Whether weights are gathered as float8.
+    """Whether float32 or bf16 weights are gathered as float8.
 
     Raises:
         ValueError: it was asked for and the precision cannot.
     """
     wanted = options.fp8_all_gather
+    if getattr(plugin, "keeps_codes", False):
+        if wanted is False:
+            raise ValueError(
+                f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
+                " which are gathered as they are. Use 'auto' or True."
+            )
+        return False  # not by what `fp8_all_gather` does to float32 weights
     if wanted is False:
         return False
     if not isinstance(plugin, FP8TorchAO):

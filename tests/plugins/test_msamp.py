@@ -169,8 +169,10 @@ def test_what_shards_is_refused_with_what_works(strategy):
         with pytest.raises(ValueError, match=r"does not run under .* It runs under one device, 'ddp'") as error:
             make(accelerator="cpu", devices=1, strategy=strategy, precision="msamp-o2")
         assert "or 'fsdp'" not in str(error.value)
-    with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded yet. It runs on one device"):
+        assert "under 'fsdp2', 'msamp-o3' does" in str(error.value)
+    with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded. .* 'msamp-o3' runs under"):
         MSAMP().bind_shards()
+    MSAMP("O3").bind_shards()
 
 
 def test_averaging_callbacks_are_refused():

@@ -1,0 +1,378 @@
+"""Weights of codes (MS-AMP's O3) under FSDP2 on gloo processes, against the same training in one process."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from ranks import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.distributed import checkpoint, optimizer_state
+from lightning_lowprec.distributed.scaled_fsdp import code_shards
+from lightning_lowprec.distributed.wire import Wire
+from lightning_lowprec.layers.scaled_linear import ScaledLinear, scale_linears
+from lightning_lowprec.optim import ScaledAdamW, ScaledSGD, set_values_
+from lightning_lowprec.optim.scaled_weight import master_of
+from lightning_lowprec.scaling import sqnr
+
+pytestmark = pytest.mark.distributed
+STEPS = 20
+OPTIMIZERS = {
+    "adamw": lambda params: ScaledAdamW(params, lr=1e-2, level="O3"),
+    "sgd": lambda params: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0, width=32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 5)
+        fqns = [fqn for fqn, _ in self.named_modules() if fqn.endswith(("first", "second"))]
+        scale_linears(self, fqns, "O3")
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded(kind="adamw", seed=0):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = Net(seed)
+    coded = code_shards(model, mesh.size())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wire = Wire({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
+    coded.collect(mesh)
+    return model, OPTIMIZERS[kind](model.parameters()), wire
+
+
+def batch(step, rank=0, ranks=1):
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+
+
+def train(model, optimizer, steps, rank=0, ranks=1, after=lambda: None):
+    for step in steps:
+        y = model(batch(step, rank, ranks))
+        (y.square().mean() + y.abs().mean()).backward()
+        after()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone(kind="adamw", seed=0):
+    """The same in one process, with the float32 gradients that FSDP2 reduces."""
+    model = Net(seed)
+    for layer in model.modules():
+        if isinstance(layer, ScaledLinear):
+            layer.float32_gradients = True
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def saved(model, optimizer):
+    """Whole tensors, on rank 0."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = {"model": weights, "optimizer": optimizer_state.collect(model, optimizer, full=True)}
+    return pytree.tree_map_only(torch.Tensor, torch.clone, state)  # counts of steps are those of the optimizer
+
+
+def decoded(model, optimizer):
+    """What ``saved`` gives, of one process."""
+    state = {}
+    for name, p in model.named_parameters():
+        entry = optimizer.state[p]
+        state[name] = {"step": float(entry["step"])} if "step" in entry else {}
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if key in entry:
+                state[name][key] = entry[key].float() / entry.get(f"{key}_scale", 1.0)
+        if "master" in entry:
+            state[name]["master_param"] = entry["master"].float() / entry["master_scale"]
+    return {"model": model.state_dict(), "optimizer": {"state": state}}
+
+
+def same(a, b):
+    """Bit for bit; steps may be numbers or tensors."""
+    assert a["model"].keys() == b["model"].keys()
+    assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
+    states, others = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert states.keys() == others.keys()
+    for name, entry in states.items():
+        assert entry.keys() == others[name].keys(), name
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(value).float(), torch.as_tensor(others[name][key]).float()), (name, key)
+    return True
+
+
+def scales(model):
+    return [(p.scaled.scale.item(), p.scaled.master_scale.item()) for p in model.parameters() if hasattr(p, "scaled")]
+
+
+class Sent(TorchDispatchMode):
+    """Calls and elements of collectives that this rank put in, by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith("c10d::"):
+            tensors = [t for arg in args for t in pytree.tree_leaves(arg) if isinstance(t, torch.Tensor)]
+            self.calls[func.name()] += 1
+            self.bytes[func.name()] += tensors[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def same_batches(kind):
+    """Every rank has the whole batch, so the mean of the gradients is exactly that of one process."""
+    model, optimizer, wire = sharded(kind)
+    train(model, optimizer, range(STEPS))
+    traffic = {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
+    calls = {fqn: gather.traffic.calls.total() for fqn, gather in wire.gathers.items()}
+    state = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"state": state, "end": saved(model, optimizer), "traffic": traffic, "calls": calls, "scales": scales(model),
+            "line": wire.check()}  # fmt: skip
+
+
+def resumed(kind, state):
+    """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
+    model, optimizer, _ = sharded(kind, seed=1)
+    checkpoint.load_whole(
+        model, state["model"], {"optimizer": optimizer}, {"optimizer": state["optimizer"]}, strict=True
+    )
+    at_start = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"start": at_start, "end": saved(model, optimizer)}
+
+
+def in_a_folder(path):
+    """Saved as shards, and loaded again."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, range(2))
+    shards = {"model": checkpoint.model_state(model, full=False),
+              "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
+    checkpoint.save_folder(Path(path), shards, {})
+    other, its, _ = sharded(seed=1)
+    checkpoint.load_folder(Path(path), other, ["model"], {"optimizer": its}, strict=True)
+    return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
+
+
+def counted(rank):
+    """Collectives of one step of the optimizer, and which elements each rank keeps."""
+    model, optimizer, _ = sharded()
+    with Sent() as sent:
+        train(model, optimizer, [0], after=sent.calls.clear)
+    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
+    kept = [t for p in coded for t in (p.codes, p.scaled.master, *optimizer.state[p].values())]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
+    }
+    return {"calls": dict(sent.calls), "bytes": sum(storages.values()) / sum(p.numel() for p in coded)}
+
+
+def half_batches(rank, ranks):
+    model, optimizer, _ = sharded()
+    gradients = {}
+
+    def note():
+        gradients.update({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+
+    train(model, optimizer, [0], rank, ranks, after=note)
+    return gradients
+
+
+def overflow(rank):
+    """A gradient of one rank's shard is inf, and another's NaN."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, [0])
+
+    def spoil():
+        if rank == 1:
+            model.blocks[0].first.weight.grad._local_tensor[0, 0] = float("inf")
+            model.blocks[1].first.weight.grad._local_tensor[0, 0] = float("nan")
+
+    train(model, optimizer, [1], after=spoil)
+    return scales(model), saved(model, optimizer)["model"]
+
+
+def stochastic(rank):
+    """Which of the larger weights one small step has moved, where both ranks have the same weights and gradients."""
+    model, _, _ = sharded()
+    optimizer = ScaledAdamW(model.parameters(), lr=1e-5, level="O3", stochastic_rounding=True)
+    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
+    for p in coded:
+        alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
+        set_values_(p, p.scaled.shards.like(alike, p))
+    before = [master_of(p).to_local() for p in coded]
+    train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
+    moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
+    return scales(model), torch.cat(moved)
+
+
+def refused():
+    errors = []
+    for level, shards in (("O1", 2), ("O2", 2), ("O3", 3)):
+        model = nn.Sequential(nn.Linear(32, 32))
+        scale_linears(model, ["0"], level)
+        with pytest.raises(ValueError, match="'0'") as error:
+            code_shards(model, shards)
+        errors.append(str(error.value))
+    model, _, _ = sharded()
+    with pytest.raises(TypeError, match="would write to a weight that is kept as codes"), torch.no_grad():
+        model.blocks[0].first.weight.mul_(2.0)
+    return errors
+
+
+def worker(rank, states, folder):
+    ranks = torch.distributed.get_world_size()
+    found = {kind: same_batches(kind) for kind in OPTIMIZERS}
+    sent = [{kind: found[kind]["state"] for kind in OPTIMIZERS}]
+    torch.distributed.broadcast_object_list(sent)
+    found["resumed"] = {kind: resumed(kind, state) for kind, state in sent[0].items()}
+    found["from one"] = {kind: resumed(kind, state) for kind, state in torch.load(states).items()}
+    found["counted"], found["halves"] = counted(rank), half_batches(rank, ranks)
+    found["overflow"], found["stochastic"] = overflow(rank), stochastic(rank)
+    found["folder"], found["refused"] = in_a_folder(folder), refused()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scaled-fsdp")
+    found, states = {}, {}
+    for kind in OPTIMIZERS:
+        model, optimizer = alone(kind)
+        train(model, optimizer, range(STEPS))
+        named = {"state": {}, "param_groups": []}
+        plain, names = optimizer.state_dict(), [name for name, _ in model.named_parameters()]
+        named["state"] = {names[i]: entry for i, entry in plain["state"].items()}
+        named["param_groups"] = [{**g, "params": [names[i] for i in g["params"]]} for g in plain["param_groups"]]
+        states[kind] = {"model": model.state_dict(), "optimizer": named}
+        torch.save(states, folder / "states.pt")
+        states = torch.load(folder / "states.pt")  # of its own memory
+        found[kind] = {"state": decoded(model, optimizer)}
+        found[kind]["state"] = pytree.tree_map_only(torch.Tensor, torch.clone, found[kind]["state"])
+        train(model, optimizer, range(STEPS, STEPS + 3))
+        found[kind] |= {"end": decoded(model, optimizer), "scales": scales(model)}
+    return found, run(worker, 2, folder, folder / "states.pt", folder / "folder")
+
+
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+@every_optimizer
+def test_training_is_bit_for_bit_that_of_one_process(runs, kind):
+    one, ranks = runs[0][kind], [rank[kind] for rank in runs[1]]
+    assert same(ranks[0]["state"], one["state"])
+    assert same(ranks[0]["end"], one["end"])
+    assert ranks[0]["scales"] == ranks[1]["scales"] == one["scales"]
+
+
+def test_a_gather_sends_one_byte_per_coded_element(runs):
+    for rank in runs[1]:
+        for fqn in ("blocks.0", "blocks.1"):
+            coded, plain = 2 * 32 * 64, 32 + 32 + 64 + 32  # two weights; a norm's two vectors and two biases
+            sent, calls = rank["adamw"]["traffic"][fqn], rank["adamw"]["calls"][fqn]
+            assert calls == 2 * STEPS  # forward and backward
+            assert sent == {torch.uint8: calls * (coded + 4 * plain) // 2}  # a rank puts in half of everything
+        assert "float8" in rank["adamw"]["line"]
+
+
+def test_a_step_takes_one_reduction_and_keeps_seven_bytes_less_the_gradient_per_rank(runs):
+    for rank in runs[1]:
+        assert rank["counted"]["calls"] == {"c10d::allreduce_": 1}
+        # e4m3 weight, float16 master, e4m3 and float16 moments of half the elements; a few scalars
+        assert rank["counted"]["bytes"] == pytest.approx((1 + 2 + 1 + 2) / 2, rel=0.02)
+
+
+def test_gradients_of_different_batches_are_averaged(runs):
+    """Half a batch per rank; what differs from the whole batch is the rounding of inputs to e4m3."""
+    model, optimizer = alone()
+    expected = {}
+    train(
+        model, optimizer, [0], after=lambda: expected.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
+    for rank in runs[1]:
+        for name, gradient in rank["halves"].items():
+            assert gradient.dtype == torch.float32
+            assert sqnr(expected[name], gradient) > 30, name
+
+
+@every_optimizer
+@pytest.mark.parametrize("origin", ["resumed", "from one"])
+def test_resume_is_bit_exact_from_these_ranks_and_from_one(runs, kind, origin):
+    one, found = runs[0][kind], runs[1][0][origin][kind]
+    assert same(found["start"], one["state"])
+    assert same(found["end"], one["end"])
+
+
+@every_optimizer
+def test_one_process_resumes_what_two_ranks_saved(runs, kind):
+    state = runs[1][0][kind]["state"]
+    model, optimizer = alone(kind, seed=1)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(optimizer_state.numbered(state["optimizer"], model))
+    assert same(decoded(model, optimizer), runs[0][kind]["state"])
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    assert same(decoded(model, optimizer), runs[0][kind]["end"])
+
+
+def test_the_state_dict_is_that_of_the_plain_model(runs):
+    weights = runs[1][0]["adamw"]["state"]["model"]
+    model = Net()
+    assert {name: (v.shape, v.dtype) for name, v in weights.items()} == {
+        name: (v.shape, torch.float32) for name, v in model.state_dict().items()
+    }
+    linear = nn.Linear(32, 64)
+    linear.load_state_dict({name: weights[f"blocks.0.first.{name}"] for name in ("weight", "bias")})
+
+
+def test_a_folder_of_shards_comes_back_bit_for_bit(runs):
+    assert same(runs[1][0]["folder"]["saved"], runs[1][0]["folder"]["loaded"])
+
+
+def test_what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal(runs):
+    (scales, weights), (other, _) = (rank["overflow"] for rank in runs[1])
+    assert scales == other
+    assert all(0 < value < float("inf") for pair in scales for value in pair)
+    assert bool(weights["blocks.0.first.weight"][32, 0].isnan())  # the first row of rank 1
+    assert bool(weights["blocks.0.first.weight"][:32].isfinite().all())
+    assert bool(weights["blocks.0.second.weight"].isfinite().all())
+
+
+def test_stochastic_rounding_moves_masters_on_every_rank_with_common_scales(runs):
+    (scales, moved), (other, moved_too) = (rank["stochastic"] for rank in runs[1])
+    assert scales == other
+    # float16 numbers are 2**-14 (or twice that) apart there, and the first step of AdamW is 1e-5 long
+    for part in (moved, moved_too):
+        assert 0.8 * 1e-5 * 2**13 < part.float().mean().item() < 1.2 * 1e-5 * 2**14
+    assert (moved & moved_too).float().mean().item() < 0.05  # the ranks do not share random bits: about 0.1**2
+
+
+def test_what_does_not_run_is_said_before_anything_is_sharded(runs):
+    for rank in runs[1]:
+        o1, o2, uneven = rank["refused"]
+        assert "O1 or O2), which do not run under FSDP2. Use O3" in o1 == o2
+        assert "32 output features, which do not divide into 3 equal shards" in uneven
