@@ -14,10 +14,11 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_lowprec import precisions
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import make_plan
+from lightning_lowprec.layers.te.recipes import FEATURE_ALIGNMENT
 from lightning_lowprec.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.planning.render import Report, page, text
 from lightning_lowprec.planning.source import load
-from lightning_lowprec.plugins import MSAMP, FP8TorchAO
+from lightning_lowprec.plugins import FP8TE, MSAMP, FP8TorchAO
 
 OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 
@@ -29,11 +30,18 @@ def run(argv: list[str]) -> int:
         return _show_widths(args.json)
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
-    recipe, level = _recipe_and_level(args.precision)
+    entry = _entry(args.precision)
+    recipe, level = entry.options.get("recipe", "tensorwise"), entry.options.get("level")
+    by_te = entry.plugin is FP8TE
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
-    plan = make_plan(source.model, options, recipe=recipe)
-    fp8_all_gather = recipe == "tensorwise" and level is None
+    plan = make_plan(
+        source.model,
+        options,
+        recipe="tensorwise" if by_te else recipe,  # nobody has published Transformer Engine's gains by shape
+        alignment=FEATURE_ALIGNMENT.get(recipe, 16),
+    )
+    fp8_all_gather = recipe == "tensorwise" and level is None and not by_te
     report = Report(
         title=source.origin,
         precision=args.precision,
@@ -53,13 +61,13 @@ def _show_widths(as_json: bool) -> int:
     return 0
 
 
-def _recipe_and_level(precision: str) -> tuple[Any, str | None]:
-    converting = (FP8TorchAO, MSAMP)
+def _entry(precision: str) -> precisions.Entry:
+    converting = (FP8TE, FP8TorchAO, MSAMP)
     entry = precisions.TABLE.get(precision)
     if entry is None or entry.plugin not in converting:
         allowed = [name for name, entry in precisions.TABLE.items() if entry.plugin in converting]
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(allowed)}.")
-    return entry.options.get("recipe", "tensorwise"), entry.options.get("level")
+    return entry
 
 
 def _show(report: Report, args: Namespace) -> None:

@@ -199,3 +199,15 @@ def test_a_checkpoint_without_tensors_and_a_config_without_a_type(tmp_path, caps
 def test_a_plan_travels_as_json():
     plan = make_plan(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 5)))
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(("name", "converted"), [("fp8-current", 2), ("mxfp8", 1), ("fp8-hybrid-te", 2)])
+def test_plans_of_transformer_engine_need_none(name, converted, tmp_path, monkeypatch, capsys):
+    (tmp_path / "two.py").write_text(
+        "from torch import nn\n\n\nclass Two(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(64, 64), nn.Linear(64, 48))\n"
+    )
+    assert main(["plan", f"{tmp_path / 'two.py'}:Two", "--precision", name, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert sum(row["kept"] is None for row in data["plan"]) == converted
+    assert all("32" in row["kept"] for row in data["plan"] if row["kept"])
