@@ -18,6 +18,8 @@ from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, F
 _MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _TENSORS: Final = ("scale", "amax_history")
 _REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
+_STASHED: Final = "global_fp8_buffer_pos_fwd_recompute"
+"""Where the scales of forwards that will be recomputed stand, in another process-wide buffer."""
 
 LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
@@ -100,7 +102,7 @@ def detached(layer: Any) -> dict[str, Any]:
 
     A copy that believed itself registered would never renew its scales.
     """
-    meta = {key: value for key, value in layer.fp8_meta.items() if key != _REGISTERED}
+    meta = {key: value for key, value in layer.fp8_meta.items() if key not in (_REGISTERED, _STASHED)}
     return {
         "fp8_meta": meta,
         "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
