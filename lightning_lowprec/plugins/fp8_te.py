@@ -143,6 +143,7 @@ class FP8TE(LowPrecision):
         self.base: Base = base
         self.norms, self.fp8_eval, self.weight_cache = norms, fp8_eval, weight_cache
         self._loaded_scales: dict[str, Any] = {}
+        self._unregistered = False
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
@@ -213,6 +214,7 @@ class FP8TE(LowPrecision):
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
+        self._unregistered = self.kind == "delayed" and device.type == "cuda"
 
     def _check_choice(self, module: Module, found: Any) -> None:
         from lightning_lowprec.layers.te import scales
@@ -252,6 +254,8 @@ class FP8TE(LowPrecision):
     def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
         self._restore_scales()
         with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
+            if self._unregistered:
+                self._register_scales()
             yield
 
     @override
@@ -301,6 +305,12 @@ class FP8TE(LowPrecision):
         if self._loaded_scales and self.kind != "delayed":
             self._loaded_scales = {}
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+    def _register_scales(self) -> None:
+        from lightning_lowprec.layers.te import scales
+
+        scales.register(self._scaled_layers())
+        self._unregistered = False
 
     def _restore_scales(self) -> None:
         if not self._loaded_scales:

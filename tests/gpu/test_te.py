@@ -193,3 +193,19 @@ def test_two_models_and_a_deepcopy_scale_by_themselves():
     scale = lambda model: model.blocks[0].up.fp8_meta["scaling_fwd"].scale  # noqa: E731
     assert torch.equal(scale(other)[1], before[1] / 4)  # of the weight
     assert torch.equal(scale(module.module)[1], before[1])
+
+
+def test_layers_register_in_the_models_order_whatever_runs_first():
+    """Ranks reduce amax by that order, and an expert may get no token on one of them."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    model = Stack()
+    model.forward = lambda x: model.blocks[1](x)
+    _, module = set_up(model, plugin_for("delayed", amax_history_len=4))
+    module(torch.randn(32, WIDTH, device=DEVICE)).sum().backward()
+    (buffer,) = [b for k, b in FP8GlobalStateManager.quantization_state.global_scale_buffer.items() if "forward" in k]
+    layers = [layer for block in model.blocks for layer in (block.up, block.down)]
+    assert [scale.data_ptr() for scale in buffer] == [m.fp8_meta["scaling_fwd"].scale.data_ptr() for m in layers]
+    assert layers[0].fp8_meta["scaling_fwd"].scale.eq(1).all()
+    assert not layers[2].fp8_meta["scaling_fwd"].scale[:2].eq(1).any()

@@ -232,6 +232,14 @@ def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
     assert not net[2].fp8_meta_tensors_initialized
 
 
+def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
+    layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
+    with torch.inference_mode():
+        scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+    layer.fp8_meta["scaling_fwd"].amax_history.zero_()
+    layer.fp8_meta["scaling_fwd"].scale.mul_(2)
+
+
 @pytest.mark.parametrize("length", [2, 4, 8])
 def test_a_history_of_another_length(pretend_gpu, length):
     layer = converted()[2]

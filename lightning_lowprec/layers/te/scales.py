@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformer_engine.pytorch import Linear
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 
@@ -50,6 +51,7 @@ def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
     return found
 
 
+@torch.inference_mode(False)  # validation may come first, and training cannot write to what it would make
 @torch.no_grad()
 def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
     """Give layers the scales that :func:`saved` took; they are used from the next forward on.
@@ -81,6 +83,22 @@ def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales],
 def _fresh(recipe: Any, mode: str, scale: Tensor, layer: nn.Module) -> DelayedScalingRecipeState:
     device = next((p.device for p in layer.parameters()), None)
     return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=scale.numel(), device=device)
+
+
+@torch.inference_mode(False)
+def register(layers: Iterable[tuple[str, Any]]) -> None:
+    """Make and register the scales of Linears before any runs, inside Transformer Engine's autocast.
+
+    Ranks reduce amax by the order of registration, which else is that of first forwards: an expert that gets no token
+    on one rank would be missing there, and every layer after it take the amax of another.
+
+    Args:
+        layers: names and modules of Transformer Engine; those with several GEMMs register at their first forward.
+    """
+    for _, layer in layers:
+        if isinstance(layer, Linear):
+            layer.init_fp8_metadata(num_gemms=1)
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
 
 
 @torch.no_grad()
