@@ -84,6 +84,7 @@ class FP8TE(LowPrecision):
     """Whether the name in ``precision=`` left the backend to us."""
     choice: Any = None
     """What was converted and what was kept, of the module that was set up last."""
+    _unregistered: bool = False
 
     def __init__(
         self,
@@ -143,7 +144,6 @@ class FP8TE(LowPrecision):
         self.base: Base = base
         self.norms, self.fp8_eval, self.weight_cache = norms, fp8_eval, weight_cache
         self._loaded_scales: dict[str, Any] = {}
-        self._unregistered = False
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
