@@ -88,6 +88,7 @@ class FP8TE(LowPrecision):
     """Whether the name in ``precision=`` left the backend to us."""
     choice: Any = None
     """What was converted and what was kept, of the module that was set up last."""
+    _unregistered: bool = False
 
     def __init__(
         self,
@@ -215,6 +216,7 @@ class FP8TE(LowPrecision):
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
+        self._unregistered = self.kind == "delayed" and device.type == "cuda"
 
     def _check_choice(self, module: Module, found: Any) -> None:
         from lightning_lowprec.layers.te import scales
@@ -259,6 +261,8 @@ class FP8TE(LowPrecision):
     def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
         self._restore_scales()
         with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
+            if self._unregistered:
+                self._register_scales()
             yield
 
     @override
@@ -309,6 +313,12 @@ class FP8TE(LowPrecision):
         if self._loaded_scales and self.kind != "delayed":
             self._loaded_scales = {}
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+    def _register_scales(self) -> None:
+        from lightning_lowprec.layers.te import scales
+
+        scales.register(self._scaled_layers())
+        self._unregistered = False
 
     def _restore_scales(self) -> None:
         if not self._loaded_scales:

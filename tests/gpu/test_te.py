@@ -72,9 +72,8 @@ def test_any_number_of_tokens(recipe, tokens):
     rows = -(-tokens // 128) * 128
     fill = lambda t: torch.cat([t, t.new_zeros(rows - tokens, t.shape[1])])  # noqa: E731
     ours, by_hand = gradients(recipe, model, x, grad), gradients(recipe, model, fill(x), fill(grad))
-    assert torch.equal(ours["output"], by_hand["output"][:tokens])
-    assert torch.equal(ours["grad_input"], by_hand["grad_input"][:tokens])
-    torch.testing.assert_close(ours["grad_weight"], by_hand["grad_weight"], rtol=1e-3, atol=1e-3)
+    for what, value in ours.items():  # to rounding: the number of rows may choose another kernel
+        assert sqnr(by_hand[what][:tokens] if what != "grad_weight" else by_hand[what], value) > 45, what
 
 
 @every_recipe
@@ -97,9 +96,12 @@ def test_norms(bias, affine):
     x, grad = torch.randn(64, 256, device=DEVICE), torch.randn(64, 256, device=DEVICE)
     found = []
     for norms in (True, False):
-        fabric, module = set_up(copy.deepcopy(model), plugin_for("current", norms=norms, keep=["1"] if norms else []))
+        fabric, module = set_up(copy.deepcopy(model), plugin_for("current", norms=norms))
         leaf = x.clone().requires_grad_()
-        fabric.backward((module.module[0](leaf) * grad).sum())
+        with fabric.autocast():
+            y = module.module[0](leaf)
+        assert y.dtype == (torch.bfloat16 if norms else torch.float32)
+        fabric.backward((y * grad).sum())
         found.append([leaf.grad, *(p.grad for p in module.module[0].parameters())])
     assert len(found[0]) == 1 + affine + (affine and bias)
     assert all(sqnr(b, a) > 35 for a, b in zip(*found, strict=True))
@@ -112,7 +114,7 @@ def test_cached_weights_change_nothing(recipe):
         torch.manual_seed(0)
         model = Stack()
         plugin = plugin_for(recipe, weight_cache=cached)
-        fabric, module, optimizer = set_up(model, plugin, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        fabric, module, optimizer = set_up(model, plugin, torch.optim.SGD(model.parameters(), lr=0.1))
         torch.manual_seed(1)
         for _ in range(4):
             for _ in range(3):
@@ -120,7 +122,7 @@ def test_cached_weights_change_nothing(recipe):
             optimizer.step()
             optimizer.zero_grad()
         results.append([p.detach().clone() for p in model.parameters()])
-    close = torch.equal if recipe != "delayed" else lambda a, b: sqnr(b, a) > 30  # its weights' amax is seen once
+    close = torch.equal if recipe != "delayed" else lambda a, b: sqnr(b, a) > 20  # its weights' amax is seen once
     assert all(close(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -183,7 +185,27 @@ def test_two_models_and_a_deepcopy_scale_by_themselves():
     fabric.backward(module(x).square().mean())
     other = copy.deepcopy(module.module)
     before = copy.deepcopy(other.blocks[0].up.fp8_meta["scaling_fwd"].scale)
+    with torch.no_grad():
+        other.blocks[0].up.weight.mul_(4)
     second = fabric.setup_module(other)
     for _ in range(3):
-        fabric.backward(second(100 * x).square().mean())
-    assert not torch.equal(other.blocks[0].up.fp8_meta["scaling_fwd"].scale, before)
+        fabric.backward(second(x).square().mean())
+    scale = lambda model: model.blocks[0].up.fp8_meta["scaling_fwd"].scale  # noqa: E731
+    assert torch.equal(scale(other)[1], before[1] / 4)  # of the weight
+    assert torch.equal(scale(module.module)[1], before[1])
+
+
+def test_layers_register_in_the_models_order_whatever_runs_first():
+    """Ranks reduce amax by that order, and an expert may get no token on one of them."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    model = Stack()
+    model.forward = lambda x: model.blocks[1](x)
+    _, module = set_up(model, plugin_for("delayed", amax_history_len=4))
+    module(torch.randn(32, WIDTH, device=DEVICE)).sum().backward()
+    (buffer,) = [b for k, b in FP8GlobalStateManager.quantization_state.global_scale_buffer.items() if "forward" in k]
+    layers = [layer for block in model.blocks for layer in (block.up, block.down)]
+    assert [scale.data_ptr() for scale in buffer] == [m.fp8_meta["scaling_fwd"].scale.data_ptr() for m in layers]
+    assert layers[0].fp8_meta["scaling_fwd"].scale.eq(1).all()
+    assert not layers[2].fp8_meta["scaling_fwd"].scale[:2].eq(1).any()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -179,9 +180,11 @@ def test_copies(pretend_gpu, onnx_forward, how):
     net = converted()
     scales.restore([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
     net[2].fp8_meta[scales._REGISTERED] = [0, "forward", 0, "backward"]
+    net[2].fp8_meta[scales._STASHED] = 0
+    net[3].weight = nn.Parameter(torch.randn(32, 48))
     other = how(net)
     assert type(other[2]) is linears.TELinear
-    assert scales._REGISTERED not in other[2].fp8_meta  # it registers itself at its first forward
+    assert not {scales._REGISTERED, scales._STASHED} & other[2].fp8_meta.keys()  # both are of this process and layer
     assert not other[2].fp8_meta_tensors_initialized
     kept = scales.saved([("2", other[2])])["2"]
     assert all(torch.equal(kept[key], value) for key, value in some_scales(4).items())
@@ -229,6 +232,14 @@ def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
     assert not net[2].fp8_meta_tensors_initialized
 
 
+def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
+    layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
+    with torch.inference_mode():
+        scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+    layer.fp8_meta["scaling_fwd"].amax_history.zero_()
+    layer.fp8_meta["scaling_fwd"].scale.mul_(2)
+
+
 @pytest.mark.parametrize("length", [2, 4, 8])
 def test_a_history_of_another_length(pretend_gpu, length):
     layer = converted()[2]
@@ -249,6 +260,65 @@ def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     scales.restore([("", layer)], {"": some_scales(8)}, recipe)
     assert layer.fp8_meta["scaling_fwd"].scale is before
     assert torch.equal(before, some_scales(8)["forward.scale"])
+
+
+def test_the_keys_of_process_wide_buffers_are_transformer_engines():
+    """Its own code fills in both; a layer that brought another's would use that one's."""
+    recipe = DelayedScaling(amax_history_len=4)
+    state = scales.DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
+    meta = {"recipe": recipe, "fp8_group": None, "scaling_fwd": state}
+    before = set(meta)
+    FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(meta)
+    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+    FP8GlobalStateManager.reset()
+    assert meta.keys() - before == {scales._STASHED, scales._REGISTERED}
+
+
+def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
+    """``fp8_eval=False``: bit for bit, with gradients too (an evaluated backbone in a model that trains)."""
+    plain, x = model()[2], torch.randn(7, 32)
+    layer = copy.deepcopy(plain).eval()
+    linears.convert(layer, {""}, **OPTIONS | {"fp8_eval": False})
+    layer.fp8 = True  # it trained before
+    layer.weight.requires_grad_(False)
+    monkeypatch.setattr(linears, "check_input", lambda x: None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+        assert torch.equal(found, plain(x))
+    found.sum().backward()
+    assert layer.bias.grad is not None
+
+
+def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
+    """Checkpoints that are not reentrant, torch's and Transformer Engine's, replace saved tensors by their number."""
+    layer = model()[2]
+    linears.convert(layer, {""}, **OPTIONS | {"weight_cache": True})
+    seen, weight = [], torch.ones(3, requires_grad=True)
+
+    def counted(x):
+        seen.append(layer._is_first_microbatch())
+        return (x * weight).exp()
+
+    for _ in range(2):
+        checkpoint(counted, torch.ones(3), use_reentrant=False).sum().backward()
+    assert seen == [None] * 4
+    assert [layer._is_first_microbatch() for _ in range(3)] == [None, True, False]
+
+
+@pytest.mark.parametrize(
+    ("override", "dtype"), [(None, torch.float32), ("high_precision", torch.bfloat16), ("dequantized", torch.float32)]
+)
+def test_a_backward_in_high_precision_multiplies_in_one_dtype(pretend_gpu, override, dtype):
+    """Transformer Engine's multiplies grad_output, in the autocast dtype, by the weight that it got."""
+    layer = model()[2]
+    linears.convert(layer, {""}, **OPTIONS)
+    layer.fp8, layer.activation_dtype = True, torch.bfloat16  # as after the first forward
+    layer.fp8_meta["recipe"] = Float8CurrentScaling(backward_override=override)
+    weight, bias = layer._get_weight_and_bias_tensors()
+    assert weight.dtype == dtype
+    assert bias is layer.bias
+    weight.sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])

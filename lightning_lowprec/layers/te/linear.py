@@ -57,6 +57,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     fp8: bool
     """Transformer Engine's: whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
+    activation_dtype: torch.dtype
     _fp8_workspaces: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -68,11 +69,10 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
+        if not (self.training or self.fp8_eval):
+            return F.linear(input, self.weight, self.bias)
         if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
             return self._recompute(input)
-        if not (self.training or self.fp8_eval) and FP8GlobalStateManager.is_fp8_enabled():
-            with te.autocast(enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()):
-                return self._multiply(input, None)
         return self._multiply(input, self._is_first_microbatch())
 
     def _recompute(self, input: Tensor) -> Tensor:
@@ -100,13 +100,24 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     def _is_first_microbatch(self) -> bool | None:
         if self.weight_cache is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
+        # a checkpoint that is not reentrant tells saved tensors by their number, and a kept weight is one of them where
+        # one for this call is several: forward and recomputation must do the same
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return None
         first = self.weight_cache.is_first_microbatch(self.weight)
         if self.weight_cache.is_idle:
             self._fp8_workspaces.clear()
         return first
 
+    def _get_weight_tensors(self) -> list[Tensor]:
+        """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
+        if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
+            return [self.weight.to(self.activation_dtype)]
+        return [self.weight]
+
     reset_parameters = nn.Linear.reset_parameters
     extra_repr = nn.Linear.extra_repr
+    register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
     # without these torch finds no extra state to save, and asks for none
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformer_engine.pytorch import Linear
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 
@@ -20,6 +21,8 @@ from lightning_lowprec.layers import fusion
 _MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _TENSORS: Final = ("scale", "amax_history")
 _REGISTERED: Final[str] = FP8GlobalStateManager.get_buffer_info()
+_STASHED: Final = "global_fp8_buffer_pos_fwd_recompute"
+"""Where the scales of forwards that will be recomputed stand, in another process-wide buffer."""
 
 LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
@@ -51,6 +54,7 @@ def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
     return found
 
 
+@torch.inference_mode(False)  # validation may come first, and training cannot write to what it would make
 @torch.no_grad()
 def restore(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
     """Give layers the scales that :func:`saved` took; they are used from the next forward on.
@@ -85,6 +89,22 @@ def _fresh(recipe: Any, mode: str, scale: Tensor, layer: nn.Module) -> DelayedSc
     return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=scale.numel(), device=device)
 
 
+@torch.inference_mode(False)
+def register(layers: Iterable[tuple[str, Any]]) -> None:
+    """Make and register the scales of Linears before any runs, inside Transformer Engine's autocast.
+
+    Ranks reduce amax by the order of registration, which else is that of first forwards: an expert that gets no token
+    on one rank would be missing there, and every layer after it take the amax of another.
+
+    Args:
+        layers: names and modules of Transformer Engine; those with several GEMMs register at their first forward.
+    """
+    for _, layer in layers:
+        if isinstance(layer, Linear):
+            layer.init_fp8_metadata(num_gemms=1)
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+
+
 @torch.no_grad()
 def forget_nonfinite(layers: Iterable[tuple[str, Any]]) -> None:
     """Take the amax of a step that overflowed out of the histories: it would stand for the largest of all.
@@ -104,7 +124,7 @@ def detached(layer: Any) -> dict[str, Any]:
 
     A copy that believed itself registered would never renew its scales.
     """
-    meta = {key: value for key, value in layer.fp8_meta.items() if key != _REGISTERED}
+    meta = {key: value for key, value in layer.fp8_meta.items() if key not in (_REGISTERED, _STASHED)}
     return {
         "fp8_meta": meta,
         "quantizers": {"scaling_fwd": [], "scaling_bwd": []},

@@ -1,4 +1,4 @@
-"""When a layer's FP8 weight may be used again: between two optimizer steps, by micro-batches and recomputed forwards.
+"""When a layer's FP8 weight may be used again: between two optimizer steps, by the next micro-batch.
 
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
