@@ -21,6 +21,7 @@ from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.converted import check_converted
+from lightning_lowprec.plugins.delayed_scales import SCALES, DelayedScales
 from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
@@ -28,8 +29,6 @@ from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_mast
 
 Base = Literal["bf16", "fp16"]
 BACKEND: Final = "transformer_engine"
-SCALES: Final = "scales"
-"""Key of the delayed scales in a plugin's state."""
 _OVERRIDE: Final = "override_linear_precision"
 _NAMES: Final = {
     ("delayed", "HYBRID"): "fp8-hybrid-te",
@@ -88,7 +87,6 @@ class FP8TE(LowPrecision):
     """Whether the name in ``precision=`` left the backend to us."""
     choice: Any = None
     """What was converted and what was kept, of the module that was set up last."""
-    _unregistered: bool = False
 
     def __init__(
         self,
@@ -146,7 +144,7 @@ class FP8TE(LowPrecision):
         )
         self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
         self.fuse: Literal["auto", False] = _fuse(fuse)
-        self._loaded_scales: dict[str, Any] = {}
+        self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
@@ -216,7 +214,8 @@ class FP8TE(LowPrecision):
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
-        self._unregistered = self.kind == "delayed" and device.type == "cuda"
+        if self.scales is not None and device.type == "cuda":
+            self.scales.expect()
 
     def _check_choice(self, module: Module, found: Any) -> None:
         from lightning_lowprec.layers.te import scales
@@ -259,10 +258,11 @@ class FP8TE(LowPrecision):
 
     @contextmanager
     def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
-        self._restore_scales()
+        if self.scales is not None:
+            self.scales.restore()
         with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
-            if self._unregistered:
-                self._register_scales()
+            if self.scales is not None:
+                self.scales.enter()
             yield
 
     @override
@@ -273,13 +273,12 @@ class FP8TE(LowPrecision):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; after one that was skipped, its amax is forgotten."""
+        """Step; then renew the delayed scales of gradients. The amax of a step that was skipped is forgotten."""
         skipped = 0 if self.scaler is None else self.scaler.skipped_steps
         output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if self.scaler is not None and self.scaler.skipped_steps != skipped:
-            from lightning_lowprec.layers.te import scales
-
-            scales.forget_nonfinite(self._scaled_layers())
+        if self.scales is not None:
+            now = 0 if self.scaler is None else self.scaler.skipped_steps
+            self.scales.after_step(skipped=now != skipped)
         return output
 
     # ---- state
@@ -295,13 +294,8 @@ class FP8TE(LowPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, the backend, and with delayed scaling its scales, as plain tensors."""
-        from lightning_lowprec.layers.te import scales
-
-        if self._modules:
-            self._restore_scales()  # those that were loaded and not used yet
-        state = {**super().state_dict(), "backend": BACKEND}
-        found = scales.saved(self._scaled_layers()) if self.kind == "delayed" else {}
-        return {**state, SCALES: found} if found else state
+        delayed = {} if self.scales is None else self.scales.state()
+        return {**super().state_dict(), "backend": BACKEND, **delayed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,26 +303,10 @@ class FP8TE(LowPrecision):
         if self.backend_is_chosen:
             check_resumes(self.precision, BACKEND, state_dict)
         super().load_state_dict(state_dict)
-        self._loaded_scales = dict(state_dict.get(SCALES, {}))
-        if self._loaded_scales and self.kind != "delayed":
-            self._loaded_scales = {}
+        if self.scales is not None:
+            self.scales.load(state_dict)
+        elif state_dict.get(SCALES):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
-
-    def _register_scales(self) -> None:
-        from lightning_lowprec.layers.te import scales
-
-        scales.register(self._scaled_layers())
-        self._unregistered = False
-
-    def _restore_scales(self) -> None:
-        if not self._loaded_scales:
-            return
-        from lightning_lowprec.layers.te import scales
-
-        left = scales.restore(self._scaled_layers(), self._loaded_scales, self.recipe)
-        if left:
-            rank_zero_info(f"{self.precision}: no layer for {len(left)} of the checkpoint's scales ({left[0]!r}, ...).")
-        self._loaded_scales = {}
 
 
 def _check_base(base: object) -> None:

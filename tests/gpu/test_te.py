@@ -209,3 +209,20 @@ def test_layers_register_in_the_models_order_whatever_runs_first():
     assert [scale.data_ptr() for scale in buffer] == [m.fp8_meta["scaling_fwd"].scale.data_ptr() for m in layers]
     assert layers[0].fp8_meta["scaling_fwd"].scale.eq(1).all()
     assert not layers[2].fp8_meta["scaling_fwd"].scale[:2].eq(1).any()
+
+
+def test_backward_scales_move_though_the_first_layer_gets_no_gradient():
+    class Aside(Stack):
+        def forward(self, x):
+            self.blocks[0](x).detach()
+            return self.head(self.blocks[1](x))
+
+    model = Aside()
+    plugin = plugin_for("delayed", amax_history_len=4)
+    fabric, module, optimizer = set_up(model, plugin, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):
+        fabric.backward(module(torch.randn(32, WIDTH, device=DEVICE)).square().mean() * 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = plugin.state_dict()["scales"]
+    assert all(found[name]["backward.scale"][0] > 1 for name in found if ".1." in name)

@@ -235,6 +235,36 @@ def test_scales_travel_in_the_plugins_state(pretend_gpu, tmp_path):
     assert len(te_linears(other)) == len(plugin.state_dict()["scales"]) == 6
 
 
+def test_a_resumed_run_uses_weights_again_as_the_first_one_did(pretend_gpu):
+    """The amax of a weight that is used again within a step is seen once: from the first step on, or not at all."""
+    for reused in (True, False):
+        model, plugin = Net(), FP8TE(amax_history_len=4)
+        fabric_for(plugin).setup(model)
+        give_scales(model, plugin.recipe)
+        for layer in te_linears(model):
+            for _ in range(1 + reused):
+                layer.weight_cache.is_first_microbatch(layer.weight)
+        state = plugin.state_dict()
+        assert state["weights_are_reused"] is reused
+        other, resumed = Net(), FP8TE(amax_history_len=4)
+        fabric_for(resumed).setup(other)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict()["weights_are_reused"] is reused
+        first = [layer.weight_cache.is_first_microbatch(layer.weight) for layer in te_linears(other)]
+        assert first == [True if reused else None] * 6
+
+
+def test_no_layer_renews_the_backward_scales(pretend_gpu):
+    """The first to run would, but only in its own backward pass, which need not come."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    for recipe, first in (("delayed", False), ("current", True)):
+        plugin = FP8TE(recipe)
+        fabric_for(plugin).setup(Net())
+        with plugin.forward_context():
+            assert FP8GlobalStateManager.quantization_state.is_first_fp8_module is first
+
+
 def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
     plugin = FP8TE("current")
     fabric_for(plugin).setup(Net())

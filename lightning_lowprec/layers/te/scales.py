@@ -105,6 +105,19 @@ def register(layers: Iterable[tuple[str, Any]]) -> None:
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
 
 
+def renew_backward_scales_ourselves() -> None:
+    """Within ``te.autocast``: let no layer renew the backward scales, as the first one to run would.
+
+    If that one gets no backward (its output is detached, or its branch unused), no backward scale would ever change.
+    """
+    FP8GlobalStateManager.quantization_state.is_first_fp8_module = False
+
+
+def renew_backward_scales() -> None:
+    """Once per optimizer step, on every rank: reduce the amax of gradients since the last, and renew their scales."""
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+
 @torch.no_grad()
 def forget_nonfinite(layers: Iterable[tuple[str, Any]]) -> None:
     """Take the amax of a step that overflowed out of the histories: it would stand for the largest of all.

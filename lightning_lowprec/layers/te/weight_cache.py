@@ -58,6 +58,15 @@ class WeightCache:
         return True
 
     @property
+    def pays(self) -> bool:
+        """Whether the weight was used again since the last step; settable, so that a resumed run goes on as it was."""
+        return self._used_again
+
+    @pays.setter
+    def pays(self, value: bool) -> None:
+        self._used_again = value
+
+    @property
     def is_idle(self) -> bool:
         """Whether what was kept for the last step is of no use to this one."""
         return not self._kept
