@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 SCALES: Final = "scales"
@@ -44,12 +45,17 @@ class DelayedScales:
             self._unregistered = False
         scales.renew_backward_scales_ourselves()
 
-    def after_step(self, *, skipped: bool) -> None:
-        """An optimizer has stepped, or skipped its step for an overflow, whose amax is forgotten."""
+    def leave(self) -> None:
+        """A forward ends, still within Transformer Engine's autocast, which then renews the scales it used."""
         from lightning_lowprec.layers.te import scales
 
-        if skipped:
-            scales.forget_nonfinite(self.layers())
+        if torch.is_grad_enabled():
+            scales.drop_nonfinite(forward=True)
+
+    def after_step(self) -> None:
+        """An optimizer has stepped, or skipped its step."""
+        from lightning_lowprec.layers.te import scales
+
         scales.renew_backward_scales()
 
     def state(self) -> dict[str, Any]:

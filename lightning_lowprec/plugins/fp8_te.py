@@ -264,6 +264,8 @@ class FP8TE(LowPrecision):
             if self.scales is not None:
                 self.scales.enter()
             yield
+            if self.scales is not None:
+                self.scales.leave()
 
     @override
     def optimizer_step(
@@ -273,12 +275,10 @@ class FP8TE(LowPrecision):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; then renew the delayed scales of gradients. The amax of a step that was skipped is forgotten."""
-        skipped = 0 if self.scaler is None else self.scaler.skipped_steps
+        """Step; then renew the delayed scales of gradients."""
         output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if self.scales is not None:
-            now = 0 if self.scaler is None else self.scaler.skipped_steps
-            self.scales.after_step(skipped=now != skipped)
+            self.scales.after_step()
         return output
 
     # ---- state

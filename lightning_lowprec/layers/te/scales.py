@@ -115,21 +115,24 @@ def renew_backward_scales_ourselves() -> None:
 
 def renew_backward_scales() -> None:
     """Once per optimizer step, on every rank: reduce the amax of gradients since the last, and renew their scales."""
+    drop_nonfinite(forward=False)
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 @torch.no_grad()
-def forget_nonfinite(layers: Iterable[tuple[str, Any]]) -> None:
-    """Take the amax of a step that overflowed out of the histories: it would stand for the largest of all.
+def drop_nonfinite(*, forward: bool) -> None:
+    """Take amax that are not finite for unseen, before Transformer Engine reduces them and puts them into the history.
 
-    Transformer Engine keeps a scale as it is while the largest amax is not finite, which the longest history makes
-    1024 steps.
+    It keeps a scale as it is while the largest amax is not finite, which a history of 1024 steps makes 1024 steps.
+    Every layer of the process at once: few kernels, no synchronisation.
+
+    Args:
+        forward: of inputs and weights, or else of gradients.
     """
-    for _, layer in layers:
-        for key in _MODES.values():
-            state = layer.fp8_meta.get(key)
-            if isinstance(state, DelayedScalingRecipeState):
-                state.amax_history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    for key, rows in FP8GlobalStateManager.quantization_state.global_amax_buffer.items():
+        if rows and FP8GlobalStateManager.split_key_in_buffer(key)[0] == forward:
+            flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            torch._foreach_copy_(rows, list(torch.split(flat, [len(row) for row in rows])))
 
 
 def detached(layer: Any) -> dict[str, Any]:
