@@ -23,6 +23,7 @@ from lightning_lowprec.distributed.fp8_gradients import average_
 from lightning_lowprec.optim.scaled_gradient import ScaledGradient
 from lightning_lowprec.optim.scaled_weight import scaled_of
 
+_CLIPPED: Final = 2
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
@@ -55,6 +56,7 @@ def send_scaled_weights(model: nn.Module, group: Any = None) -> None:
         for tensor in (p.detach(), scaled.scale, scaled.master, scaled.master_scale):
             if tensor is not None:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo knows no float8
+        scaled.note_write()
 
 
 @torch.no_grad()
@@ -68,15 +70,26 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     Args:
         params: the same on every rank; others than those of codes are left to DDP.
         group: the process group; None is the default one.
+
+    Raises:
+        RuntimeError: on every rank, if one has clipped its own gradients, as ``clip_grad_norm_`` does.
     """
     coded = [p for p in params if scaled_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
     waiting = torch.tensor([_waits(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)
     dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=group)
+    flags = waiting.tolist()
+    if _CLIPPED in flags:
+        raise RuntimeError(
+            "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"
+            " ranks, by norms that differ between them. Clip with `Trainer(gradient_clip_val=...)`,"
+            " `LightningModule.clip_gradients` or `fabric.clip_gradients`; without Lightning, after"
+            " `average_scaled_gradients`."
+        )
     bucket: list[Tensor] = []
     size = 0
-    for p, waits in zip(coded, waiting.tolist(), strict=True):
+    for p, waits in zip(coded, flags, strict=True):
         if bucket and size + p.numel() > _BUCKET:
             _average(bucket, group)
             bucket, size = [], 0
@@ -87,8 +100,10 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
         _average(bucket, group)
 
 
-def _waits(grad: Tensor | None) -> bool:
-    return grad is not None and not getattr(grad, "averaged", False)
+def _waits(grad: Tensor | None) -> int:
+    if grad is None or getattr(grad, "averaged", False):
+        return 0
+    return _CLIPPED if getattr(grad, "clipped", False) else 1
 
 
 def _average(bucket: list[Tensor], group: Any) -> None:

@@ -27,6 +27,7 @@ from lightning_lowprec.optim.scaled_weight import (
     codes_of,
     encode,
     scale_weight_,
+    scaled_of,
     set_values_,
     values_of,
 )
@@ -177,6 +178,7 @@ class _ScaledMatmul(torch.autograd.Function):
         ctx.save_for_backward(codes, scale, weight)
         ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
         ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
+        ctx.scaled.check_writes()
         weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
@@ -211,5 +213,11 @@ def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: 
 
 
 def _scaled(weight: Any) -> ScaledWeight:
-    scaled: ScaledWeight = weight.scaled
+    scaled = scaled_of(weight)
+    if scaled is None:
+        raise TypeError(
+            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"
+            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
+            " the layer as it is; give `torch.func.functional_call` the parameters, not a state dict."
+        )
     return scaled

@@ -17,6 +17,7 @@ from lightning_lowprec.formats import E4M3
 from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
 
 _aten: Any = torch.ops.aten
+_UNSCALE: Any = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @final
@@ -32,6 +33,10 @@ class ScaledGradient(Tensor):
     inv_scale: Tensor
     averaged: bool
     """Whether it is the average over the ranks already."""
+    measured: bool
+    """Whether somebody took its norm."""
+    clipped: bool
+    """Whether it was multiplied by a tensor after that, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor) -> ScaledGradient:
@@ -40,7 +45,8 @@ class ScaledGradient(Tensor):
         gradient: ScaledGradient = make(
             cls, codes.shape, strides=codes.stride(), dtype=torch.float32, device=codes.device
         )
-        gradient.codes, gradient.inv_scale, gradient.averaged = codes, inv_scale, False
+        gradient.codes, gradient.inv_scale = codes, inv_scale
+        gradient.averaged = gradient.measured = gradient.clipped = False
         return gradient
 
     @classmethod
@@ -118,6 +124,10 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def _scaled_in(value: Any) -> list[ScaledGradient]:
+    return [v for v in _listed(value) if isinstance(v, ScaledGradient)]
+
+
 def _mutated(first: Any) -> Any:
     """What an operation in place returns: operations on lists nothing."""
     return first if isinstance(first, Tensor) else None
@@ -145,6 +155,9 @@ def _on_scales(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     first = args[0]
     if not all(map(_is_number, args[1:])):
         return NotImplemented
+    if isinstance(args[1], Tensor) and func is not _UNSCALE:
+        for gradient in _scaled_in(first):
+            gradient.clipped = gradient.measured and not gradient.averaged
     func([_scale_of(t) for t in first] if isinstance(first, (list, tuple)) else _scale_of(first), *args[1:], **kwargs)
     return _mutated(first)
 
@@ -153,11 +166,19 @@ def _scale_of(tensor: Tensor) -> Tensor:
     return tensor.inv_scale if isinstance(tensor, ScaledGradient) else tensor
 
 
+def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    for gradient in _scaled_in(args[0]):
+        gradient.measured = True
+    return NotImplemented
+
+
 def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What autograd does with the gradients of a weight that is used twice."""
     if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
         return NotImplemented
-    return ScaledGradient.of(args[0].decode() + args[1].decode())
+    total = ScaledGradient.of(args[0].decode() + args[1].decode())
+    total.clipped = args[0].clipped or args[1].clipped
+    return total
 
 
 def _zero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -165,6 +186,7 @@ def _zero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(tensor, ScaledGradient):
             tensor.codes.zero_()
             tensor.inv_scale.fill_(1.0)
+            tensor.measured = tensor.clipped = False
         else:
             tensor.zero_()
     return _mutated(args[0])
@@ -176,6 +198,8 @@ _SPECIAL: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
     _aten.add.Tensor: _add,
     _aten.zero_.default: _zero,
     _aten._foreach_zero_.default: _zero,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norm,
     **dict.fromkeys(
         (
             _aten.mul_.Tensor,
@@ -188,7 +212,7 @@ _SPECIAL: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
             _aten._foreach_div_.Scalar,
             _aten._foreach_div_.ScalarList,
             _aten._foreach_div_.Tensor,
-            _aten._amp_foreach_non_finite_check_and_unscale_.default,
+            _UNSCALE,
         ),
         _on_scales,
     ),

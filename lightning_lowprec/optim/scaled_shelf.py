@@ -103,11 +103,13 @@ class Shelf:
             self._pass(_copy)(full["weight"], codes["weight"], codes["grad"], fresh["weight"], copy_scale, self._runs)
         for name, tensors in stored.items():
             torch._foreach_copy_(tensors, (self._codes if name in scales else self._full)[name].views)
-        for name, of_one in scales.items():
-            torch._foreach_copy_(of_one, list(fresh[name].unbind()))
+        for name, olds in scales.items():
+            torch._foreach_copy_(olds, list(fresh[name].unbind()))
         if copy_scale is not None:
             torch._foreach_copy_(self.params, self._codes["grad"].views)
             torch._foreach_copy_([s.scale for s in scaled], list(copy_scale.unbind()))
+        for of_one in scaled:
+            of_one.note_write()
         self._free()
 
     def _read(

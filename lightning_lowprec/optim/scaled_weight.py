@@ -56,6 +56,7 @@ class ScaledWeight:
         self.shards: Shards | None = None
         """None: the parameter is whole."""
         self._param: weakref.ref[Any] | None = None
+        self._version = 0
 
     def to_(self, device: torch.device) -> None:
         """Move everything to ``device``, the gradient too."""
@@ -87,6 +88,23 @@ class ScaledWeight:
         param: Any = self._param()
         total = grad.float() if self.gradient is None else grad.float() + self.gradient.decode()
         param.grad = ScaledGradient.of(total)
+
+    def note_write(self) -> None:
+        """The codes were written together with their scale."""
+        param = None if self._param is None else self._param()
+        if param is not None and not param.is_inference():
+            self._version = param._version
+
+    def check_writes(self) -> None:
+        """Raise RuntimeError if anybody else wrote to the codes; writes through ``param.data`` cannot be seen."""
+        param = None if self._param is None else self._param()
+        if self.shards is None and param is not None and not param.is_inference() and param._version != self._version:
+            raise RuntimeError(
+                f"a weight of shape {tuple(param.shape)} that is kept as codes with a scale (MS-AMP) was written to,"
+                " without the scale. Load the model's state dict again. Write with"
+                " `lightning_lowprec.optim.set_values_(weight, values)`, read with `values_of(weight)`; to average"
+                " models, average their state dicts."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no parameter until :func:`attach_`."""
@@ -127,6 +145,7 @@ def attach_(param: Any, scaled: ScaledWeight) -> None:
     param.grad_dtype = torch.float32
     param.scaled = scaled
     scaled._param = weakref.ref(param)
+    scaled.note_write()
 
 
 def scaled_of(param: Any) -> ScaledWeight | None:
@@ -145,6 +164,7 @@ def codes_of(param: Any) -> Tensor:
 def values_of(param: Tensor) -> Tensor:
     """What a parameter of codes is worth: (...) float32; exactly what the codes say. Sharded as the parameter is."""
     scaled = _needed(param)
+    scaled.check_writes()
     return _like(codes_of(param).float() / scaled.scale, param)
 
 
@@ -165,6 +185,7 @@ def set_values_(param: Tensor, values: Tensor) -> None:
         scaled.offered = None
     format = FP16 if scaled.master is None else E4M3
     _store(*encode(given, format, scaled.shards), codes_of(param), scaled.scale)
+    scaled.note_write()
 
 
 @torch.no_grad()

@@ -224,6 +224,32 @@ def refuses(rank, ranks):
         lightning_lowprec.register()
 
 
+def clipped_alone(rank, ranks):
+    """torch's clipping sees a rank's own gradients: their norms differ, and the ranks would drift apart."""
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o2")
+    fabric.launch()
+    model = Toy()
+    wrapped, optimizer = fabric.setup(model, sgd(model))
+    x, y = batches(rank, ranks)[0]
+    for clips in (True, rank == 1):  # on one rank only: the other must not wait for it
+        optimizer.zero_grad()
+        fabric.backward(F.cross_entropy(wrapped(x), y))
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with pytest.raises(RuntimeError, match=r"clipped before they were averaged.*`fabric\.clip_gradients`"):
+            optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(F.cross_entropy(wrapped(x), y))
+    grads = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(grads, torch.tensor(0.5))  # a tensor that owes nothing to a norm does no harm
+    nn.utils.get_total_norm(grads)  # nor does a look
+    torch._foreach_mul_(grads, 0.5)  # nor a number
+    fabric.clip_gradients(wrapped, optimizer, max_norm=0.01)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+    optimizer.step()
+    assert_same_on_all_ranks(everything(model, optimizer))
+
+
 def evaluates(rank, ranks):
     """Without fit nothing is wrapped; all ranks still have rank 0's weights."""
     trainer = L.Trainer(
@@ -240,6 +266,7 @@ def body(rank, ranks, folder):
     sends(rank, ranks)
     two_optimizers(rank, ranks)
     refuses(rank, ranks)
+    clipped_alone(rank, ranks)
 
 
 def test_two_ranks(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.layers.scaled_linear import ScaledLinear, scale_linears
-from lightning_lowprec.optim import ScaledAdamW, values_of
+from lightning_lowprec.optim import ScaledAdamW, set_values_, values_of
 from lightning_lowprec.scaling import sqnr
 
 LEVELS = ["O1", "O2", "O3"]
@@ -137,6 +137,35 @@ def saved_and_loaded(module):
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@every_level
+def test_a_write_without_the_scale_is_noticed(level):
+    module, x, values = linear(level), torch.randn(16, 32), torch.full((48, 32), 0.5)
+    copied = torch.optim.swa_utils.AveragedModel(module)
+    optimizer = ScaledAdamW(module.parameters(), level=level)
+    module(x).sum().backward()
+    optimizer.step()
+    module.load_state_dict(module.state_dict())
+    module(x)  # what knows the scale may write
+    copied.update_parameters(module)  # copies parameters
+    nn.init.constant_(module.weight, 0.5)
+    for written in (module, copied):
+        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.optim\.set_values_\(weight, values\)`"):
+            written(x)
+        with pytest.raises(RuntimeError, match="average their state dicts"):
+            written.state_dict()
+    set_values_(module.weight, values)
+    assert torch.equal(module.state_dict()["weight"], values)
+    module(x)
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_became_a_plain_tensor_raises(change):
+    module = linear("O2")
+    change(module)
+    with pytest.raises(TypeError, match=r"plain \(48, 32\) tensor.* before the conversion"):
+        module(torch.randn(16, 32))
 
 
 @every_level
