@@ -18,6 +18,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.distributed import _get_module_fsdp_state
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.layers.fusion.joining import join, save_parts
 from lightning_lowprec.layers.te import scales
@@ -52,7 +53,12 @@ class Options:
 
     def precision(self, training: bool) -> AbstractContextManager[None]:
         """The surrounding ``te.autocast``, or none."""
-        return nullcontext() if training or self.fp8_eval else te.autocast(enabled=False)
+        if training or self.fp8_eval or not FP8GlobalStateManager.is_fp8_enabled():
+            return nullcontext()
+        context: AbstractContextManager[None] = te.autocast(
+            enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()
+        )
+        return context
 
 
 class _Engine:
