@@ -19,6 +19,9 @@ def unconvert(model: nn.Module, *, but: Backend) -> None:
         layers = _imported(name)
         if layers is not None and but != "transformer_engine":
             layers.convert(model, ())
+    recompute = _imported("te.recompute")
+    if recompute is not None and but != "transformer_engine":
+        recompute.checkpoint_by_te(model, wanted=False)
 
 
 def _imported(name: str) -> Any:

@@ -15,6 +15,7 @@ import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.layers.te import norms, scales, support
 from lightning_lowprec.layers.te.linear import TELinear, te_linears
+from lightning_lowprec.layers.te.recompute import TECheckpoint
 from lightning_lowprec.precisions import TABLE, create
 from tests.te.hopper import pretend
 from tests.te.test_te_layers import some_scales
@@ -401,6 +402,24 @@ def test_a_resumed_run_means_the_same_backend(monkeypatch):
     monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
     with pytest.raises(RuntimeError, match="use 'fp8-e4m3-torchao'; to change over, 'fp8-e4m3-te'"):
         create("fp8-e4m3").load_state_dict({"backend": "torchao"})
+
+
+def test_gradient_checkpointing_of_transformers(pretend_gpu):
+    """Delayed scaling needs Transformer Engine's checkpoint; other recipes and backends get back what was there."""
+    model = LlamaForCausalLM(LLAMA)
+    model.gradient_checkpointing_enable()
+    layers = model.model.layers
+    was = [layer._gradient_checkpointing_func for layer in layers]
+    for plugin, by_te in ((FP8TE(), True), (FP8TE("current"), False), (FP8TE(), True), (FP8TE(fuse="auto"), True)):
+        fabric_for(plugin).setup(model)
+        assert [isinstance(layer._gradient_checkpointing_func, TECheckpoint) for layer in layers] == [by_te] * 2
+    model.train()
+    with pytest.raises(RuntimeError, match="no NVIDIA driver"):  # its checkpoint asks CUDA for the generator's state
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    copy.deepcopy(model)
+    fabric_for(FP8TE("current")).setup(model)
+    fabric_for(lightning_lowprec.FP8TorchAO()).setup(model)
+    assert [layer._gradient_checkpointing_func for layer in layers] == was
 
 
 # ---- fusion

@@ -15,6 +15,7 @@ from lightning_lowprec.layers.selection import matches
 from lightning_lowprec.layers.te import linear, norms, scales
 from lightning_lowprec.layers.te.choice import Choice, choose
 from lightning_lowprec.layers.te.recipes import EXPERT_ALIGNMENT, FEATURE_ALIGNMENT, TOKEN_ALIGNMENT, kind_of
+from lightning_lowprec.layers.te.recompute import checkpoint_by_te
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
             weight_cache=settings.weight_cache,
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
+    checkpoint_by_te(model, wanted=kind == "delayed")
     if before:
         scales.restore(scales.scaled_layers(model), before, settings.recipe)
     return found

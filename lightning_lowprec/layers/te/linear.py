@@ -82,7 +82,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             raise RuntimeError(
                 "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
                 " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
-                " `activation_checkpointing=True` ('fsdp2'), or a recipe without a history (`FP8TE('current')`)."
+                " `activation_checkpointing=True` ('fsdp2'), a recipe without a history (`FP8TE('current')`), or with"
+                " transformers call `gradient_checkpointing_enable()` before the model is set up."
             )
         with te.autocast(enabled=True, recipe=recipe):
             return self._multiply(input, self._is_first_microbatch())
