@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,3 +39,6 @@ def _main(rank: int, worker, ranks: int, port: int, folder: str, args) -> None:
     torch.save(result, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of torch's that are alive at a regular exit have aborted it ("terminate called without ...")
