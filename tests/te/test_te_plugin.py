@@ -404,6 +404,7 @@ def test_a_resumed_run_means_the_same_backend(monkeypatch):
         create("fp8-e4m3").load_state_dict({"backend": "torchao"})
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # since 5.2x
 def test_gradient_checkpointing_of_transformers(pretend_gpu):
     """Delayed scaling needs Transformer Engine's checkpoint; other recipes and backends get back what was there."""
     model = LlamaForCausalLM(LLAMA)

@@ -83,7 +83,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
                 "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
                 " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
                 " `activation_checkpointing=True` ('fsdp2'), a recipe without a history (`FP8TE('current')`), or with"
-                " transformers call `gradient_checkpointing_enable()` before the model is set up."
+                " transformers turn its gradient checkpointing on before the model is set up."
             )
         with te.autocast(enabled=True, recipe=recipe):
             return self._multiply(input, self._is_first_microbatch())
