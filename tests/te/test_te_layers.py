@@ -260,6 +260,8 @@ def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     scales.restore([("", layer)], {"": some_scales(8)}, recipe)
     assert layer.fp8_meta["scaling_fwd"].scale is before
     assert torch.equal(before, some_scales(8)["forward.scale"])
+    scales.restore([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
+    assert layer.fp8_meta["scaling_fwd"].amax_history[2:].eq(0).all()
 
 
 def test_the_keys_of_process_wide_buffers_are_transformer_engines():

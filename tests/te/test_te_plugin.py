@@ -181,6 +181,17 @@ def test_first_and_last_blocks(pretend_gpu):
     assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == ["blocks.1.1", "blocks.1.3"]
 
 
+def test_only(pretend_gpu):
+    model = Net()
+    fabric_for(FP8TE(only=["blocks.1", "lm_head"])).setup(model)
+    assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == [
+        "blocks.1.1",
+        "blocks.1.3",
+        "lm_head",
+    ]
+    assert [type(block[0]) for block in model.blocks] == [nn.LayerNorm, norms.TELayerNorm, nn.LayerNorm]
+
+
 def test_master_weights(pretend_gpu):
     model = Net()
     fabric = fabric_for(FP8TE(master_weights=True))
