@@ -1,0 +1,80 @@
+"""Names with and without a backend, and what they say on a machine that cannot run them."""
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_lowprec
+from lightning_lowprec import FP8TE
+from lightning_lowprec.layers.te import support
+from lightning_lowprec.layers.te.linear import te_linears
+from lightning_lowprec.precisions import TABLE, create
+from tests.te.hopper import pretend
+from tests.te.subjects import QUIET, Lit, Net, fabric_for
+
+NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    for plugin in (
+        L.Fabric(precision=name, accelerator="cpu").strategy.precision,
+        L.Trainer(precision=name, **QUIET).precision_plugin,
+    ):
+        assert type(plugin) is FP8TE
+        assert plugin.precision == name
+        assert (plugin.scaler is not None) == name.endswith("-fp16")
+    assert FP8TE(**TABLE[name].options).precision == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cpu_is_refused_before_anything_is_touched(name):
+    model = Net()
+    with pytest.raises(RuntimeError, match=rf"`precision='{name}'` cannot run: .*NVIDIA GPUs only, and this is cpu"):
+        fabric_for(create(name)).setup(model)
+    assert not te_linears(model)
+    with pytest.raises(RuntimeError, match="fp8-hybrid-torchao"):
+        L.Trainer(precision=name, **QUIET).fit(Lit())
+
+
+def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    assert "no NVIDIA driver" in support.device_refusal("delayed", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3-fp16"])
+def test_where_transformer_engine_runs_it_is_preferred(monkeypatch, name):
+    assert type(create(name)) is lightning_lowprec.FP8TorchAO  # no GPU here
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    plugin = create(name)
+    assert type(plugin) is FP8TE
+    assert plugin.precision == name
+    assert type(create(name, sharded=True)) is lightning_lowprec.FP8TorchAO
+    assert type(L.Fabric(precision=name, accelerator="cpu", strategy="fsdp2").strategy.precision) is (
+        lightning_lowprec.FP8TorchAO
+    )
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: False)
+    assert type(create(name)) is lightning_lowprec.FP8TorchAO
+
+
+def test_one_that_is_installed_but_broken_raises(monkeypatch):
+    import sys
+
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(ImportError, match="preferred"):
+        create("fp8-hybrid")
+
+
+def test_a_resumed_run_means_the_same_backend(monkeypatch):
+    plugin = create("fp8-hybrid-fp16")
+    message = "use 'fp8-hybrid-te-fp16'; to change over, 'fp8-hybrid-torchao-fp16'"
+    with pytest.raises(RuntimeError, match=message):
+        plugin.load_state_dict({"backend": "transformer_engine"})
+    create("fp8-hybrid-torchao").load_state_dict({"backend": "transformer_engine"})  # a name that says its backend
+    pretend(monkeypatch)
+    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
+    with pytest.raises(RuntimeError, match="use 'fp8-e4m3-torchao'; to change over, 'fp8-e4m3-te'"):
+        create("fp8-e4m3").load_state_dict({"backend": "torchao"})

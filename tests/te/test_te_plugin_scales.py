@@ -1,0 +1,124 @@
+"""Delayed scales through the plugin: in its state, in a resumed run, after an overflow."""
+
+import pytest
+import torch
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from lightning_lowprec import FP8TE
+from lightning_lowprec.layers.te import scales
+from lightning_lowprec.layers.te.linear import te_linears
+from tests.te.subjects import Net, fabric_for, give_scales
+from tests.te.test_te_layers import some_scales
+
+
+def test_scales_travel_in_the_plugins_state(pretend_gpu, tmp_path):
+    def set_up():
+        model, plugin = Net(), FP8TE(amax_history_len=4)
+        fabric = fabric_for(plugin)
+        return model, plugin, fabric, fabric.setup(model)
+
+    model, plugin, fabric, wrapped = set_up()
+    give_scales(model, plugin.recipe)
+    fabric.save(tmp_path / "some.ckpt", {"model": wrapped, "precision": plugin})
+    torch.load(tmp_path / "some.ckpt", weights_only=True)
+    other, resumed, fabric, wrapped = set_up()
+    fabric.load(tmp_path / "some.ckpt", {"model": wrapped, "precision": resumed})
+    assert resumed.state_dict().keys() == plugin.state_dict().keys()
+    for name, entry in plugin.state_dict()["scales"].items():
+        for key, value in entry.items():
+            assert torch.equal(resumed.state_dict()["scales"][name][key], value), (name, key)
+    assert len(te_linears(other)) == len(plugin.state_dict()["scales"]) == 6
+
+
+def test_a_resumed_run_uses_weights_again_as_the_first_one_did(pretend_gpu):
+    """The amax of a weight that is used again within a step is seen once: from the first step on, or not at all."""
+    for reused in (True, False):
+        model, plugin = Net(), FP8TE(amax_history_len=4)
+        fabric_for(plugin).setup(model)
+        give_scales(model, plugin.recipe)
+        for layer in te_linears(model):
+            for _ in range(1 + reused):
+                layer.weight_cache.is_first_microbatch(layer.weight)
+        state = plugin.state_dict()
+        assert state["weights_are_reused"] is reused
+        other, resumed = Net(), FP8TE(amax_history_len=4)
+        fabric_for(resumed).setup(other)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict()["weights_are_reused"] is reused
+        first = [layer.weight_cache.is_first_microbatch(layer.weight) for layer in te_linears(other)]
+        assert first == [True if reused else None] * 6
+
+
+def test_no_layer_renews_the_backward_scales(pretend_gpu):
+    """The first to run would, but only in its own backward pass, which need not come."""
+    for recipe, first in (("delayed", False), ("current", True)):
+        plugin = FP8TE(recipe)
+        fabric_for(plugin).setup(Net())
+        with plugin.forward_context():
+            assert FP8GlobalStateManager.quantization_state.is_first_fp8_module is first
+
+
+def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
+    plugin = FP8TE("current")
+    fabric_for(plugin).setup(Net())
+    plugin.load_state_dict({"backend": "transformer_engine", "scales": {"0.blocks.0.1": some_scales(4)}})
+    assert plugin.state_dict() == {"backend": "transformer_engine"}
+
+
+def test_a_second_setup_keeps_the_scales(pretend_gpu):
+    model, plugin = Net(), FP8TE(amax_history_len=4)
+    fabric = fabric_for(plugin)
+    fabric.setup(model)
+    give_scales(model, plugin.recipe)
+    before = scales.saved(scales.scaled_layers(model))
+    plugin.convert_module(model)
+    after = scales.saved(scales.scaled_layers(model))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[n][k], v) for n, entry in before.items() for k, v in entry.items())
+
+
+@pytest.fixture
+def unfused_update(monkeypatch):
+    """Transformer Engine's own renewal of scales in torch, which a CPU runs; its buffers belong to one test."""
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
+    FP8GlobalStateManager.reset()
+    yield
+    FP8GlobalStateManager.reset()
+
+
+def registered(model, plugin):
+    """Layers with scales, as after a forward."""
+    give_scales(model, plugin.recipe)
+    for layer in te_linears(model):
+        layer.fp8_meta |= {"recipe": plugin.recipe, "fp8_group": None}
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+    FP8GlobalStateManager.quantization_state.autocast_arguments[
+        FP8GlobalStateManager.get_unique_autocast_key(plugin.recipe, None)
+    ] = (plugin.recipe, None)
+    return te_linears(model)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+def test_an_overflow_leaves_no_amax_behind(pretend_gpu, unfused_update, base, bad):
+    """The scale after a step is that of the history without it: 57344 (e5m2) or 448 (e4m3) over the largest amax."""
+    model, plugin = Net(), FP8TE(base=base, amax_history_len=4)
+    _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    first, second = registered(model, plugin)[:2]
+    for layer in (first, second):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            layer.fp8_meta[key].amax_history[:] = 0
+            layer.fp8_meta[key].amax_history[1] = 2.0  # an earlier step
+            layer.fp8_meta[key].amax_history[0] = 4.0  # this one
+    first.fp8_meta["scaling_bwd"].amax_history[0, 0] = bad
+    first.fp8_meta["scaling_fwd"].amax_history[0, 1] = bad
+    with plugin.forward_context():
+        pass
+    optimizer.step()
+    for layer in (first, second):
+        assert layer.fp8_meta["scaling_fwd"].amax_history.isfinite().all()
+        assert layer.fp8_meta["scaling_bwd"].amax_history.isfinite().all()
+    assert first.fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4, 448 / 2, 448 / 4]
+    assert first.fp8_meta["scaling_bwd"].scale.tolist() == [57344 / 2, 57344 / 4]
+    assert second.fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4] * 3
+    assert second.fp8_meta["scaling_bwd"].scale.tolist() == [57344 / 4] * 2
