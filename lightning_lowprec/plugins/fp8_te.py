@@ -103,7 +103,7 @@ class FP8TE(LowPrecision):
         fp8_mha: bool = False,
         base: Base = "bf16",
         norms: bool = True,
-        fuse: Literal["auto"] | bool = False,
+        fuse: Literal["auto", False] = False,
         keep: Sequence[str] = (),
         only: Sequence[str] | None = None,
         first_last_layers_bf16: bool = False,
@@ -143,7 +143,7 @@ class FP8TE(LowPrecision):
             frozen=frozen,
         )
         self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
-        self.fuse: Literal["auto", False] = _fuse(fuse)
+        self.fuse: Literal["auto", False] = _checked_fuse(fuse)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         self._check()
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
@@ -314,7 +314,7 @@ def _check_base(base: object) -> None:
         raise ValueError(f"`base={base!r}` is not valid; expected one of: {', '.join(get_args(Base))}.")
 
 
-def _fuse(choice: object) -> Literal["auto", False]:
-    if choice not in ("auto", True, False):
+def _checked_fuse(choice: Literal["auto", False]) -> Literal["auto", False]:
+    if choice not in ("auto", False):
         raise ValueError(f"`fuse={choice!r}` is not valid; expected 'auto' or False.")
-    return "auto" if choice else False
+    return choice

@@ -79,10 +79,12 @@ def test_a_second_setup_of_a_fused_model_keeps_its_scales(pretend_gpu):
     after = plugin.state_dict()["scales"]
     assert before.keys() == after.keys() == {"0.model.layers.0.self_attn.o_proj"}
     assert all(torch.equal(after[n][k], v) for n, entry in before.items() for k, v in entry.items())
+    FP8TE("current", fuse="auto").convert_module(model)  # which has no use for them
     FP8TE("current").convert_module(model)  # and without fusion again
     assert len(te_linears(model)) == 14
 
 
-def test_fuse_is_checked():
-    with pytest.raises(ValueError, match="`fuse='all'` is not valid; expected 'auto' or False"):
-        FP8TE(fuse="all")
+@pytest.mark.parametrize("choice", ["all", True])
+def test_fuse_is_checked(choice):
+    with pytest.raises(ValueError, match=f"`fuse={choice!r}` is not valid; expected 'auto' or False"):
+        FP8TE(fuse=choice)

@@ -64,7 +64,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
     checkpoint_by_te(model, wanted=kind == "delayed")
-    if before:
+    if before and kind == "delayed":
         scales.restore(scales.scaled_layers(model), before, settings.recipe)
     return found
 
