@@ -252,7 +252,8 @@ class MSAMP(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        check_converted(alive(self._modules), alive(self._unchecked), optimizers, ScaledLinear, sharded=False)
+        modules, sharded = alive(self._modules), self._sharded is not None
+        check_converted(modules, alive(self._unchecked), optimizers, ScaledLinear, sharded=sharded)
 
     # ---- step
 
