@@ -9,32 +9,26 @@ all-reduce serves all of them (:meth:`GatherScales.refresh`). A write to any sha
 hand, goes through ``__torch_dispatch__`` here and makes the scales stale, so a scale of older weights is never used;
 while they are stale, every weight reduces its own.
 
-The arithmetic is torchao's, and so is the tensor that the layers see (``Float8TrainingTensor``). torchao has such a
-weight too; its scales go stale in silence when a checkpoint is loaded after they were computed.
+What the arithmetic is, and which tensor the layers see, is for the backend of the layers to say
+(:mod:`~lightning_lowprec.layers.wire`). torchao has such a weight of its own; its scales go stale in silence when a
+checkpoint is loaded after they were computed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
-    GemmInputRole,
-    LinearMMConfig,
-    hp_tensor_and_scale_to_float8,
-)
-from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.distributed.several_meshes import by_mesh
-from lightning_lowprec.layers.torchao import FP8Linear, fp8_linears
+from lightning_lowprec.layers.dispatch import written
+from lightning_lowprec.layers.wire import WireFormat, wired_layers
 
 _aten = torch.ops.aten
 _KEEP_CLASS = {  # what FSDP2 makes shards with, and what moves or aliases them
@@ -66,13 +60,11 @@ class GatherScales:
     """The scales of all FP8 weights of one model.
 
     Args:
-        mm_config: torchao's settings of the three GEMMs, the same for all layers of a model.
-        dtype: the float8 dtype of the weights.
+        format: how the weights travel, the same for all layers of a model.
     """
 
-    def __init__(self, mm_config: LinearMMConfig, dtype: torch.dtype) -> None:
-        self.mm_config = mm_config
-        self.dtype = dtype
+    def __init__(self, format: WireFormat) -> None:
+        self.format = format
         self.weights: list[Tensor] = []
         self.stale = True
         self.reductions = 0
@@ -80,7 +72,7 @@ class GatherScales:
 
     def collect(self, model: nn.Module) -> None:
         """Find the weights, when ``model`` is sharded."""
-        weights = {id(layer.weight): layer.weight for layer in fp8_linears(model)}
+        weights = {id(layer.weight): layer.weight for layer in wired_layers(model)}
         self.weights = [w for w in weights.values() if isinstance(getattr(w, "_local_tensor", None), GatheredWeight)]
 
     @torch.no_grad()
@@ -97,12 +89,9 @@ class GatherScales:
         # a norm of infinite order is max(|w|); it is a partial value per rank, which `clamp` reduces
         amax = torch.stack(torch._foreach_norm(weights, ord=torch.inf))
         # offloaded shards are on CPU, which nccl does not reduce
-        amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), EPS)
-        scales = torch.finfo(self.dtype).max / amax.to(torch.float64)  # as torchao: eager and compiled agree in fp64
-        if amax.dtype == torch.float16:
-            scales = torch.clamp(scales, max=torch.finfo(torch.float16).max)
-        local = cast(DTensor, scales).to_local().to(torch.float32)
-        for weight, scale in zip(weights, local.unbind(), strict=True):
+        amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), min=self.format.least_amax)
+        scales = self.format.scales(cast(DTensor, amax).to_local())
+        for weight, scale in zip(weights, scales.unbind(), strict=True):
             shard = cast(DTensor, weight)._local_tensor
             assert isinstance(shard, GatheredWeight)
             shard._scale = scale
@@ -153,8 +142,8 @@ class GatheredWeight(Tensor):
             return weight._tensor
 
         plain_args, plain_kwargs = pytree.tree_map_only(GatheredWeight, unwrap, (args, kwargs))
-        for written in _written(func, args, kwargs):
-            for weight in pytree.tree_leaves(written):
+        for target in written(func, args, kwargs):
+            for weight in pytree.tree_leaves(target):
                 if isinstance(weight, GatheredWeight):
                     weight._scales.stale = True
         out = func(*plain_args, **plain_kwargs)
@@ -167,21 +156,12 @@ class GatheredWeight(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Called by FSDP2: the codes to send, and the scale, which every rank knows."""
-        scales = self._scales
-        if scales.stale or self._scale is None:
-            codes = hp_tensor_to_float8_dynamic(
-                self._tensor,
-                scales.dtype,
-                scales.mm_config,
-                reduce_amax=True,
-                gemm_input_role=GemmInputRole.WEIGHT,
-                device_mesh=mesh,
-            )
-        else:
-            codes = hp_tensor_and_scale_to_float8(
-                self._tensor, self._scale, scales.dtype, scales.mm_config, GemmInputRole.WEIGHT
-            )
-        return (codes._data,), codes._scale
+        format, scale = self._scales.format, self._scale
+        if self._scales.stale or scale is None:
+            amax = self._tensor.abs().amax().float()
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+            scale = format.scales(amax.clamp(min=format.least_amax))
+        return (format.encode(self._tensor, scale),), scale
 
     def fsdp_post_all_gather(
         self,
@@ -194,13 +174,8 @@ class GatheredWeight(Tensor):
         """Called by FSDP2: the whole weight, ready for the GEMM; later gathers fill the memory of the first."""
         (codes,) = all_gather_outputs
         if out is None:
-            whole = Float8TrainingTensor(
-                codes, metadata, param_dtype, self._scales.mm_config, gemm_input_role=GemmInputRole.WEIGHT
-            )
-            return whole, (codes,)
-        inner = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(inner, Float8TrainingTensor)
-        inner._scale = metadata
+            return self._scales.format.whole(codes, metadata, param_dtype), (codes,)
+        self._scales.format.refill(out._local_tensor if isinstance(out, DTensor) else out, codes, metadata)
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherScales]:
@@ -218,19 +193,7 @@ class GatheredWeight(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """The values, and how they are gathered."""
-        return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.dtype})"
-
-
-@functools.cache
-def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = func._schema.arguments
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that ``func`` writes to."""
-    positions = _write_positions(func)
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in positions]
+        return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.format.dtype})"
 
 
 def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
@@ -250,7 +213,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     layers = _gathered_layers(model)
     if not layers:
         return None
-    scales = GatherScales(layers[0].linear_mm_config, layers[0].config.cast_config_weight.target_dtype)
+    scales = GatherScales(layers[0].wire_format)
     new: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight = layer.weight
@@ -258,7 +221,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
             values = GatheredWeight(weight.detach(), scales)
             new[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         layer.weight = new[id(weight)]
-        layer.register_state_dict_post_hook(_plain_weight)  # type: ignore[no-untyped-call]
+        layer.register_state_dict_post_hook(_plain_weight)
     return scales
 
 
@@ -278,13 +241,13 @@ def check_even(model: nn.Module, shards: int) -> None:
             )
 
 
-def _gathered_layers(model: nn.Module) -> list[FP8Linear]:
-    layers = fp8_linears(model)
+def _gathered_layers(model: nn.Module) -> list[Any]:
+    layers = wired_layers(model)
     shared = _shared_outside(model, layers)
     return [layer for layer in layers if id(layer.weight) not in shared]
 
 
-def _shared_outside(model: nn.Module, layers: Sequence[FP8Linear]) -> set[int]:
+def _shared_outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
     inside = set(map(id, layers))
     return {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
 

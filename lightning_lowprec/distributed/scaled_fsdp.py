@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.formats import E4M3
+from lightning_lowprec.layers.dispatch import written
 from lightning_lowprec.layers.scaled_linear import ScaledLinear, scaled_linears
 from lightning_lowprec.optim.scaled_weight import ScaledWeight, scaled_of
 from lightning_lowprec.scaling import saturating_cast
@@ -92,7 +93,7 @@ class CodedTensor(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], CodedTensor):
             _copy(args[0], args[1])
             return args[0]
-        if func._schema.is_mutable and any(isinstance(t, CodedTensor) for t in _written(func, args)):
+        if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written(func, args, kwargs))):
             raise TypeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
         return func(*pytree.tree_map_only(CodedTensor, _values, args), **kwargs)
 
@@ -150,11 +151,6 @@ def _copy(target: CodedTensor, source: Tensor) -> None:
     target.codes.copy_(source.codes)
     if target.master is not None and source.master is not None:
         target.master.copy_(source.master)
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    positions = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for i in positions if i < len(args) for leaf in pytree.tree_leaves(args[i])]
 
 
 @final

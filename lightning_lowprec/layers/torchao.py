@@ -17,8 +17,8 @@ Importing this module imports torchao (about 3 s).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,13 @@ from torch import Tensor, nn
 from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import EPS
 
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
@@ -55,6 +62,44 @@ class FP8Linear(Float8Linear):
         rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
         output: Tensor = super().forward(rows)[:tokens]
         return output.reshape(*input.shape[:-1], self.out_features)
+
+    @property
+    def wire_format(self) -> TorchAOWire:
+        """How FSDP2 may gather the weight (see ``layers.wire``)."""
+        return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype)
+
+
+@dataclass(frozen=True)
+class TorchAOWire:
+    """torchao's arithmetic, and the tensor that its matmuls know as quantised already."""
+
+    mm_config: LinearMMConfig
+    """torchao's settings of the three GEMMs, the same for all layers of a model."""
+    dtype: torch.dtype
+    least_amax: ClassVar[float] = EPS
+
+    def scales(self, amax: Tensor) -> Tensor:
+        """``FMAX / amax``, in float64: so eager and compiled code agree."""
+        scales = torch.finfo(self.dtype).max / amax.to(torch.float64)
+        if amax.dtype == torch.float16:
+            scales = scales.clamp(max=torch.finfo(torch.float16).max)
+        return scales.to(torch.float32)
+
+    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
+        """(...) any float -> (...) float8."""
+        coded = hp_tensor_and_scale_to_float8(values, scale, self.dtype, self.mm_config, GemmInputRole.WEIGHT)
+        codes: Tensor = coded._data
+        return codes
+
+    def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """A Float8TrainingTensor."""
+        whole: Tensor = Float8TrainingTensor(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        return whole
+
+    def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """The codes have come to the same memory."""
+        assert isinstance(whole, Float8TrainingTensor)
+        whole._scale = scale
 
 
 def linear_config(

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.several_meshes import step_one_by_one
+from lightning_lowprec.layers.te.gathered import unwired
 from lightning_lowprec.optim.following import Replacements
-from lightning_lowprec.plugins import FP8TorchAO, LowPrecision
+from lightning_lowprec.plugins import FP8TE, FP8TorchAO, LowPrecision
 from lightning_lowprec.plugins.host import in_trainer
 
 if TYPE_CHECKING:
@@ -164,13 +165,19 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
         return False  # not by what `fp8_all_gather` does to float32 weights
     if wanted is False:
         return False
-    if not isinstance(plugin, FP8TorchAO):
+    recipe = getattr(plugin, "recipe", None)
+    if isinstance(plugin, FP8TE):
+        unable = unwired(recipe)
+        reason = None if unable is None else f"`recipe={plugin.kind!r}` {unable}"
+    elif not isinstance(plugin, FP8TorchAO):
         reason = f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    elif plugin.recipe != "tensorwise":
-        reason = f"`recipe={plugin.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-    elif not plugin.fp8_eval:
-        reason = "`fp8_eval=False` evaluates with the weights in high precision"
+    elif recipe != "tensorwise":
+        reason = f"`recipe={recipe!r}` has a scale per row, and only one per tensor can be gathered"
     else:
+        reason = None
+    if reason is None and not plugin.fp8_eval:
+        reason = "`fp8_eval=False` evaluates with the weights in high precision"
+    if reason is None:
         return True
     if wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")

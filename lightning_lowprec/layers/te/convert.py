@@ -14,6 +14,7 @@ from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.selection import matches
 from lightning_lowprec.layers.te import linear, norms, scales
 from lightning_lowprec.layers.te.choice import Choice, choose
+from lightning_lowprec.layers.te.gathered import wire_format
 from lightning_lowprec.layers.te.recipes import EXPERT_ALIGNMENT, FEATURE_ALIGNMENT, TOKEN_ALIGNMENT, kind_of
 from lightning_lowprec.layers.te.recompute import checkpoint_by_te
 
@@ -61,6 +62,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
             fp8_eval=settings.fp8_eval,
             token_alignment=TOKEN_ALIGNMENT.get(kind, 16),
             weight_cache=settings.weight_cache,
+            wire_format=wire_format(settings.recipe),
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
     checkpoint_by_te(model, wanted=kind == "delayed")

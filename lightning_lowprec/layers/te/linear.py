@@ -20,11 +20,14 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.constants import FP8FwdTensorIdx
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.layers.te import scales
+from lightning_lowprec.layers.te.gathered import GatheredCodes, for_gemm
 from lightning_lowprec.layers.te.weight_cache import WeightCache
+from lightning_lowprec.layers.wire import WireFormat
 
 _SET_BY_FORWARD: Final = (
     "fp8_parameters",
@@ -54,6 +57,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     token_alignment: int
     """Rows that the GEMMs take are multiples of this; zero rows are appended and cut off again."""
     weight_cache: WeightCache | None
+    wire_format: WireFormat | None
+    """How FSDP2 may gather the weight (see ``layers.wire``)."""
     fp8: bool
     """Transformer Engine's: whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
@@ -114,6 +119,12 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
+        if isinstance(self.weight, GatheredCodes):
+            return [
+                for_gemm(
+                    self.weight, self.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None
+                )
+            ]
         return [self.weight]
 
     reset_parameters = nn.Linear.reset_parameters
@@ -144,7 +155,14 @@ def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
             revert(module)
 
 
-def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight_cache: bool) -> None:
+def configure(
+    linear: nn.Module,
+    *,
+    fp8_eval: bool,
+    token_alignment: int,
+    weight_cache: bool,
+    wire_format: WireFormat | None = None,
+) -> None:
     """Make a Linear a TELinear, in place; of a TELinear, change the options.
 
     Args:
@@ -152,6 +170,7 @@ def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight
         fp8_eval: whether evaluation runs in FP8 too.
         token_alignment: rows that the recipe's GEMMs take are multiples of this.
         weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``).
+        wire_format: how FSDP2 may gather the weight; None: in high precision.
     """
     if not isinstance(linear, TELinear):
         donor = _donor(linear)
@@ -159,7 +178,8 @@ def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
     cache = WeightCache() if weight_cache else None
-    linear.__dict__.update(fp8_eval=fp8_eval, token_alignment=token_alignment, weight_cache=cache)
+    options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
+    linear.__dict__.update(options, weight_cache=cache)
 
 
 def revert(linear: nn.Module) -> None:
