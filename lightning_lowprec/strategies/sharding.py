@@ -165,20 +165,22 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
         return False  # not by what `fp8_all_gather` does to float32 weights
     if wanted is False:
         return False
-    recipe = getattr(plugin, "recipe", None)
-    if isinstance(plugin, FP8TE):
-        unable = unwired(recipe)
-        reason = None if unable is None else f"`recipe={plugin.kind!r}` {unable}"
-    elif not isinstance(plugin, FP8TorchAO):
-        reason = f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    elif recipe != "tensorwise":
-        reason = f"`recipe={recipe!r}` has a scale per row, and only one per tensor can be gathered"
-    else:
-        reason = None
-    if reason is None and not plugin.fp8_eval:
-        reason = "`fp8_eval=False` evaluates with the weights in high precision"
+    reason = _not_gathered(plugin)
     if reason is None:
         return True
     if wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
     return False
+
+
+def _not_gathered(plugin: Any) -> str | None:
+    """Why the weights are not gathered as float8, or None if they are."""
+    if not isinstance(plugin, (FP8TE, FP8TorchAO)):
+        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
+    if isinstance(plugin, FP8TE):
+        unable = unwired(plugin.recipe)
+        if unable is not None:
+            return f"`recipe={plugin.kind!r}` {unable}"
+    elif plugin.recipe != "tensorwise":
+        return f"`recipe={plugin.recipe!r}` has a scale per row, and only one per tensor can be gathered"
+    return None if plugin.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"

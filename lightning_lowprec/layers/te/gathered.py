@@ -171,7 +171,7 @@ def for_gemm(weight: GatheredCodes, quantizer: Any) -> Tensor:
         quantizer: the layer's, of its weight; None outside of FP8.
 
     Returns:
-        A ``Float8Tensor`` of the same codes where the quantizer would make one of this format; else the values, float32.
+        A ``Float8Tensor`` of the same codes where the quantizer makes such; else the values, float32.
     """
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer
 

@@ -64,6 +64,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     fp8_meta: dict[str, Any]
     activation_dtype: torch.dtype
     _fp8_workspaces: dict[str, Any]
+    quantizers: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
@@ -120,11 +121,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
         if isinstance(self.weight, GatheredCodes):
-            return [
-                for_gemm(
-                    self.weight, self.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None
-                )
-            ]
+            quantizers = self.quantizers["scaling_fwd"]
+            return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
         return [self.weight]
 
     reset_parameters = nn.Linear.reset_parameters
