@@ -56,6 +56,9 @@ class FP8TE(LowPrecision):
         reduce_amax: of delayed scaling: whether all ranks scale alike.
         override_linear_precision: what Transformer Engine 1.x called it: (fprop, dgrad, wgrad) in high precision.
         interval: as well; 1 is what is done.
+        fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
+            float32 weights as their masters; also under ``master_weights``, which casts all others. Under FSDP2 the
+            float32 shards are gathered as float8, which recipes with one scale per weight do by themselves.
         fp8_dpa: attention in FP8, where it is Transformer Engine's own.
         fp8_mha: keep it in FP8 around attention, where that is Transformer Engine's own.
         base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
@@ -99,6 +102,7 @@ class FP8TE(LowPrecision):
         reduce_amax: bool | None = None,
         override_linear_precision: tuple[bool, bool, bool] | None = None,
         interval: int | None = None,
+        fp8_params: bool = False,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         base: Base = "bf16",
@@ -143,9 +147,12 @@ class FP8TE(LowPrecision):
             frozen=frozen,
         )
         self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
+        self.fp8_params = fp8_params
         self.fuse: Literal["auto", False] = _checked_fuse(fuse)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         self._check()
+        if fp8_params and masters is not None:
+            masters.spared = self._weights_in_fp8
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
 
@@ -155,6 +162,13 @@ class FP8TE(LowPrecision):
                 "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
                 " layers at once (Megatron refuses it too); use `recipe='current'`."
             )
+        if self.fp8_params and self.fuse:
+            raise ValueError(
+                "`fp8_params=True` is not valid with `fuse='auto'`: a fused layer joins the weights of several and"
+                " quantises them at each call. Use one of the two."
+            )
+        if self.fp8_params and not self.weight_cache:
+            raise ValueError("`fp8_params=True` is not valid with `weight_cache=False`: it keeps quantised weights.")
         if self.kind == "nvfp4" and self.base == "fp16":
             raise ValueError(
                 "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
@@ -207,7 +221,7 @@ class FP8TE(LowPrecision):
             norms=self.norms,
             fuse=self.fuse == "auto",
             fp8_eval=self.fp8_eval,
-            weight_cache=self.weight_cache,
+            weight_cache="always" if self.fp8_params else self.weight_cache,
         )
         found = convert(module, settings)
         self._check_choice(module, found)
@@ -216,6 +230,18 @@ class FP8TE(LowPrecision):
         self.choice = found
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
+
+    def _weights_in_fp8(self, module: Module) -> set[str]:
+        """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
+        from lightning_lowprec.layers.te.choice import choose
+
+        alignment = recipes.FEATURE_ALIGNMENT.get(self.kind, 16)
+        layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted
+        return {
+            fqn
+            for fqn in (f"{layer}.weight".lstrip(".") for layer in layers)
+            if module.get_parameter(fqn).requires_grad
+        }
 
     def _check_choice(self, module: Module, found: Any) -> None:
         from lightning_lowprec.layers.te import scales

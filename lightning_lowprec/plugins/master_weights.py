@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
@@ -72,6 +73,8 @@ class Masters:
         self.config = config
         self.buffer_dtype = buffer_dtype
         self.gradients = gradients
+        self.spared: Callable[[Module], Collection[str]] | None = None
+        """Names the parameters of a module that are not cast: float32 ones are their own masters."""
         self._originals: dict[int, Tensor] = {}
 
     def cast(self, module: Module, dtype: torch.dtype) -> None:
@@ -82,9 +85,10 @@ class Masters:
             if isinstance(norm, _BatchNorm)  # its weights go with its float32 running statistics
             for name, _ in norm.named_parameters(recurse=False)
         }
+        kept = norms if self.spared is None else norms.union(self.spared(module))
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
-        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=norms.__contains__)
+        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept.__contains__)
         self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 

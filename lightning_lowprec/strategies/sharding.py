@@ -128,7 +128,17 @@ class Sharding:
 
 def _choices(plugin: Any) -> tuple[Any, ...]:
     """What of a precision is built into a model when it is sharded: another choice needs a new model."""
-    names = ("precision", "recipe", "layers", "fp8_eval", "emulate", "round_scales_to_power_of_2", "norms", "fuse")
+    names = (
+        "precision",
+        "recipe",
+        "layers",
+        "fp8_eval",
+        "emulate",
+        "round_scales_to_power_of_2",
+        "norms",
+        "fuse",
+        "fp8_params",
+    )
     return tuple(getattr(plugin, name, None) for name in names)
 
 
@@ -156,6 +166,11 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
         ValueError: it was asked for and the precision cannot.
     """
     wanted = options.fp8_all_gather
+    if getattr(plugin, "fp8_params", False):
+        if wanted is False:
+            raise ValueError("`fp8_all_gather=False` is not possible with `fp8_params=True`. Use 'auto' or True.")
+        if (reason := _not_gathered(plugin)) is not None:
+            raise ValueError(f"`fp8_params=True` is not possible under FSDP2: {reason}. Leave it out.")
     if getattr(plugin, "keeps_codes", False):
         if wanted is False:
             raise ValueError(

@@ -84,3 +84,21 @@ def test_what_older_versions_had():
 def test_transformer_engine_itself_ignores_unknown_fields():
     """The reason for the checks; if this fails, they may go."""
     assert te.DelayedScaling(foo=1) is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "powers_of_two"),
+    [("current", False), ({"recipe": "current", "use_power_2_scales": True}, True)]
+    + [("block", True), ({"recipe": "block", "use_f32_scales": True}, False)],
+)
+def test_flags_of_scales_count(recipe, powers_of_two):
+    made = make(recipe)
+    for of_what in (made.fp8_quant_fwd_inp, made.fp8_quant_fwd_weight, made.fp8_quant_bwd_grad):
+        assert of_what.power_2_scale is powers_of_two
+    assert make("current").fp8_quant_fwd_weight.power_2_scale is False  # the classes stay as they are
+
+
+def test_transformer_engine_itself_ignores_flags_of_scales():
+    """The reason for setting them; if this fails, that may go."""
+    assert te.Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight.power_2_scale is False
+    assert te.Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_weight.power_2_scale is True

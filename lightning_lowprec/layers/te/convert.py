@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -31,7 +31,7 @@ class Settings:
     fuse: bool
     """Whether norms, the layers behind them, MLPs and experts become single calls where they are recognised."""
     fp8_eval: bool
-    weight_cache: bool
+    weight_cache: bool | Literal["always"]
 
 
 def convert(model: nn.Module, settings: Settings) -> Choice:

@@ -14,7 +14,7 @@ Importing this module imports Transformer Engine.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -105,13 +105,15 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return output.reshape(*input.shape[:-1], self.out_features)
 
     def _is_first_microbatch(self) -> bool | None:
-        if self.weight_cache is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.weight_cache is None or torch.compiler.is_compiling():
+            return None
+        if not (torch.is_grad_enabled() or self.weight_cache.always):
             return None
         # a checkpoint that is not reentrant tells saved tensors by their number, and a kept weight is one of them where
         # one for this call is several: forward and recomputation must do the same
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return None
-        first = self.weight_cache.is_first_microbatch(self.weight)
+        first = self.weight_cache.is_first_microbatch(self.weight, training=self.training)
         if self.weight_cache.is_idle:
             self._fp8_workspaces.clear()
         return first
@@ -134,7 +136,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep: scales, but no quantised weights and no place in global buffers."""
-        cache = None if self.weight_cache is None else WeightCache()
+        cache = None if self.weight_cache is None else WeightCache(always=self.weight_cache.always)
         return {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "weight_cache": cache}
 
 
@@ -158,7 +160,7 @@ def configure(
     *,
     fp8_eval: bool,
     token_alignment: int,
-    weight_cache: bool,
+    weight_cache: bool | Literal["always"],
     wire_format: WireFormat | None = None,
 ) -> None:
     """Make a Linear a TELinear, in place; of a TELinear, change the options.
@@ -167,7 +169,8 @@ def configure(
         linear: exactly ``nn.Linear``, on any device, meta too; or a TELinear.
         fp8_eval: whether evaluation runs in FP8 too.
         token_alignment: rows that the recipe's GEMMs take are multiples of this.
-        weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``).
+        weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``); ``"always"`` keeps
+            them whether or not there is accumulation, and for evaluation.
         wire_format: how FSDP2 may gather the weight; None: in high precision.
     """
     if not isinstance(linear, TELinear):
@@ -175,7 +178,7 @@ def configure(
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
-    cache = WeightCache() if weight_cache else None
+    cache = WeightCache(always=weight_cache == "always") if weight_cache else None
     options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
     linear.__dict__.update(options, weight_cache=cache)
 

@@ -70,10 +70,21 @@ def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
-        return cls(**fields)
+        return _with_scale_flags(cls(**fields))
     except (AssertionError, ValueError, TypeError) as error:
         values = _named({name: given[name] for name in given if name in fields} or fields)
         raise ValueError(f"{values} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
+
+
+def _with_scale_flags(made: Any) -> Any:
+    """Let ``use_power_2_scales`` and ``use_f32_scales`` count: their classes read them when they are imported."""
+    flags = {"use_power_2_scales": True, "use_f32_scales": False}
+    for flag, power_2_scale in flags.items():
+        if hasattr(made, flag):
+            wanted = getattr(made, flag) == power_2_scale
+            for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+                setattr(made, name, dataclasses.replace(getattr(made, name), power_2_scale=wanted))
+    return made
 
 
 def kind_of(recipe: Any) -> str:

@@ -3,7 +3,7 @@
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
 without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same version, and
-no optimizer has stepped since, in case its kernel bumps no version.
+no optimizer has stepped since, in case its kernel bumps no version. (A frozen weight outlasts the steps.)
 """
 
 from __future__ import annotations
@@ -37,19 +37,30 @@ class WeightCache:
 
     Without accumulation no weight is used twice, nothing is kept, and no memory is spent: 2 bytes per parameter for
     codes and their transpose otherwise.
+
+    Args:
+        always: keep whatever is quantised, and use it in evaluation too (FP8 parameters).
     """
 
-    def __init__(self) -> None:
-        self._seen: tuple[int, int, int] | None = None
+    def __init__(self, *, always: bool = False) -> None:
+        self.always = always
+        self._seen: tuple[int, int, int, bool] | None = None
         self._kept = False
         self._used_again = False
 
-    def is_first_microbatch(self, weight: Tensor) -> bool | None:
-        """For a forward with gradients; see above."""
-        now = (id(weight), weight._version, STEPS.count)
+    def is_first_microbatch(self, weight: Tensor, *, training: bool = True) -> bool | None:
+        """For a forward with gradients, or any if weights are always kept; see above.
+
+        Args:
+            weight: the layer's.
+            training: whether the layer is in training mode. Averaged weights are put in place through ``data``, which
+                bumps no version, when a model begins to evaluate, and taken away when it ends.
+        """
+        steps = -1 if self.always and not weight.requires_grad else STEPS.count
+        now = (id(weight), weight._version, steps, training)
         if now != self._seen:
             self._seen = now
-            self._kept, self._used_again = self._used_again, False
+            self._kept, self._used_again = self.always or self._used_again, False
             return True if self._kept else None
         self._used_again = True
         if self._kept:
