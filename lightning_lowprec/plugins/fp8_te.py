@@ -48,7 +48,9 @@ class FP8TE(LowPrecision):
     Args:
         recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
-            Engine.
+            Engine. A ``CustomRecipe(qfactory=...)`` is one too: its function is told the fqn of each layer as
+            ``role.name``; ``quantization_alignment``, if set, is what tokens and features are multiples of; it cannot
+            ask for delayed scaling, nor be fused.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
@@ -160,6 +162,11 @@ class FP8TE(LowPrecision):
                 "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
                 " `base='bf16'`."
             )
+        if self.kind == recipes.CUSTOM and self.fuse == "auto":
+            raise ValueError(
+                "`fuse='auto'` is not valid with a CustomRecipe: the fused layers of Transformer Engine add biases in"
+                " kernels that take no quantizers but its own. Leave `fuse` out, or use a recipe by name."
+            )
 
     @property
     @override
@@ -181,7 +188,8 @@ class FP8TE(LowPrecision):
             return None
         if device.type != "cuda":
             return f"{reason}. 'fp8-hybrid-torchao' emulates FP8 on CPU"
-        works = "'fp8-current', 'fp8-hybrid-te'" if self.kind not in ("delayed", "current") else "'bf16-mixed'"
+        least = self.kind in ("delayed", "current", recipes.CUSTOM)
+        works = "'bf16-mixed'" if least else "'fp8-current', 'fp8-hybrid-te'"
         return f"{reason}. Use {works}, or another GPU"
 
     @override
@@ -225,7 +233,7 @@ class FP8TE(LowPrecision):
             raise ValueError(
                 f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
                 f" {type(module).__name__}, so nothing would run in FP8:\n{found.linears}\nUse a model with Linear"
-                f" layers whose features are multiples of {recipes.FEATURE_ALIGNMENT.get(self.kind, 16)}, or a"
+                f" layers whose features are multiples of {recipes.alignment_of(self.recipe)}, or a"
                 " precision without FP8 ('bf16-mixed', 'half-auto')."
             )
         te = support.pytorch("FP8TE")

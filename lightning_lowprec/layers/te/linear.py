@@ -105,6 +105,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         # one for this call is several: forward and recomputation must do the same
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return None
+        if _is_lent(self._fp8_workspaces.get("weight")):
+            self._fp8_workspaces.clear()
         first = self.weight_cache.is_first_microbatch(self.weight)
         if self.weight_cache.is_idle:
             self._fp8_workspaces.clear()
@@ -139,12 +141,20 @@ def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
     """
     for fqn, module in list(model.named_modules()):
         if fqn in fqns:
-            configure(module, **options)
+            configure(module, fqn=fqn, **options)
         elif isinstance(module, TELinear):
             revert(module)
 
 
-def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight_cache: bool) -> None:
+def configure(
+    linear: nn.Module,
+    *,
+    fp8_eval: bool,
+    token_alignment: int,
+    weight_cache: bool,
+    custom: bool = False,
+    fqn: str = "",
+) -> None:
     """Make a Linear a TELinear, in place; of a TELinear, change the options.
 
     Args:
@@ -152,14 +162,19 @@ def configure(linear: nn.Module, *, fp8_eval: bool, token_alignment: int, weight
         fp8_eval: whether evaluation runs in FP8 too.
         token_alignment: rows that the recipe's GEMMs take are multiples of this.
         weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``).
+        custom: whether the recipe is a CustomRecipe: then torch adds the bias. Transformer Engine's own backward of it
+            quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
+        fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
     if not isinstance(linear, TELinear):
-        donor = _donor(linear)
+        donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
     cache = WeightCache() if weight_cache else None
+    unfused = custom and linear.bias is not None
     linear.__dict__.update(fp8_eval=fp8_eval, token_alignment=token_alignment, weight_cache=cache)
+    linear.__dict__.update(gemm_bias_unfused_add=unfused)
 
 
 def revert(linear: nn.Module) -> None:
@@ -175,7 +190,12 @@ def te_linears(model: nn.Module) -> list[TELinear]:
     return [module for module in model.modules() if isinstance(module, TELinear)]
 
 
-def _donor(linear: Any) -> Any:
+def _is_lent(workspace: Any) -> bool:
+    """Whether what was kept is with a graph that awaits its backward: storage that is no tensor goes there whole."""
+    return workspace is not None and not isinstance(workspace, Tensor) and getattr(workspace, "data", None) is None
+
+
+def _donor(linear: Any, name: str | None = None) -> Any:
     """What Transformer Engine makes of the same arguments; it has no memory of its own."""
     return te.Linear(
         linear.in_features,
@@ -183,4 +203,5 @@ def _donor(linear: Any) -> Any:
         bias=linear.bias is not None,
         params_dtype=linear.weight.dtype,
         device="meta",
+        name=name,
     )
