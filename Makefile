@@ -16,7 +16,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
-	@echo "make test-te     conversion, recipes and refusals with the real Transformer Engine, without a GPU (5 GB on disk)"
+	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make bench       what our hooks cost, counted and timed"
@@ -67,6 +67,7 @@ test-floor: $(FLOOR)/.installed
 
 test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/registration/test_names.py tests/test_migration.py
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
 
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead

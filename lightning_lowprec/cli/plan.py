@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_lowprec import precisions
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import make_plan
-from lightning_lowprec.layers.te.recipes import FEATURE_ALIGNMENT
+from lightning_lowprec.layers.te.recipes import ALIGNMENT
 from lightning_lowprec.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.planning.render import Report, page, text
 from lightning_lowprec.planning.source import load
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
         source.model,
         options,
         recipe="tensorwise" if by_te else recipe,  # nobody has published Transformer Engine's gains by shape
-        alignment=FEATURE_ALIGNMENT.get(recipe, 16),
+        alignment=ALIGNMENT.get(recipe, 16),
     )
     fp8_all_gather = recipe == "tensorwise" and level is None and not by_te
     report = Report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -26,8 +26,8 @@ from lightning_lowprec.plugins.half import DTYPES
 from lightning_lowprec.plugins.host import alive
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
+from lightning_lowprec.plugins.te_options import Base, check_base, check_options
 
-Base = Literal["bf16", "fp16"]
 BACKEND: Final = "transformer_engine"
 _OVERRIDE: Final = "override_linear_precision"
 _NAMES: Final = {
@@ -48,7 +48,9 @@ class FP8TE(LowPrecision):
     Args:
         recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
-            Engine.
+            Engine. A ``CustomRecipe(qfactory=...)`` is one too: its function is told the fqn of each layer as
+            ``role.name``; ``quantization_alignment``, if set, is what tokens and features are multiples of; it cannot
+            ask for delayed scaling, nor be fused.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
@@ -122,7 +124,7 @@ class FP8TE(LowPrecision):
         grad_reduce_dtype: torch.dtype | None = None,
         grad_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_base(base)
+        check_base(base)
         masters = resolve_masters(
             base,
             master_weights,
@@ -148,32 +150,13 @@ class FP8TE(LowPrecision):
         )
         self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
         self.fp8_params = fp8_params
-        self.fuse: Literal["auto", False] = _checked_fuse(fuse)
+        self.fuse: Literal["auto", False] = fuse
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
-        self._check()
+        check_options(self)
         if fp8_params and masters is not None:
             masters.spared = self._weights_in_fp8
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
-
-    def _check(self) -> None:
-        if self.kind == "delayed" and self.layers.first_last_layers_bf16:
-            raise ValueError(
-                "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
-                " layers at once (Megatron refuses it too); use `recipe='current'`."
-            )
-        if self.fp8_params and self.fuse:
-            raise ValueError(
-                "`fp8_params=True` is not valid with `fuse='auto'`: a fused layer joins the weights of several and"
-                " quantises them at each call. Use one of the two."
-            )
-        if self.fp8_params and not self.weight_cache:
-            raise ValueError("`fp8_params=True` is not valid with `weight_cache=False`: it keeps quantised weights.")
-        if self.kind == "nvfp4" and self.base == "fp16":
-            raise ValueError(
-                "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
-                " `base='bf16'`."
-            )
 
     @property
     @override
@@ -195,7 +178,8 @@ class FP8TE(LowPrecision):
             return None
         if device.type != "cuda":
             return f"{reason}. 'fp8-hybrid-torchao' emulates FP8 on CPU"
-        works = "'fp8-current', 'fp8-hybrid-te'" if self.kind not in ("delayed", "current") else "'bf16-mixed'"
+        least = self.kind in ("delayed", "current", recipes.CUSTOM)
+        works = "'bf16-mixed'" if least else "'fp8-current', 'fp8-hybrid-te'"
         return f"{reason}. Use {works}, or another GPU"
 
     @override
@@ -235,7 +219,7 @@ class FP8TE(LowPrecision):
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
         from lightning_lowprec.layers.te.choice import choose
 
-        alignment = recipes.FEATURE_ALIGNMENT.get(self.kind, 16)
+        alignment = recipes.alignment_of(self.recipe)
         layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted
         return {
             fqn
@@ -251,7 +235,7 @@ class FP8TE(LowPrecision):
             raise ValueError(
                 f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
                 f" {type(module).__name__}, so nothing would run in FP8:\n{found.linears}\nUse a model with Linear"
-                f" layers whose features are multiples of {recipes.FEATURE_ALIGNMENT.get(self.kind, 16)}, or a"
+                f" layers whose features are multiples of {recipes.alignment_of(self.recipe)}, or a"
                 " precision without FP8 ('bf16-mixed', 'half-auto')."
             )
         te = support.pytorch("FP8TE")
@@ -333,14 +317,3 @@ class FP8TE(LowPrecision):
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
-
-
-def _check_base(base: object) -> None:
-    if base not in get_args(Base):
-        raise ValueError(f"`base={base!r}` is not valid; expected one of: {', '.join(get_args(Base))}.")
-
-
-def _checked_fuse(choice: Literal["auto", False]) -> Literal["auto", False]:
-    if choice not in ("auto", False):
-        raise ValueError(f"`fuse={choice!r}` is not valid; expected 'auto' or False.")
-    return choice

@@ -12,6 +12,15 @@ LIGHTNING_CHATTER = (
 )
 
 
+@pytest.fixture(autouse=True)
+def reference_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8TE computes on CPU, with the reference quantizers of the real Transformer Engine."""
+    if str(getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")).startswith("FP8TE"):
+        from tests.te.reference import run_on_cpu
+
+        run_on_cpu(monkeypatch)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.layers.te import support
 from lightning_lowprec.optim import LossScale
 from lightning_lowprec.plugins import LowPrecision
 from lightning_lowprec.precisions import TABLE, create
@@ -15,6 +16,14 @@ from lightning_lowprec.precisions import TABLE, create
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
 """Plugins whose micro-batch gradients are fp16."""
 FLOAT32_GRADIENTS = {"grad_reduce_dtype": torch.float32, "grad_accumulation_dtype": torch.float32}
+
+
+def fp8_te(**options: Any) -> FP8TE:
+    """By quantizers in plain torch; its norms have no such path."""
+    from tests.te.reference import current_scaling
+
+    return FP8TE(current_scaling(), norms=False, **options)
+
 
 EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "HalfMixed-bf16": partial(HalfMixed, "bf16"),
@@ -31,6 +40,12 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
 }
+if support.is_installed():  # else no name says so: nothing is skipped
+    EXTRA |= {
+        "FP8TE-bf16": partial(fp8_te),
+        "FP8TE-fp16": partial(fp8_te, base="fp16"),
+        "FP8TE-bf16-master": partial(fp8_te, master_weights=True),
+    }
 
 
 def make(name: str, loss_scale: LossScale | None = None) -> LowPrecision:
@@ -63,7 +78,7 @@ def _identity(name: str) -> str:
 
 
 NAMES = (*(name for name, entry in TABLE.items() if entry.plugin is not FP8TE), *EXTRA)
-"""Transformer Engine has no kernels for CPU: FP8TE's contracts are in ``tests/te`` and ``tests/gpu``."""
+"""Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA."""
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
 

@@ -1,7 +1,8 @@
 """The real Transformer Engine on a machine without a GPU: `make test-te`.
 
 Its modules ask one question before they construct, whether CUDA is available; ``pretend_gpu`` answers it. Nothing else
-is replaced. Its kernels cannot run here; its ONNX forward, plain torch, can.
+is replaced. Its kernels cannot run here; its ONNX forward, plain torch, can, and so can its own forward and backward
+with the quantizers in plain torch that it ships (``reference_te``; see ``reference.py``).
 """
 
 import os
@@ -20,6 +21,13 @@ def pretend_gpu(monkeypatch):
     from tests.te.hopper import pretend
 
     pretend(monkeypatch)
+
+
+@pytest.fixture
+def reference_te(monkeypatch):
+    from tests.te.reference import run_on_cpu
+
+    run_on_cpu(monkeypatch)
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from lightning_lowprec.layers import fusion
 from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.selection import matches
-from lightning_lowprec.layers.te import linear, norms, scales
+from lightning_lowprec.layers.te import custom, linear, norms, scales
 from lightning_lowprec.layers.te.choice import Choice, choose
 from lightning_lowprec.layers.te.gathered import wire_format
-from lightning_lowprec.layers.te.recipes import EXPERT_ALIGNMENT, FEATURE_ALIGNMENT, TOKEN_ALIGNMENT, kind_of
+from lightning_lowprec.layers.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, kind_of
 from lightning_lowprec.layers.te.recompute import checkpoint_by_te
 
 
@@ -41,17 +41,16 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
         What was converted and what was kept.
 
     Raises:
-        ValueError: a name in the options that matches nothing.
+        ValueError: a name in the options that matches nothing, or a CustomRecipe that asks for delayed scaling.
         RuntimeError: by Transformer Engine, there is no CUDA.
     """
-    kind = kind_of(settings.recipe)
+    kind, alignment = kind_of(settings.recipe), alignment_of(settings.recipe)
     before = scales.saved(scales.scaled_layers(model))
     with unchanged(model):
         fusion.unfuse(model)
         if settings.fuse:  # it takes torch's own layers
             linear.convert(model, ())
             norms.convert(model, ())
-        alignment = FEATURE_ALIGNMENT.get(kind, 16)
         found = choose(model, settings.layers, alignment=alignment, with_norms=settings.norms)
         if settings.fuse:
             found = replace(found, fusion=_fuse(model, found, settings, kind))
@@ -60,11 +59,14 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
             model,
             [fqn for fqn in found.linears.converted if fqn not in handled],
             fp8_eval=settings.fp8_eval,
-            token_alignment=TOKEN_ALIGNMENT.get(kind, 16),
+            token_alignment=alignment,
             weight_cache=settings.weight_cache,
             wire_format=wire_format(settings.recipe),
+            custom=kind == CUSTOM,
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
+    if kind == CUSTOM:
+        custom.check(model, settings.recipe)
     checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
         scales.restore(scales.scaled_layers(model), before, settings.recipe)
@@ -84,8 +86,8 @@ def _fuse(model: nn.Module, found: Choice, settings: Settings, kind: str) -> fus
         model,
         may_convert=[*(found.linears.converted if settings.norms else ()), *experts],
         kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
-        token_alignment=TOKEN_ALIGNMENT.get(kind, 16),
-        feature_alignment=FEATURE_ALIGNMENT.get(kind, 16),
+        token_alignment=alignment_of(settings.recipe),
+        feature_alignment=alignment_of(settings.recipe),
         expert_alignment=EXPERT_ALIGNMENT.get(kind, 16),
         whole_mlp=settings.recipe.backward_override is None,
         fp8_eval=settings.fp8_eval,

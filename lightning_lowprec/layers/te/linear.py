@@ -113,6 +113,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         # one for this call is several: forward and recomputation must do the same
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return None
+        if _is_lent(self._fp8_workspaces.get("weight")):
+            self._fp8_workspaces.clear()
         first = self.weight_cache.is_first_microbatch(self.weight, training=self.training)
         if self.weight_cache.is_idle:
             self._fp8_workspaces.clear()
@@ -150,7 +152,7 @@ def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
     """
     for fqn, module in list(model.named_modules()):
         if fqn in fqns:
-            configure(module, **options)
+            configure(module, fqn=fqn, **options)
         elif isinstance(module, TELinear):
             revert(module)
 
@@ -162,6 +164,8 @@ def configure(
     token_alignment: int,
     weight_cache: bool | Literal["always"],
     wire_format: WireFormat | None = None,
+    custom: bool = False,
+    fqn: str = "",
 ) -> None:
     """Make a Linear a TELinear, in place; of a TELinear, change the options.
 
@@ -172,15 +176,19 @@ def configure(
         weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``); ``"always"`` keeps
             them whether or not there is accumulation, and for evaluation.
         wire_format: how FSDP2 may gather the weight; None: in high precision.
+        custom: whether the recipe is a CustomRecipe: then torch adds the bias. Transformer Engine's own backward of it
+            quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
+        fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
     if not isinstance(linear, TELinear):
-        donor = _donor(linear)
+        donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
     cache = WeightCache(always=weight_cache == "always") if weight_cache else None
+    unfused = custom and linear.bias is not None
     options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
-    linear.__dict__.update(options, weight_cache=cache)
+    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused)
 
 
 def revert(linear: nn.Module) -> None:
@@ -196,7 +204,12 @@ def te_linears(model: nn.Module) -> list[TELinear]:
     return [module for module in model.modules() if isinstance(module, TELinear)]
 
 
-def _donor(linear: Any) -> Any:
+def _is_lent(workspace: Any) -> bool:
+    """Whether what was kept is with a graph that awaits its backward: storage that is no tensor goes there whole."""
+    return workspace is not None and not isinstance(workspace, Tensor) and getattr(workspace, "data", None) is None
+
+
+def _donor(linear: Any, name: str | None = None) -> Any:
     """What Transformer Engine makes of the same arguments; it has no memory of its own."""
     return te.Linear(
         linear.in_features,
@@ -204,4 +217,5 @@ def _donor(linear: Any) -> Any:
         bias=linear.bias is not None,
         params_dtype=linear.weight.dtype,
         device="meta",
+        name=name,
     )

@@ -3,12 +3,15 @@
 The fields are those of ``transformer_engine.common.recipe`` 2.20. Two of older versions are taken for those who bring
 them: ``interval`` (scales have been renewed at every step since 2.0, so 1 says nothing and any other value is refused)
 and ``override_linear_precision`` (which GEMMs run in high precision; see :func:`backward_override`).
+
+A ``CustomRecipe`` asks a function of the user's for the quantizer of every tensor; it can only be given as an object.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
@@ -23,14 +26,16 @@ _CLASSES: Final[dict[Kind, str]] = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
+CUSTOM: Final = "custom"
+"""The kind of a ``CustomRecipe``."""
 _FORMATS: Final = {"hybrid": "HYBRID", "e4m3": "E4M3"}
 _DROPPED: Final = ("interval", "override_linear_precision")
-TOKEN_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
-"""Rows of an input (tokens) that a kind's GEMMs take are multiples of this; 16 for all others."""
+ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
+"""Tokens, in_features and out_features that a kind's GEMMs take are multiples of this; 16 for all others."""
 EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
 """The same of the rows of each expert in a grouped GEMM."""
-FEATURE_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
-"""The same of in_features and out_features."""
+_GROUPED_ALIGNMENT: Final = 128
+"""``quantization_alignment`` of a CustomRecipe that says nothing: enough for grouped GEMMs of every format."""
 
 
 def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
@@ -88,9 +93,24 @@ def _with_scale_flags(made: Any) -> Any:
 
 
 def kind_of(recipe: Any) -> str:
-    """The kind of a recipe object: one of ``KINDS``, or the class's name for one that is not."""
+    """The kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or the class's name for one that is neither."""
     name = type(recipe).__name__
+    if name == "CustomRecipe":
+        return CUSTOM
     return next((kind for kind, cls in _CLASSES.items() if cls == name), name)
+
+
+def alignment_of(recipe: Any) -> int:
+    """What tokens, in_features and out_features of a Linear must be multiples of.
+
+    Args:
+        recipe: an object of Transformer Engine. A CustomRecipe says it as ``quantization_alignment``; if that is
+            unchanged, 32 is enough for every format of Transformer Engine.
+    """
+    kind = kind_of(recipe)
+    if kind != CUSTOM:
+        return ALIGNMENT.get(kind, 16)
+    return 32 if recipe.quantization_alignment == _GROUPED_ALIGNMENT else math.lcm(16, recipe.quantization_alignment)
 
 
 def backward_override(kind: str, override: tuple[bool, bool, bool]) -> str | None:

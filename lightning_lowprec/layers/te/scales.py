@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch import Linear
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
@@ -140,7 +141,10 @@ def detached(layer: Any) -> dict[str, Any]:
 
     A copy that believed itself registered would never renew its scales.
     """
-    meta = {key: value for key, value in layer.fp8_meta.items() if key not in (_REGISTERED, _STASHED)}
+    left = {_REGISTERED, _STASHED}
+    if isinstance(layer.fp8_meta.get("recipe"), CustomRecipe):  # a function, which may not pickle, and no scales
+        left |= {"recipe", *_MODES.values()}
+    meta = {key: value for key, value in layer.fp8_meta.items() if key not in left}
     return {
         "fp8_meta": meta,
         "quantizers": {"scaling_fwd": [], "scaling_bwd": []},

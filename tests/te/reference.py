@@ -1,0 +1,69 @@
+"""A machine on which Transformer Engine's own forward and backward run without a GPU.
+
+Transformer Engine ships quantizers in plain torch (``reference_current_scaling`` and ``reference_nvfp4`` of its
+``custom_recipes``), which a ``CustomRecipe`` brings into its real modules: its autograd function, its workspaces and
+its GEMM dispatch run as they do on a GPU, and the products are ``torch._scaled_mm`` or plain torch, on CPU. What is
+answered for it, beside what ``hopper.pretend`` answers:
+
+* ``tensor.is_cuda`` is True where its base module or our own ``check_input`` asks;
+* ``torch.cuda.is_current_stream_capturing()`` is False where it asks;
+* autocast is that of CPU: it asks for CUDA's flag and dtype;
+* its GEMM runs outside torch's autocast: ``torch._scaled_mm`` is one kernel on CUDA, which autocast does not touch, and
+  on CPU an ``mm`` that CPU autocast would round the operands of;
+* scratch memory for cuBLAS (``get_cublas_workspace``), which no custom quantizer uses, and the empty tensor that
+  replaces freed ones (``_empty_tensor``), are made on CPU.
+
+No kernel, no arithmetic and no control flow of Transformer Engine is replaced.
+"""
+
+import os
+import sys
+
+os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for scales runs eagerly, not through inductor
+
+import torch
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch import utils
+from transformer_engine.pytorch.cpp_extensions import gemm
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+from transformer_engine.pytorch.module import base
+
+from lightning_lowprec.layers.te import linear
+from tests.te.hopper import pretend
+
+ASKING = (base.__name__, linear.__name__)
+
+
+def current_scaling():
+    """A scale per tensor; e4m3 forward, e5m2 backward."""
+    return CustomRecipe(qfactory=current_scaling_ref_factory, quantization_alignment=16)
+
+
+def nvfp4():
+    """e2m1 with a scale per 16 values, weights 16x16; inputs of the weight gradient after a Hadamard transform."""
+    return CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory, quantization_alignment=32)
+
+
+def run_on_cpu(monkeypatch) -> None:
+    """Answer the questions above, until ``monkeypatch`` undoes it."""
+    pretend(monkeypatch)
+
+    def asked_by(*modules):
+        return sys._getframe(2).f_globals["__name__"].startswith(modules)
+
+    cuda, enabled = torch.Tensor.is_cuda.__get__, torch.is_autocast_enabled
+    capturing = torch.cuda.is_current_stream_capturing
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: asked_by(*ASKING) or cuda(t)), raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: not asked_by("transformer_engine.") and capturing()
+    )
+    monkeypatch.setattr(
+        torch,
+        "is_autocast_enabled",
+        lambda *device: enabled("cpu") if asked_by("transformer_engine.") else enabled(*device),
+    )
+    monkeypatch.setattr(base, "torch_get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
+    monkeypatch.setattr(gemm, "custom_gemm", torch.autocast("cpu", enabled=False)(gemm.custom_gemm))
+    monkeypatch.setattr(gemm, "get_cublas_workspace", lambda *_: torch.empty(0, dtype=torch.uint8))
+    monkeypatch.setattr(utils, "_empty_tensor", lambda: torch.empty(0))
