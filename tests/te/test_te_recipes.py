@@ -88,8 +88,12 @@ def test_transformer_engine_itself_ignores_unknown_fields():
 
 @pytest.mark.parametrize(
     ("recipe", "powers_of_two"),
-    [("current", False), ({"recipe": "current", "use_power_2_scales": True}, True)]
-    + [("block", True), ({"recipe": "block", "use_f32_scales": True}, False)],
+    [
+        ("current", False),
+        ({"recipe": "current", "use_power_2_scales": True}, True),
+        ("block", True),
+        ({"recipe": "block", "use_f32_scales": True}, False),
+    ],
 )
 def test_flags_of_scales_count(recipe, powers_of_two):
     made = make(recipe)
