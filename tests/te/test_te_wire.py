@@ -1,0 +1,49 @@
+"""The scales of gathered weights at the edges of float32, against Transformer Engine's reference of its kernel."""
+
+import pytest
+import torch
+from transformer_engine.common.recipe import CustomRecipe, NVFP4BlockScaling
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+    CurrentScalingQuantizerRef,
+    current_scaling_ref_factory,
+)
+
+from lightning_lowprec.layers.te.gathered import TEWire, unwired, wire_format
+from lightning_lowprec.layers.te.recipes import make_recipe
+
+AMAX = [0.0, 1e-45, 1e-38, 1e-36, 2.0**-20, 0.3, 1.0, 447.9, 448.0, 1e6, 3.4e38]
+
+
+POWERS = [amax for amax in AMAX if not 0 < amax < 1e-35]
+"""Where a power of two and its reciprocal are normal float32; ours stops at 2**126."""
+
+
+@pytest.mark.parametrize(("amax", "power_of_two"), [(amax, False) for amax in AMAX] + [(amax, True) for amax in POWERS])
+def test_scale(amax, power_of_two):
+    values = torch.tensor([[amax, -amax / 3]])
+    reference = CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False, pow_2_scales=power_of_two)
+    made = reference.quantize(values)
+    wire = TEWire(power_of_two=power_of_two)
+    scale = wire.scales(values.abs().amax())
+    assert scale.reciprocal().item() == pytest.approx(made.scale.item(), rel=2**-23)
+    assert torch.equal(wire.encode(values, scale).view(torch.uint8), made.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(bad):
+    """A run that has diverged shows it."""
+    values = torch.tensor([1.0, bad])
+    wire = TEWire()
+    codes = wire.encode(values, wire.scales(values.abs().amax()))
+    assert codes.float().tolist()[0] == 1.0
+    assert codes.float()[1].isnan()
+
+
+def test_of_a_recipe():
+    assert wire_format(make_recipe("delayed", {}, "test")).power_of_two is False
+    current = wire_format(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
+    assert (current.power_of_two, current.least_amax) == (True, 0.0)
+    custom = CustomRecipe(qfactory=current_scaling_ref_factory)
+    for recipe in (make_recipe("block", {}, "test"), NVFP4BlockScaling(), custom):
+        assert wire_format(recipe) is None
+        assert "no single scale" in unwired(recipe)
