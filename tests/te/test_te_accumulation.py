@@ -1,0 +1,111 @@
+"""Weights that are quantised once per optimizer step: how often that is, and that no gradient changes."""
+
+import pytest
+import torch
+from torch import nn
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+    CurrentScalingQuantizerRef,
+    current_scaling_ref_factory,
+)
+
+from lightning_lowprec import FP8TE
+from tests.te.subjects import fabric_for
+
+MICRO_BATCHES, WINDOWS = 4, 3
+
+
+class Counting(CurrentScalingQuantizerRef):
+    """Transformer Engine's, with a note of every weight that it quantises."""
+
+    def _quantize(self, tensor):
+        self.notes.append(tuple(tensor.shape))
+        return super()._quantize(tensor)
+
+
+def counting_recipe(notes):
+    def factory(role):
+        made = current_scaling_ref_factory(role)
+        if role is not None and role.tensor_type == "weight":
+            made.__class__, made.notes = Counting, notes
+        return made
+
+    return CustomRecipe(qfactory=factory, quantization_alignment=16)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
+
+
+class Run:
+    """Gradients and quantisations of some steps; ``passes`` is how a batch becomes gradients."""
+
+    def __init__(self, passes, cached, **options):
+        self.model, self.notes, self.grads, self.counts = layers(), [], [], []
+        plugin = FP8TE(counting_recipe(self.notes), weight_cache=cached, **options)
+        self.fabric = fabric_for(plugin)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.wrapped, optimizer = self.fabric.setup(self.model, optimizer)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(WINDOWS):
+            before = len(self.notes)
+            batches = [torch.randn(16, 32, generator=generator) for _ in range(MICRO_BATCHES)]
+            passes(self, batches)
+            self.counts.append((len(self.notes) - before) // 2)
+            self.grads.append([p.grad.clone() for p in self.model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def backward(self, output):
+        self.fabric.backward(output.square().mean())
+
+
+def one_by_one(run, batches):
+    for x in batches:
+        run.backward(run.wrapped(x))
+
+
+def forwards_first(run, batches):
+    """As in a pipeline: storage that a graph holds is not there for the next micro-batch."""
+    outputs = [run.wrapped(x) for x in batches]
+    for output in reversed(outputs):
+        run.backward(output)
+
+
+def with_one_forgotten(run, batches):
+    """A micro-batch without a backward, as when its loss is not finite and skipped by hand."""
+    for number, x in enumerate(batches):
+        output = run.wrapped(x)
+        if number != 1:
+            run.backward(output)
+
+
+def with_evaluation_between(run, batches):
+    for x in batches:
+        with torch.no_grad():
+            run.wrapped(x)
+        run.backward(run.wrapped(x))
+
+
+ALL = [one_by_one, forwards_first, with_one_forgotten, with_evaluation_between]
+
+
+@pytest.mark.parametrize("passes", ALL, ids=lambda passes: passes.__name__)
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "masters"])
+def test_gradients_are_those_without_the_cache(reference_te, passes, options):
+    cached, plain = Run(passes, True, **options), Run(passes, False, **options)
+    for found, expected in zip(cached.grads, plain.grads, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    assert any(not torch.equal(p, q) for p, q in zip(plain.grads[0], plain.grads[1], strict=True))
+
+
+def test_a_weight_is_quantised_once_per_step(reference_te):
+    """In the first window the second micro-batch tells that keeping pays; without the cache every one quantises."""
+    assert Run(one_by_one, False).counts == [MICRO_BATCHES] * WINDOWS
+    assert Run(one_by_one, True).counts == [2, 1, 1]
+
+
+def test_a_weight_that_a_graph_holds_is_quantised_again(reference_te):
+    assert Run(forwards_first, True).counts == [MICRO_BATCHES] * WINDOWS
+    assert Run(with_one_forgotten, True).counts == [3, 2, 2]

@@ -1,0 +1,187 @@
+"""Backward passes that are not the usual one: recomputed, partial, shared, inside evaluation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
+
+from lightning_lowprec import FP8TE, HalfMixed
+from lightning_lowprec.layers.te.linear import TELinear, te_linears
+from tests.te import reference
+from tests.te.subjects import LLAMA, Net, fabric_for
+
+RECIPES = {"current": reference.current_scaling, "nvfp4": reference.nvfp4}
+
+
+def plugin(kind="current", **options):
+    return FP8TE(RECIPES[kind](), norms=False, **options)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+class Checkpointed(Net):
+    how = None
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + (block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how))
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("weight_cache", [False, True])
+def test_checkpointed_blocks(reference_te, kind, reentrant, weight_cache):
+    """Several micro-batches, so that kept weights meet recomputation; the gradients are those without checkpoints."""
+    found = []
+    for how in (None, reentrant):
+        model = Checkpointed()
+        model.how = how
+        fabric = fabric_for(plugin(kind, weight_cache=weight_cache))
+        wrapped = fabric.setup(model)
+        for seed in range(3):
+            x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            fabric.backward(wrapped(x).square().mean())
+        found.append(gradients(model))
+    assert len(found[0]) == len(list(model.parameters()))
+    assert_equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # since 5.2x
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_transformers(reference_te, reentrant):
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LLAMA).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        fabric = fabric_for(plugin())
+        wrapped = fabric.setup(model)
+        assert len(te_linears(model)) == 14
+        for _ in range(2):
+            loss = wrapped(input_ids=ids, labels=ids).loss
+            fabric.backward(loss)
+        found.append(gradients(model))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("frozen", ["weights", "biases", "all"])
+def test_frozen_layers(reference_te, frozen):
+    """They get no gradient, and what is before them gets the one it had."""
+    found = []
+    for freeze in (False, True):
+        model = Net()
+        for layer in (model.blocks[1][1], model.blocks[2][3]):
+            layer.weight.requires_grad_(not freeze or frozen == "biases")
+            layer.bias.requires_grad_(not freeze or frozen == "weights")
+        fabric = fabric_for(plugin())
+        wrapped = fabric.setup(model)
+        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+        fabric.backward(wrapped(x).square().mean())
+        assert len(te_linears(model)) == 6
+        found.append(gradients(model))
+    free, some = found
+    assert len(free) - len(some) == {"weights": 2, "biases": 2, "all": 4}[frozen]
+    assert_equal(some, {name: free[name] for name in some})
+
+
+def test_frozen_layers_stay_if_asked(reference_te):
+    model = Net()
+    model.blocks[1][1].requires_grad_(False)
+    fabric_for(plugin(frozen="keep")).setup(model)
+    assert type(model.blocks[1][1]) is nn.Linear
+    assert len(te_linears(model)) == 5
+
+
+class Tied(nn.Module):
+    """One weight in two layers, and one layer twice."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+        if tied:
+            self.second.weight = self.first.weight
+        else:
+            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
+
+    def forward(self, x):
+        return self.third(self.third(self.second(self.first(x).relu()).relu()).relu())
+
+
+def test_tied_weights(reference_te):
+    """The gradient of one is the sum of those of two that are worth the same."""
+    found = []
+    for tied in (True, False):
+        model = Tied(tied)
+        fabric = fabric_for(plugin())
+        wrapped = fabric.setup(model)
+        for seed in range(3):  # the cache too
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+            fabric.backward(wrapped(x).square().mean())
+        assert len(te_linears(model)) == 3
+        found.append(gradients(model))
+    both, apart = found
+    assert len(both) == len(apart) - 1
+    expected = apart["first.weight"] + apart.pop("second.weight")
+    torch.testing.assert_close(both["first.weight"], expected, rtol=1e-5, atol=1e-7)  # added in another order
+    assert_equal(
+        {name: both[name] for name in both if name != "first.weight"},
+        {name: apart[name] for name in apart if name != "first.weight"},
+    )
+
+
+def test_evaluation(reference_te):
+    """In FP8 the numbers of training; with ``fp8_eval=False`` those of bf16. No mode changes either."""
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    model = Net()
+    bf16 = fabric_for(HalfMixed("bf16")).setup(copy.deepcopy(model))(x)
+    for fp8_eval in (True, False):
+        wrapped = fabric_for(plugin(fp8_eval=fp8_eval)).setup(copy.deepcopy(model))
+        with torch.inference_mode():
+            first = wrapped.eval()(x)  # before any step: what it makes must not be inference tensors
+        training = wrapped.train()(x)
+        training.sum().backward()
+        wrapped.eval()
+        with torch.no_grad():
+            second = wrapped(x)
+        third = wrapped(x)
+        assert not torch.equal(training.detach(), bf16)
+        for output in (first, second, third.detach()):
+            assert torch.equal(output, training.detach() if fp8_eval else bf16.detach())
+        third.sum().backward()
+
+
+def test_only_inputs_need_gradients(reference_te):
+    """A frozen model that something before it learns through."""
+    model = Net().requires_grad_(False)
+    x = torch.randn(16, 32, requires_grad=True)
+    fabric = fabric_for(plugin())
+    fabric.backward(fabric.setup(model)(x).square().mean())
+    assert x.grad.isfinite().all()
+    assert x.grad.any()
+    assert not gradients(model)
+
+
+def test_a_graph_is_walked_backward_once(reference_te):
+    """Transformer Engine 2.20 frees what its backward needs; should this pass, the README's sentence can go."""
+    model = nn.Linear(32, 32)
+    fabric = fabric_for(plugin())
+    loss = fabric.setup(model)(torch.randn(16, 32)).square().mean()
+    fabric.backward(loss, retain_graph=True)
+    with pytest.raises(AttributeError, match="grad_output"):
+        fabric.backward(loss)
+    assert isinstance(model, TELinear)

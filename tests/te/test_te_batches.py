@@ -1,0 +1,81 @@
+"""Batches of any shape: rows that the GEMMs need, and nobody sees."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TE
+from tests.te import reference
+from tests.te.subjects import fabric_for
+
+RECIPES = {"current": (reference.current_scaling, 16), "nvfp4": (reference.nvfp4, 32)}
+
+
+def grads(fabric, layer, x, grad):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    with fabric.autocast():
+        output = layer(x)
+    output.backward(grad.to(output.dtype))
+    return output.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()
+
+
+def set_up(kind):
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64)
+    fabric = fabric_for(FP8TE(RECIPES[kind][0]()))
+    fabric.setup(layer)
+    return fabric, layer
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("shape", [(1, 32), (7, 32), (3, 5, 32), (2, 3, 11, 32), (32,)])
+def test_ragged_batches_are_part_of_a_whole_one(reference_te, kind, shape):
+    """Outputs and gradients are those of a batch whose other rows are zero, and get no gradient."""
+    fabric, layer = set_up(kind)
+    x, grad = torch.randn(shape), torch.randn(*shape[:-1], 64)
+    tokens, alignment = x.numel() // 32, RECIPES[kind][1]
+    whole = (tokens // alignment + 2) * alignment
+    x_whole, grad_whole = torch.zeros(whole, 32), torch.zeros(whole, 64)
+    x_whole[:tokens], grad_whole[:tokens] = x.reshape(tokens, 32), grad.reshape(tokens, 64)
+    found = grads(fabric, layer, x, grad)
+    expected = grads(fabric, layer, x_whole, grad_whole)
+    assert found[0].shape == grad.shape
+    assert found[1].shape == x.shape
+    assert torch.equal(found[0].reshape(tokens, 64), expected[0][:tokens])
+    assert torch.equal(found[1].reshape(tokens, 32), expected[1][:tokens])
+    for actual, wanted in zip(found[2:], expected[2:], strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=1e-3)  # sums of another length, rounded to bf16
+
+
+def test_padding_changes_nothing(reference_te):
+    """Transformer Engine itself takes 8 rows: padded to 16 they give the same, and without padding."""
+    fabric, layer = set_up("current")
+    x, grad = torch.randn(8, 32), torch.randn(8, 64)
+    padded = grads(fabric, layer, x, grad)
+    layer.token_alignment = 8
+    plain = grads(fabric, layer, x, grad)
+    for actual, wanted in zip(padded, plain, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=1e-4)
+    layer.token_alignment = 1
+    with pytest.raises(ValueError, match="divisible by 8"):  # why there is padding at all
+        grads(fabric, layer, x[:7], grad[:7])
+
+
+def test_no_rows(reference_te):
+    fabric, layer = set_up("current")
+    output, grad_input, grad_weight, grad_bias = grads(fabric, layer, torch.randn(0, 32), torch.randn(0, 64))
+    assert (output.shape, grad_input.shape) == ((0, 64), (0, 32))
+    assert not grad_weight.any()
+    assert not grad_bias.any()
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_rows_that_are_no_numbers_stay_where_they_are(reference_te, kind):
+    """A scale per tensor cannot keep them apart, and must not hide them: the loss scale needs to see it."""
+    fabric, layer = set_up(kind)
+    x = torch.randn(16, 32)
+    x[3, 5] = float("nan")
+    output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))
+    assert output[3].isnan().any()
+    assert grad_weight.isnan().any()

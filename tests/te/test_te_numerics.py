@@ -1,0 +1,107 @@
+"""How far outputs and gradients are from float32: as far as the rounding of the formats explains, and no further.
+
+An operand's noise is the energy of its rounding error over its own energy; errors of two operands are independent, so
+that the noise of a product is the sum of both. Each is computed here by searching the nearest value of the format.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TE
+from lightning_lowprec.layers.te.linear import te_linears
+from tests.te import reference
+from tests.te.subjects import fabric_for
+
+TOKENS, IN, OUT = 192, 128, 256
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def every_value(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return codes[codes.isfinite() & (codes >= 0)].unique()
+
+
+E4M3, E5M2 = every_value(torch.float8_e4m3fn), every_value(torch.float8_e5m2)
+
+
+def noise(x, values, rows, columns):
+    """x: [M, K] -> float. Blocks of ``rows`` x ``columns`` are scaled so that the largest meets the largest value."""
+    blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).transpose(1, 2).double()
+    scale = values.max() / blocks.abs().amax((-2, -1), keepdim=True)
+    scaled = (blocks * scale).abs().contiguous()
+    middles = (values[1:] + values[:-1]).double() / 2
+    rounded = values.double()[torch.bucketize(scaled, middles)]
+    return float(((rounded - scaled) / scale).square().sum() / x.double().square().sum())
+
+
+def decibels(ratio):
+    return -10 * torch.log10(torch.as_tensor(ratio)).item()
+
+
+def sqnr(actual, exact):
+    return decibels((actual.double() - exact).square().sum() / exact.square().sum())
+
+
+def predictions(kind, x, weight, grad):
+    """In decibels: output, grad_input, grad_weight."""
+    if kind == "current":
+        of_x, of_w = (noise(t, E4M3, *t.shape) for t in (x, weight))
+        of_g = noise(grad, E5M2, *grad.shape)
+        pairs = (of_x, of_w), (of_g, of_w), (of_g, of_x)
+    else:
+        # 16 along the reduced dimension; weights 16x16. Normal numbers are as normal after the Hadamard transform
+        of_w = noise(weight, E2M1, 16, 16)
+        pairs = (
+            (noise(x, E2M1, 1, 16), of_w),
+            (noise(grad, E2M1, 1, 16), of_w),
+            (noise(grad.T, E2M1, 1, 16), noise(x.T, E2M1, 1, 16)),
+        )
+    return [decibels(sum(pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+@pytest.mark.parametrize(("kind", "slack"), [("current", 0.3), ("nvfp4", 0.6)])  # scales of e2m1 are rounded to e4m3
+def test_noise_is_that_of_the_formats(reference_te, kind, slack, base, bias):
+    torch.manual_seed(0)
+    recipe = reference.current_scaling() if kind == "current" else reference.nvfp4()
+    layer = nn.Linear(IN, OUT, bias=bias)
+    nn.init.normal_(layer.weight, std=IN**-0.5)
+    x, grad = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    exact_weight = layer.weight.detach().double()
+    exact = (
+        x.double() @ exact_weight.T + (layer.bias.detach().double() if bias else 0),
+        grad.double() @ exact_weight,
+        grad.double().T @ x.double(),
+    )
+    expected = predictions(kind, x, layer.weight.detach(), grad)
+    fabric = fabric_for(FP8TE(recipe, base=base, loss_scale=1.0 if base == "fp16" else "auto"))
+    fabric.setup(layer)
+    assert te_linears(layer) == [layer]
+    x.requires_grad_()
+    with fabric.autocast():
+        output = layer(x)
+    assert output.dtype == (torch.bfloat16 if base == "bf16" else torch.float16)
+    output.backward(grad.to(output.dtype))
+    found = [sqnr(t.detach(), e) for t, e in zip((output, x.grad, layer.weight.grad), exact, strict=True)]
+    if bias:  # exact to the rounding of the output, so it only adds energy
+        expected[0] += decibels((exact[0] - layer.bias.detach().double()).square().sum() / exact[0].square().sum())
+        torch.testing.assert_close(layer.bias.grad, grad.sum(0), rtol=0.02, atol=0.2)
+    assert found == pytest.approx(expected, abs=slack)
+
+
+@pytest.mark.parametrize(("values", "mantissa"), [(E4M3, 3), (E5M2, 2)])
+def test_the_prediction_is_the_text_books(values, mantissa):
+    """Of values that are even over the logarithm, from the largest, 1.75 * 2^n, down, some octaves.
+
+    A step is 2^-mantissa in [1, 2) and twice that in [2, 4); an error's square is the step's / 12.
+    """
+    torch.manual_seed(0)
+    x = 1.75 * torch.exp2(-8 * torch.rand(512, 512, dtype=torch.float64))
+    below = math.log2(2 / 1.75)
+    error = (below + 4 * (1 - below)) * 2.0 ** (-2 * mantissa) / 12
+    energy = (3.5**2 - 1.75**2) / (2 * math.log(2))
+    assert decibels(noise(x, values, *x.shape)) == pytest.approx(decibels(error / energy), abs=0.1)
