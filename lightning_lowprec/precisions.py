@@ -168,7 +168,8 @@ def create(name: str, *, sharded: bool = False) -> LowPrecision:
     """A new plugin for a name of the table.
 
     A name without a backend means Transformer Engine where that is installed and every GPU has FP8; under FSDP2 it
-    means torchao, whose float32 shards are gathered as float8. One that is installed but does not import raises.
+    means torchao, which goes with compilation and tensor parallelism there. One that is installed but does not import
+    raises.
 
     Args:
         name: one of ``TABLE``.

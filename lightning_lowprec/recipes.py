@@ -4,8 +4,8 @@
 
     trainer = L.Trainer(plugins=recipes.bf16_mixed())
 
-The FP8 ones run through Transformer Engine and keep the parameters that NeMo gathers in FP8 in half precision, with
-float32 masters: ``fp8_param_gather`` is how Megatron's distributed optimizer sends them, and there is none here.
+The FP8 ones run through Transformer Engine. NeMo's ``fp8_params`` is set where FSDP2 can gather the weights in FP8 too,
+with delayed and current scaling; with scales per block, weights stay in half precision.
 
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2), where they are arguments of
 ``MegatronMixedPrecision``. One is not taken over: ``autocast_enabled=False``. Megatron's own layers say which of their
@@ -63,12 +63,12 @@ def fp16_with_mxfp8_mixed() -> FP8TE:
 
 def bf16_with_fp8_current_scaling_mixed() -> FP8TE:
     """:func:`bf16_mixed` with hybrid current scaling, and the first and the last block in bf16."""
-    return FP8TE("current", fp8_format="hybrid", first_last_layers_bf16=True, **_bf16())
+    return FP8TE("current", fp8_format="hybrid", fp8_params=True, first_last_layers_bf16=True, **_bf16())
 
 
 def fp16_with_fp8_current_scaling_mixed() -> FP8TE:
     """:func:`fp16_mixed` with hybrid current scaling, and the first and the last block in fp16."""
-    return FP8TE("current", fp8_format="hybrid", first_last_layers_bf16=True, **_fp16())
+    return FP8TE("current", fp8_format="hybrid", fp8_params=True, first_last_layers_bf16=True, **_fp16())
 
 
 def bf16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
@@ -82,6 +82,7 @@ def fp16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
 
 
 _DELAYED: dict[str, Any] = {
+    "fp8_params": True,
     "fp8_format": "hybrid",
     "margin": 0,
     "amax_history_len": 1024,

@@ -20,6 +20,8 @@ from lightning_lowprec.planning.render import Report, page, text
 from lightning_lowprec.planning.source import load
 from lightning_lowprec.plugins import FP8TE, MSAMP, FP8TorchAO
 
+ONE_SCALE = ("tensorwise", "delayed", "current")
+"""Recipes with one scale per weight, which FSDP2 gathers as float8."""
 OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 
 
@@ -31,8 +33,8 @@ def run(argv: list[str]) -> int:
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     entry = _entry(args.precision)
-    recipe, level = entry.options.get("recipe", "tensorwise"), entry.options.get("level")
-    by_te = entry.plugin is FP8TE
+    by_te, level = entry.plugin is FP8TE, entry.options.get("level")
+    recipe = entry.options.get("recipe", "delayed" if by_te else "tensorwise")
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
     plan = make_plan(
@@ -41,7 +43,7 @@ def run(argv: list[str]) -> int:
         recipe="tensorwise" if by_te else recipe,  # nobody has published Transformer Engine's gains by shape
         alignment=ALIGNMENT.get(recipe, 16),
     )
-    fp8_all_gather = recipe == "tensorwise" and level is None and not by_te
+    fp8_all_gather = recipe in ONE_SCALE and level is None
     report = Report(
         title=source.origin,
         precision=args.precision,

@@ -153,6 +153,12 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
         options.tensor_parallel(model, mesh)
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(f"`tensor_parallel={options.tensor_parallel!r}` left every parameter as it was.")
+    for fqn, module in model.named_modules():
+        if _is_te(module) and any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"`tensor_parallel` cuts {fqn!r}, a layer of Transformer Engine, whose kernels take no DTensors. Use"
+                " torchao ('fp8-tensorwise'), or keep what is cut out of FP8 (`FP8TE(keep=[...])`)."
+            )
 
 
 def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: ShardOptions) -> None:
@@ -171,9 +177,13 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
         module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
 
+def _is_te(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(TE_LAYERS)
+
+
 def _checkpoint_for(module: nn.Module) -> Any:
     """Torch's checkpoint, or Transformer Engine's for its layers, which restores their scales too."""
-    if any(type(m).__module__.startswith(TE_LAYERS) for m in module.modules()):
+    if any(_is_te(m) for m in module.modules()):
         return importlib.import_module("transformer_engine.pytorch").checkpoint
     return checkpoint
 

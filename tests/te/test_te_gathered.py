@@ -158,9 +158,25 @@ def train(rank, sharded):
     return losses, None if traffic is None else dict(traffic.sent)
 
 
+def cut_by_tensor_parallelism(rank):
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    from lightning_lowprec import FP8TE, FabricFSDP2Strategy
+
+    plan = {"blocks.0.0": ColwiseParallel()}
+    strategy = FabricFSDP2Strategy(tensor_parallel=plan, tensor_parallel_size=2)
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TE("current"))
+    fabric.launch()
+    try:
+        fabric.setup(Net())
+    except ValueError as error:
+        return str(error)
+
+
 def work(rank, folder):
     return {
         "current": gather(rank, "current"),
+        "cut": cut_by_tensor_parallelism(rank),
         "delayed": gather(rank, "delayed"),
         "taken": taken_by_transformer_engine(rank),
         "sharded": train(rank, sharded=True),
@@ -190,6 +206,12 @@ def test_codes_are_those_of_transformer_engine(results, kind):
 
 def test_its_gemm_takes_the_memory_that_was_gathered(results):
     assert results[0]["taken"] == [(True,) * 6] * 2 + [True, True]
+
+
+def test_tensor_parallelism_is_refused(results):
+    for rank in results:
+        assert "cuts 'blocks.0.0', a layer of Transformer Engine" in rank["cut"]
+        assert "'fp8-tensorwise'" in rank["cut"]
 
 
 def test_training_is_that_of_one_process(results):

@@ -24,6 +24,7 @@ def test_recipe(base, name):
     assert type(plugin.recipe) is cls
     assert plugin.recipe.fp8_format is te.Format.HYBRID
     assert {field: getattr(plugin.recipe, field) for field in fields} == fields
+    assert plugin.fp8_params == (cls in (te.DelayedScaling, te.Float8CurrentScaling))
     layers = plugin.layers
     assert layers.first_last_layers_bf16 == bool(blocks)
     assert (layers.num_layers_at_start_in_bf16, layers.num_layers_at_end_in_bf16) == (1, 1)
