@@ -163,6 +163,7 @@ class _AsFloat8Tensor(torch.autograd.Function):
         return grad, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine's tensors do not trace
 def for_gemm(weight: GatheredCodes, quantizer: Any) -> Tensor:
     """The weight as a layer of Transformer Engine takes it.
 
