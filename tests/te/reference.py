@@ -10,6 +10,7 @@ answered for it, beside what ``hopper.pretend`` answers:
 * autocast is that of CPU: it asks for CUDA's flag and dtype;
 * its GEMM runs outside torch's autocast: ``torch._scaled_mm`` is one kernel on CUDA, which autocast does not touch, and
   on CPU an ``mm`` that CPU autocast would round the operands of;
+* ``te.checkpoint`` keeps and restores the state of CPU's generator, which it does anyway, in the place of CUDA's too;
 * scratch memory for cuBLAS (``get_cublas_workspace``), which no custom quantizer uses, and the empty tensor that
   replaces freed ones (``_empty_tensor``), are made on CPU.
 
@@ -23,7 +24,7 @@ os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for sca
 
 import torch
 from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch import utils
+from transformer_engine.pytorch import distributed, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
@@ -61,9 +62,11 @@ def run_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(
         torch,
         "is_autocast_enabled",
-        lambda *device: enabled("cpu") if asked_by("transformer_engine.") else enabled(*device),
+        lambda *device: enabled("cpu") if not device and asked_by("transformer_engine.") else enabled(*device),
     )
     monkeypatch.setattr(base, "torch_get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
     monkeypatch.setattr(gemm, "custom_gemm", torch.autocast("cpu", enabled=False)(gemm.custom_gemm))
     monkeypatch.setattr(gemm, "get_cublas_workspace", lambda *_: torch.empty(0, dtype=torch.uint8))
+    monkeypatch.setattr(distributed, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(distributed, "_set_cuda_rng_state", lambda *_, **__: None)
     monkeypatch.setattr(utils, "_empty_tensor", lambda: torch.empty(0))

@@ -152,7 +152,7 @@ def test_evaluation(reference_te):
     for fp8_eval in (True, False):
         wrapped = fabric_for(plugin(fp8_eval=fp8_eval)).setup(copy.deepcopy(model))
         with torch.inference_mode():
-            first = wrapped.eval()(x)  # before any step: what it makes must not be inference tensors
+            first = wrapped.eval()(x)
         training = wrapped.train()(x)
         training.sum().backward()
         wrapped.eval()

@@ -1,0 +1,156 @@
+"""Two ranks compute what one process does that adds up the batches of both: DDP and FSDP2, by the real layers.
+
+A scale belongs to a tensor of one rank, so the same batches in one piece are another rounding: near, not equal.
+"""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.ranks import run
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+STEPS, TOKENS = 4, 21
+
+
+def batch_of(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(TOKENS, 32, generator=generator), torch.randn(TOKENS, 16, generator=generator)
+
+
+def plugin():
+    from lightning_lowprec import FP8TE
+    from tests.te.reference import current_scaling
+
+    return FP8TE(current_scaling(), norms=False)
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+
+
+def train(fabric, batches, steps=range(STEPS), keep=None):
+    """Gradients of the first step, the losses, and the weights at the end; ``batches(step)`` of one optimizer step."""
+    from tests.te.subjects import Net
+
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():  # FSDP2 gathers weights in bf16: the first step sees the same ones
+            p.copy_(p.bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    state = {"model": wrapped, "optimizer": optimizer}
+    if steps.start:
+        fabric.load(keep, state)
+    grads, losses = {}, []
+    for step in steps:
+        optimizer.zero_grad()
+        parts = batches(step)
+        for x, y in parts:
+            loss = F.mse_loss(wrapped(x).float(), y)
+            fabric.backward(loss / len(parts))
+            losses.append(loss.item())
+        grads = grads or {name: full(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        if keep is not None and step == 1 and not steps.start:
+            fabric.save(keep, state)
+    return {"grads": grads, "losses": losses, "weights": {n: full(p) for n, p in model.named_parameters()}}
+
+
+def launched(strategy):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(), plugins=plugin())
+    fabric.launch()
+    return fabric
+
+
+def work(rank, folder):
+    from lightning_lowprec import FabricFSDP2Strategy
+    from tests.te.reference import run_on_cpu
+
+    run_on_cpu(pytest.MonkeyPatch())
+    mine = lambda step: [batch_of(rank, step)]  # noqa: E731
+    found = {}
+    for name, strategy in (
+        ("ddp", lambda: "ddp"),
+        ("fsdp2", FabricFSDP2Strategy),
+        ("recomputed", lambda: FabricFSDP2Strategy(activation_checkpointing=True)),
+    ):
+        make = partial(launched, strategy)
+        found[name] = train(make(), mine, keep=folder / name)
+        if name != "recomputed":
+            found[f"{name} resumed"] = train(make(), mine, steps=range(2, STEPS), keep=folder / name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return run(work, 2, folder, folder)
+
+
+def one_process(batches):
+    return train(L.Fabric(accelerator="cpu", devices=1, plugins=plugin()), batches)
+
+
+@pytest.fixture
+def added(reference_te):
+    return one_process(lambda step: [batch_of(0, step), batch_of(1, step)])
+
+
+def decibels(found, expected):
+    """Of all tensors together."""
+    assert found.keys() == expected.keys()
+    error = sum((found[name] - expected[name]).square().sum() for name in expected)
+    return float(-10 * torch.log10(error / sum(expected[name].square().sum() for name in expected)))
+
+
+def test_ddp(ranks, added):
+    for rank, found in enumerate(ranks):
+        for kind in ("grads", "weights"):
+            for name, expected in added[kind].items():
+                torch.testing.assert_close(found["ddp"][kind][name], expected, rtol=1e-5, atol=1e-7)
+        assert found["ddp"]["losses"] == pytest.approx(added["losses"][rank::2], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_the_batches_in_one_piece(ranks, reference_te, name):
+    """Other scales, another rounding: the noise of both, which is e4m3's and e5m2's, of 25 dB per product each."""
+    joined = one_process(
+        lambda step: [tuple(torch.cat(two) for two in zip(batch_of(0, step), batch_of(1, step), strict=True))]
+    )
+    assert 22 < decibels(ranks[0][name]["grads"], joined["grads"]) < 40
+    assert ranks[0][name]["losses"][0] + ranks[1][name]["losses"][0] == pytest.approx(2 * joined["losses"][0], rel=0.01)
+
+
+def test_fsdp2(ranks, added):
+    """Equal, bit for bit, until the gradient of the last block's input is rounded to bf16, as FSDP2 casts it."""
+    for rank, found in enumerate(ranks):
+        assert found["fsdp2"]["losses"][0] == added["losses"][rank]
+        grads = found["fsdp2"]["grads"]
+        for name in ("blocks.2.1.weight", "blocks.2.1.bias", "blocks.2.3.weight", "blocks.2.3.bias", "lm_head.weight"):
+            assert torch.equal(grads[name], added["grads"][name]), name
+        assert decibels(grads, added["grads"]) > 35  # codes of e5m2 that the rounding turns over
+        assert found["fsdp2"]["losses"] == pytest.approx(added["losses"][rank::2], rel=0.005)
+
+
+def test_recomputed_blocks(ranks):
+    for found in ranks:
+        assert found["recomputed"]["losses"] == found["fsdp2"]["losses"]
+        for kind in ("grads", "weights"):
+            for name, expected in found["fsdp2"][kind].items():
+                assert torch.equal(found["recomputed"][kind][name], expected), name
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_resumed(ranks, name):
+    for found in ranks:
+        assert found[f"{name} resumed"]["losses"] == found[name]["losses"][2:]
+        for fqn, expected in found[name]["weights"].items():
+            assert torch.equal(found[f"{name} resumed"]["weights"][fqn], expected), fqn
