@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ def merge(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 if old is None or _rank(entry) >= _rank(old):
                     into["items"][key] = entry
     return merged
+
+
+def folder_name(data: dict[str, Any]) -> str:
+    """Device and newest date, as committed results are named: ``h200-2026-11-30``.
+
+    Raises:
+        ValueError: toy figures, which are not committed.
+    """
+    if any(run["smoke"] for run in data["runs"]):
+        raise ValueError("figures of toy sizes (`--smoke`) mean nothing: name a folder for them with --out.")
+    words = str(data["runs"][-1]["machine"].get("device")).lower().removeprefix("nvidia").split()
+    return "-".join([re.sub(r"[^a-z0-9]+", "-", words[0]), max(run["date"] for run in data["runs"])])
 
 
 def whole(entry: dict[str, Any]) -> bool:

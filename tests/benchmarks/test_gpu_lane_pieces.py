@@ -183,6 +183,23 @@ def test_the_optimizer_part_has_the_tensors_of_llama_1b():
     assert sum(p.numel() for p in parameters) == 1_235_814_400
 
 
+@pytest.mark.parametrize(
+    ("device", "name"), [("NVIDIA H200", "h200-2030-01-02"), ("NVIDIA H100 80GB HBM3", "h100-2030-01-02")]
+)
+def test_committed_results_are_named_by_device_and_date(device, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.gpu_lane.machine.ROOT", tmp_path)
+    for folder, smoke in (("some", False), ("toy", True)):
+        (tmp_path / folder).mkdir()
+        found = results_of({"a": {"status": "ok", "figures": {}}}, smoke=smoke, device=device)
+        (tmp_path / folder / "results.json").write_text(json.dumps(found))
+    assert main(["--merge", str(tmp_path / "some")]) == 0
+    assert (tmp_path / "benchmarks" / "results" / name / "results.json").exists()
+    assert main(["--merge", str(tmp_path / "toy")]) == 2
+    assert "mean nothing" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--part", "linear"])
+
+
 @pytest.mark.parametrize("name", list(models.SHAPES))
 def test_parameters_are_counted_right(name):
     shape = models.SHAPES[name]
