@@ -20,6 +20,8 @@ from benchmarks.gpu_lane.item import Item, missing_library, stage
 from benchmarks.gpu_lane.settings import Settings
 
 FABRIC, TRAINER, SHARDED = "fabric", "trainer", "fabric, fsdp2"
+DEEP = "fabric, four times as many layers"
+"""What grows with the layers shows beside ``fabric``."""
 PROFILED = ", profiled"
 WIDTH, DEPTH, TOKENS = 256, 8, 64
 PROFILED_STEPS, PROFILED_SMOKE, WARM_BATCHES = 20, 3, 3
@@ -38,19 +40,29 @@ class Overhead:
 
     def items(self, settings: Settings) -> list[Item]:
         missing = missing_library(("torchao.float8",))
-        keys = (FABRIC, TRAINER, FABRIC + PROFILED, TRAINER + PROFILED, SHARDED, SHARDED + PROFILED)
+        keys = (FABRIC, TRAINER, FABRIC + PROFILED, TRAINER + PROFILED, DEEP, SHARDED, SHARDED + PROFILED)
         return [Item(key=key, seconds=5.0, limit=150.0, missing=missing) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
+        before = hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS
         if not settings.smoke:
             hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS = WIDTH, DEPTH, TOKENS
-        steps = 5 if settings.smoke else 200
-        if key == TRAINER:
-            return trainer(steps)
-        if key == TRAINER + PROFILED:
-            return profiled_trainer(PROFILED_SMOKE if settings.smoke else PROFILED_STEPS)
-        loops = _loops("fsdp2" if key.startswith(SHARDED) else "auto")
-        return profiled(loops, settings) if key.endswith(PROFILED) else fabric(loops, steps, settings)
+        if key == DEEP:
+            hook_overhead.DEPTH *= 4
+        try:
+            return {"layers": hook_overhead.DEPTH, **_measure(key, settings)}
+        finally:
+            hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS = before
+
+
+def _measure(key: str, settings: Settings) -> dict[str, Any]:
+    steps = 5 if settings.smoke else 200
+    if key == TRAINER:
+        return trainer(steps)
+    if key == TRAINER + PROFILED:
+        return profiled_trainer(PROFILED_SMOKE if settings.smoke else PROFILED_STEPS)
+    loops = _loops("fsdp2" if key.startswith(SHARDED) else "auto")
+    return profiled(loops, settings) if key.endswith(PROFILED) else fabric(loops, steps, settings)
 
 
 def fabric(loops: Loops, steps: int, settings: Settings) -> dict[str, Any]:
@@ -82,7 +94,7 @@ def profiled(loops: Loops, settings: Settings) -> dict[str, Any]:
     """The same by torch's profiler: its own cost is in both, so only the difference counts."""
     steps = PROFILED_SMOKE if settings.smoke else PROFILED_STEPS
     profiles = {}
-    for by_hand, loop in loops.items():
+    for by_hand, loop in [*loops.items()] * 2:  # the first ones warm the profiler itself
         with torch.profiler.profile(activities=HOST) as profile:
             for _ in range(steps):
                 with torch.profiler.record_function(STEP):
@@ -115,9 +127,9 @@ class Profiler(L.Callback):
 
 
 def profiled_trainer(steps: int) -> dict[str, Any]:
-    """The Trainer's steps by torch's profiler, one fit of each kind."""
+    """The Trainer's steps by torch's profiler; the first fit of each kind warms the profiler itself."""
     profiles = {}
-    for by_hand in (True, False):
+    for by_hand in (True, False, True, False):
         stage(f"fit, {'by hand' if by_hand else 'ours'}")
         callback = Profiler(steps)
         hook_overhead.fit(by_hand, "auto", WARM_BATCHES + steps, callback)
@@ -130,10 +142,10 @@ def _profiles(profiles: dict[bool, Any], steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for by_hand, profile in profiles.items():
         rows = [row for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CPU]
-        (whole,) = (row for row in rows if row.key == STEP)
+        times = [event.cpu_time_total / 1e3 for event in profile.events() if event.name == STEP]
         found["by_hand" if by_hand else "ours"] = {
-            "host_ms": whole.cpu_time_total / whole.count / 1e3,
-            "operations": (sum(row.count for row in rows) - whole.count) / steps,
+            "host_ms": statistics.median(times),
+            "operations": (sum(row.count for row in rows) - steps) / steps,
             "operations_ms": sum(row.self_cpu_time_total for row in rows if row.key != STEP) / steps / 1e3,
         }
     added = {field: found["ours"][field] - found["by_hand"][field] for field in found["ours"]}

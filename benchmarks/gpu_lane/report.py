@@ -184,7 +184,7 @@ def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, 
 def _overhead(data: Data) -> str:
     found = figures_of(data, "overhead")
     rows = [
-        (name, number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
+        (name, f["layers"], number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
         for name, f in found.items()
         if "added_ms" in f
     ]
@@ -198,8 +198,9 @@ def _overhead(data: Data) -> str:
     head = [f"{what}, {who}" for what in ("host ms", "ms in operations", "operations")
             for who in ("ours", "by hand", "added")]  # fmt: skip
     return "\n\n".join(filter(None, (
-        "Per step, against the same torchao code by hand, of a model so small that the host is what takes the time.",
-        table(("loop", "ours, ms", "torchao by hand, ms", "added ms"), rows),
+        "Per step, against the same torchao code by hand, nothing compiled, of linears so small that the host is what"
+        " takes the time.",
+        table(("loop", "linears", "ours, ms", "torchao by hand, ms", "added ms"), rows),
         "By torch's profiler, whose own cost is in both, so only the difference counts:" if profiled else "",
         table(("loop", *head), profiled),
     ))) if found else ""  # fmt: skip
