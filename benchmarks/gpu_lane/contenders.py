@@ -26,6 +26,8 @@ LIGHTNING_BF16 = (BASELINE, "lightning bf16-true, compiled", "lightning bf16-mix
 MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
 """What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
 SHARDED = f"{MAIN}, fsdp2"
+TE_COMPILED = f"{MAIN_TE}, blocks compiled"
+"""What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
 TE = "transformer_engine.pytorch"
 
 
@@ -77,9 +79,9 @@ def find(key: str) -> Contender:
 ORDER = (
     BASELINE, MAIN_TE, MAIN, "te delayed", "torchao tensorwise, compiled", "lightning bf16-true, compiled",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
-    "ours fp8-tensorwise, min_gain=auto", "ours fp8-rowwise", "ours fp8-current", "te current", "ours fp8-block",
-    "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true", "torchao rowwise, compiled",
-    "ours half-auto", "ours msamp-o2",
+    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
+    "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
+    "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
 )  # fmt: skip
 """The targets' first: a call of a few minutes comes as far as the tenth or so, the next call goes on."""
 
@@ -161,7 +163,10 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    return [*found.values(), by_gain, _sharded()]
+    name = MAIN_TE.removeprefix("ours ")
+    compiled = partial(setups.lightning, precision=name, compiled=True)
+    by_te = Contender(key=TE_COMPILED, setup=compiled, needs=(TE,), linear="te delayed", name=name)
+    return [*found.values(), by_gain, by_te, _sharded()]
 
 
 def _sharded() -> Contender:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_lane import figures
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.results import figures_of
 
@@ -20,7 +20,7 @@ def fp8_hybrid(data: Data) -> str:
     """The contender that ``fp8-hybrid`` means on the machine of these results."""
     meant = {run["machine"].get("fp8_hybrid") for run in data["runs"]} - {None}
     name = meant.pop() if len(meant) == 1 else None
-    return "ours fp8-hybrid-te" if name == "fp8-hybrid-te" else MAIN
+    return MAIN_TE if f"ours {name}" == MAIN_TE else MAIN
 
 
 def targets(data: Data) -> list[Target]:

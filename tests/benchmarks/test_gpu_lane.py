@@ -80,7 +80,7 @@ def test_every_name_of_ours_is_there(data):
     items = data["parts"]["step8b"]["items"]
     identities = {f"{entry.plugin.__name__} {sorted(entry.options.items())}" for entry in TABLE.values()}
     ours = [key for key in items if key.startswith("ours ")]
-    assert len(ours) == len(identities) + 2, "one per distinct plugin, min_gain=auto, fsdp2"
+    assert len(ours) == len(identities) + 3, "one per distinct plugin, min_gain=auto, fsdp2, TE compiled"
 
 
 def test_linear_ratios_follow_from_the_raw_figures(data, out):
