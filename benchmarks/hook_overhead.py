@@ -190,16 +190,22 @@ def _now() -> float:
 
 def trainer_run(by_hand: bool, strategy: str, steps: int) -> Stepper:
     """A fit of ``steps`` timed steps after the counted ones."""
-    model, plugin = make(by_hand)
     stepper = Stepper()
+    fit(by_hand, strategy, steps + 6, stepper)
+    return stepper
+
+
+def fit(by_hand: bool, strategy: str, steps: int, callback: L.Callback) -> None:
+    """``steps`` steps of the Trainer, watched by a callback."""
+    model, plugin = make(by_hand)
     trainer = L.Trainer(
-        accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=steps + 6, callbacks=[stepper], logger=False,
+        accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=steps, callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         plugins=StockTrainer() if plugin is None else plugin,
     )  # fmt: skip
-    batches = DataLoader([torch.randn(TOKENS, WIDTH) for _ in range(steps + 6)], batch_size=None)
-    trainer.fit(model, train_dataloaders=batches)
-    return stepper
+    trainer.fit(
+        model, train_dataloaders=DataLoader([torch.randn(TOKENS, WIDTH) for _ in range(steps)], batch_size=None)
+    )
 
 
 def measure(strategy: str = "auto", steps: int = 0) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The GPU lane.
 
     python -m benchmarks.gpu_lane --part smoke linear --out OUT [--minutes 8] [--smoke] [--only KEY ...]
-    python -m benchmarks.gpu_lane --merge DIR DIR ... --out OUT
+    python -m benchmarks.gpu_lane --merge DIR DIR ... [--out OUT]
 
 Writes OUT/results.json after every item, then report.md, gains.json (the linear table for ``layers/gains.py``) and
-pictures. A call with an OUT that has results already goes on with what is not there yet.
+pictures. A call with an OUT that has results already goes on with what is not there yet. Without ``--out`` merged
+results go where they are committed: ``benchmarks/results``, named by device and date.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks.gpu_lane.settings import Settings
 
+COMMITTED = "benchmarks/results"
 ONE_MINUTE = {"smoke": 2.0}
 """Parts that take no more than this, in minutes, whatever ``--minutes`` says."""
 
@@ -28,7 +30,10 @@ ONE_MINUTE = {"smoke": 2.0}
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if everything that could be asked for was tried; 2 if the arguments or the output folder do not do."""
     started = time.monotonic()
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.out is None and not args.merge:
+        parser.error("--part needs --out")
     if args.merge:
         return _merge(args.merge, args.out)
     import torch
@@ -84,17 +89,20 @@ def write(data: dict[str, Any], folder: Path) -> None:
     (folder / "report.md").write_text(text)
 
 
-def _merge(folders: Sequence[Path], out: Path) -> int:
-    from benchmarks.gpu_lane.results import FILE, merge
+def _merge(folders: Sequence[Path], out: Path | None) -> int:
+    from benchmarks.gpu_lane.machine import ROOT
+    from benchmarks.gpu_lane.results import FILE, folder_name, merge
 
     try:
         data = merge([json.loads((folder / FILE).read_text()) for folder in folders])
+        out = out or ROOT / COMMITTED / folder_name(data)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     (out / FILE).write_text(json.dumps(data, indent=1))
     write(data, out)
+    print(out)
     return 0
 
 
@@ -117,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
     what.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="folders of earlier calls")
-    parser.add_argument("--out", type=Path, required=True, help="where results go; continued if there are some")
+    parser.add_argument("--out", type=Path, help="where results go; continued if there are some")
     parser.add_argument("--smoke", action="store_true", help="toy sizes; the only way without a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for each part (smoke: 2 at most)")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="items whose key contains one of these")

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_lane.running import Batch, Running
+from lightning_lowprec.optim.masters import MASTER_PARAM
+
+MASTERS = ("master", "master_scale", MASTER_PARAM)
+"""Names in an optimizer's state."""
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -43,19 +47,24 @@ def gradients(model: nn.Module) -> int:
     return sum(storages(p.grad for p in model.parameters() if p.grad is not None).values())
 
 
-def optimizer_state(optimizer: Any) -> int:
-    """Everything in the optimizer's state that is a tensor; Fabric's wrapper shows the same state."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(storages(values).values())
+def moments(optimizer: Any) -> int:
+    """What is a tensor in the optimizer's state and no master; Fabric's wrapper shows the same state."""
+    return sum(storages(value for name, value in _state(optimizer) if name not in MASTERS).values())
 
 
 def masters(optimizer: Any, model: nn.Module) -> int:
-    """What our optimizers hold beside parameters, gradients and state: found by walking their attributes."""
+    """Those in the optimizer's state (MS-AMP's), and what our optimizers hold beside it, found by their attributes."""
     inner = getattr(optimizer, "optimizer", optimizer)
     known = storages(model.parameters()) | storages(p.grad for p in model.parameters() if p.grad is not None)
-    known |= storages(value for state in optimizer.state.values() for value in state.values())
+    known |= storages(value for name, value in _state(optimizer) if name not in MASTERS)
     found = storages(_reachable(vars(inner), depth=12, seen=set()))
+    found |= storages(value for name, value in _state(optimizer) if name in MASTERS)
     return sum(size for address, size in found.items() if address not in known)
+
+
+def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    for state in optimizer.state.values():
+        yield from state.items()
 
 
 def _reachable(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Who is compared: what a user would pick instead, and every name of ours; in order of value.
 
-A name enters by itself as soon as the table of names has it. Names of the design that it does not have yet are listed
-as missing: nothing is pretended.
+A name enters by itself as soon as the table of names has it; one that this machine cannot run is missing, with the
+reason that a user would be given.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from benchmarks.gpu_lane import setups
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
+from lightning_lowprec.availability import availability
+from lightning_lowprec.plugins.fp8_torchao import CPU_SCALES_TENSORWISE
 from lightning_lowprec.precisions import TABLE
 
 BASELINE = "lightning bf16-mixed, compiled"
 LIGHTNING_BF16 = (BASELINE, "lightning bf16-true, compiled", "lightning bf16-mixed", "lightning bf16-true",
                   "lightning bf16-mixed, whole model compiled")  # fmt: skip
-MAIN = "ours fp8-tensorwise"
+MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
+"""What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
 SHARDED = f"{MAIN}, fsdp2"
+TE_COMPILED = f"{MAIN_TE}, blocks compiled"
+"""What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
 TE = "transformer_engine.pytorch"
-TO_COME = (
-    "fp16-master", "bf16-master", "bf16-remainder", "bf16-sr", "fp8-hybrid-te", "fp8-e4m3-te", "fp8-current",
-    "fp8-block", "mxfp8", "nvfp4", "msamp-o1", "msamp-o2", "msamp-o3",
-)  # fmt: skip
-"""Names of the design, to be reported as missing while the table has no entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,27 @@ class Contender:
     cuda_only: bool = False
     linear: str | None = None
     """Which column of the linear table its FP8 layers are."""
-    absent: str | None = None
-    """Why there is nothing to run at all."""
+    name: str | None = None
+    """The name of ours."""
 
     def missing(self, device: torch.device) -> str | None:
         """Why it cannot run on ``device``, or None."""
-        if self.absent is not None:
-            return self.absent
         reason = missing_library(self.needs)
-        if reason is None and self.cuda_only and device.type != "cuda":
+        if reason is not None:
+            return reason
+        if self.name is not None:
+            verdict = availability(self.name, device)
+            return None if verdict.runs else verdict.reason
+        if self.cuda_only and device.type != "cuda":
             return "needs a CUDA GPU"
-        return reason
+        return cpu_refusal(self.linear or "") if device.type == "cpu" else None
+
+
+def cpu_refusal(linear: str) -> str | None:
+    """Why CPU kernels cannot compute a column of the linear table, or None."""
+    if linear.startswith("torchao rowwise") and CPU_SCALES_TENSORWISE:
+        return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has)"
+    return None
 
 
 def contenders() -> list[Contender]:
@@ -67,11 +77,13 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN, "torchao tensorwise, compiled", "te delayed", "lightning bf16-true, compiled",
-    "accelerate torchao, compiled", "lightning transformer-engine", "accelerate te", "ours fp8-rowwise",
-    "ours fp8-tensorwise, min_gain=auto", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "te current", "te block",
-    "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto",
+    BASELINE, MAIN_TE, MAIN, "te delayed", "torchao tensorwise, compiled", "lightning bf16-true, compiled",
+    "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
+    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
+    "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
+    "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
 )  # fmt: skip
+"""The targets' first: a call of a few minutes comes as far as the tenth or so, the next call goes on."""
 
 
 def _rivals() -> list[Contender]:
@@ -143,7 +155,7 @@ def _ours() -> list[Contender]:
             identity,
             Contender(
                 key=f"ours {name}", setup=partial(setups.ours, name=name), needs=_needs(entry.plugin.__name__),
-                linear=_linear(entry.plugin.__name__, entry.options),
+                linear=_linear(entry.plugin.__name__, entry.options), name=name,
             ),
         )  # fmt: skip
     by_gain = Contender(
@@ -151,12 +163,10 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    absent = [
-        Contender(key=f"ours {name}", setup=_nothing, absent=f"{name!r} is not in the table of names yet")
-        for name in TO_COME
-        if name not in TABLE
-    ]
-    return [*found.values(), by_gain, _sharded(), *absent]
+    name = MAIN_TE.removeprefix("ours ")
+    compiled = partial(setups.lightning, precision=name, compiled=True)
+    by_te = Contender(key=TE_COMPILED, setup=compiled, needs=(TE,), linear="te delayed", name=name)
+    return [*found.values(), by_gain, by_te, _sharded()]
 
 
 def _sharded() -> Contender:
@@ -178,7 +188,3 @@ def _linear(plugin: str, options: Any) -> str | None:
     if backend is None:
         return None
     return f"{backend} {options.get('recipe', 'tensorwise' if backend == 'torchao' else 'delayed')}"
-
-
-def _nothing(job: Job) -> Running:
-    raise RuntimeError("there is nothing to set up")

@@ -1,14 +1,13 @@
-"""What follows from the raw figures: ratios, limits, bounds, the table of gains, the targets. Pure functions."""
+"""What follows from the raw figures: ratios, limits, bounds, the table of gains. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.gpu_lane.contenders import BASELINE, LIGHTNING_BF16, MAIN
+from benchmarks.gpu_lane.contenders import BASELINE, LIGHTNING_BF16
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.part_linear import PEAKS
-from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.results import OK, figures_of
 
 FP8_PEAK = "fp8 tensorwise"
@@ -98,6 +97,18 @@ def amdahl_by_flops(step: Figures, rows: Mapping[Shape, Figures]) -> float | Non
     return 1.0 / (1.0 - share + share * fp8 / bf16) if bf16 else None
 
 
+def comparable(data: Figures, part: str) -> dict[str, Figures]:
+    """The steps of a part that have the baseline's layers and tokens: another batch compares with nothing."""
+    steps = figures_of(dict(data), part)
+    base = steps.get(BASELINE)
+    return steps if base is None else {name: step for name, step in steps.items() if size(step) == size(base)}
+
+
+def size(step: Figures) -> tuple[int | None, int]:
+    """Layers and tokens of a step."""
+    return step.get("layers"), step["tokens"]
+
+
 def best_bf16(steps: Mapping[str, Figures]) -> str | None:
     """Lightning's own fastest bf16, of those that were measured."""
     found = [name for name in LIGHTNING_BF16 if name in steps]
@@ -109,70 +120,3 @@ def speedups(steps: Mapping[str, Figures], baseline: str = BASELINE) -> dict[str
     if baseline not in steps:
         return {}
     return {name: steps[baseline]["ms"] / step["ms"] for name, step in steps.items()}
-
-
-def optimizer_ratios(data: Figures) -> dict[str, float | None]:
-    """By form of masters: time of a step over that of plain float32, of the implementation where it is larger."""
-    found = figures_of(dict(data), "optimizer")
-    by_form = {form: [f["ratio"] for key, f in found.items() if key.rpartition(", ")[0] == form] for form in FORMS}
-    return {form: max(ratios, default=None) for form, ratios in by_form.items()}
-
-
-def targets(data: Figures) -> list[dict[str, Any]]:
-    """What this project asks of itself, what was measured (None: not), and whether that is enough."""
-    steps, rows = figures_of(dict(data), "step8b"), linear_rows(data)
-    ours = steps.get(MAIN)
-
-    def over(name: str | None) -> float | None:
-        return steps[name]["ms"] / ours["ms"] if ours is not None and name in steps else None
-
-    bound = None
-    if ours is not None and BASELINE in steps:
-        bound = amdahl_by_time(ours, steps[BASELINE]["ms"], rows)
-    reached = over(BASELINE)
-    large = [
-        max(r for name, r in ratios(row).items() if name.startswith(("torchao", "te ")))
-        for (m, k, n), row in rows.items()
-        if min(k, n) >= 8192 and m >= 8192 and len(ratios(row)) > 2
-    ]
-    overhead = figures_of(dict(data), "overhead")
-    added = [row["added_ms"] for row in overhead.values() if "added_ms" in row]
-    by_gain = [
-        1 / slower
-        for part in ("step8b", "step1b")
-        for slower in _slower(figures_of(dict(data), part), "ours fp8-tensorwise, min_gain=auto")
-    ]
-    share = None if bound is None or reached is None else reached / bound
-    wanted = [
-        ("8B stack: fp8-tensorwise over Lightning's best bf16", ">=", 1.35, over(best_bf16(steps))),
-        ("8B stack: share of the Amdahl bound over bf16-mixed, compiled", ">=", 0.90, share),
-        ("8B stack: over raw torchao + compile", ">=", 0.99, over("torchao tensorwise, compiled")),
-        ("8B stack: over raw TE", ">=", 0.99, over("te delayed")),
-        ("8B stack: over Accelerate, torchao", ">", 1.0, over("accelerate torchao, compiled")),
-        ("8B stack: over Accelerate, TE", ">", 1.0, over("accelerate te")),
-        ("8B stack: over Lightning's transformer-engine", ">", 1.0, over("lightning transformer-engine")),
-        ("linears of the 8192 class, the slowest of them, by its best recipe", ">=", 1.6, min(large, default=None)),
-        ("host time per step that our plugin or strategy adds, ms", "<=", 0.3, max(added, default=None)),
-        ("min_gain='auto' over bf16-mixed, compiled, the worst model", ">=", 0.98, min(by_gain, default=None)),
-        *(
-            (f"optimizer step, {form}, to plain float32, the worse of fused and foreach", "<=", 1.15, ratio)
-            for form, ratio in optimizer_ratios(data).items()
-        ),
-    ]
-    toys = any(run["smoke"] for run in data["runs"])
-    return [
-        {"target": text, "sign": sign, "wanted": value, "measured": found, "met": _met(sign, value, found)}
-        if not toys
-        else {"target": text, "sign": sign, "wanted": value, "measured": None, "met": None}
-        for text, sign, value, found in wanted
-    ]
-
-
-def _slower(steps: Mapping[str, Figures], name: str) -> list[float]:
-    return [steps[name]["ms"] / steps[BASELINE]["ms"]] if name in steps and BASELINE in steps else []
-
-
-def _met(sign: str, wanted: float, measured: float | None) -> bool | None:
-    if measured is None:
-        return None
-    return {">=": measured >= wanted, ">": measured > wanted, "<=": measured <= wanted}[sign]

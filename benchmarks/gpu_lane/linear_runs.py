@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_lane.contenders import cpu_refusal
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.setups import te_recipe
 
@@ -51,9 +52,11 @@ NAMES = (BF16, *(f"torchao {recipe}" for recipe in TORCHAO), *(f"te {recipe}" fo
 def why_not(name: str, device: torch.device) -> str | None:
     """Why this contender is missing here, or None."""
     if name.startswith("torchao "):
-        return missing_library(("torchao.float8",))
+        return missing_library(("torchao.float8",)) or (cpu_refusal(name) if device.type == "cpu" else None)
     if name.startswith("te "):
-        return missing_library(("transformer_engine.pytorch",)) or (None if device.type == "cuda" else "needs a GPU")
+        return missing_library(("transformer_engine.pytorch",)) or (
+            None if device.type == "cuda" else "needs a CUDA GPU"
+        )
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +74,16 @@ def peak_bytes(shape: Shape, batch: int) -> int:
     return 12 * shape.parameters + max(forward, 4 * shape.parameters)
 
 
-def fitting_batch(shape: Shape, device_bytes: int, choices: tuple[int, ...] = (4, 2, 1)) -> int:
-    """The largest batch whose step leaves a tenth of the device free; the smallest choice if none does."""
-    return next((batch for batch in choices if peak_bytes(shape, batch) <= 0.9 * device_bytes), choices[-1])
+def fitting(shape: Shape, device_bytes: int, batches: tuple[int, ...]) -> tuple[Shape, int]:
+    """The shape and the largest batch whose step leaves a tenth of the device free.
+
+    With half the layers if no batch fits all of them, so that 80 GB measure something of the 8B-shaped stack too; the
+    smallest of all if nothing fits.
+    """
+    half = replace(shape, layers=shape.layers // 2)
+    choices = [(which, batch) for which in (shape, half) for batch in batches]
+    fits = (choice for choice in choices if peak_bytes(*choice) <= 0.9 * device_bytes)
+    return next(fits, choices[-1])
 
 
 class Attention(nn.Module):

@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_lane import measure, models, setups
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN, TE, Contender, contenders
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, TE, TE_COMPILED, Contender, contenders
 from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
 
 COUNTS = (1, 4, 16)
-RANKED = (BASELINE, MAIN, "te delayed", "te delayed, weights cached", "torchao tensorwise, compiled", "te current",
-          "te current, weights cached")  # fmt: skip
+UNCACHED = f"{MAIN_TE}, weight_cache=False"
+RANKED = (BASELINE, MAIN_TE, UNCACHED, "te delayed", "te delayed, weights cached", MAIN, "torchao tensorwise, compiled",
+          "te current", "te current, weights cached")  # fmt: skip
 SECONDS = 3.0
 """Time for one count of micro-batches of one contender."""
 
@@ -45,7 +46,9 @@ def _everyone() -> list[Contender]:
         cached = partial(setups.transformer_engine, recipe=recipe, cache_weights=True)
         key = f"te {recipe}, weights cached"
         known[key] = replace(known[f"te {recipe}"], key=key, setup=cached)
-    te_of_ours = [key for key, c in known.items() if key.startswith("ours") and c.needs == (TE,)]
+    without = partial(setups.ours, name=MAIN_TE.removeprefix("ours "), options={"weight_cache": False})
+    known[UNCACHED] = replace(known[MAIN_TE], key=UNCACHED, setup=without)
+    te_of_ours = [key for key, c in known.items() if c.name is not None and c.needs == (TE,) and key != TE_COMPILED]
     return [known[key] for key in dict.fromkeys((*RANKED, *te_of_ours))]
 
 

@@ -9,26 +9,30 @@ from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.linear_runs import BF16, NAMES, Problem, make, peaks, why_not
 from benchmarks.gpu_lane.results import FAILED, MISSING, OK
 from benchmarks.gpu_lane.settings import Settings
+from benchmarks.gpu_lane.sizes import step_tokens
 
 PEAKS = "peaks"
 LLAMA_8B = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024))
 LLAMA_70B = ((8192, 28672), (28672, 8192), (8192, 8192), (8192, 1024))
 LLAMA_1B = ((2048, 8192), (8192, 2048), (2048, 2048), (2048, 512))
 SMALL = ((1024, 2048, 1024), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 1024, 4096), (8192, 2048, 8192))
-SHAPES = (
-    *((8192, k, n) for k, n in LLAMA_8B),
-    (8192, 8192, 28672),
-    (8192, 8192, 8192),
-    *SMALL[:3],
-    *((16384, k, n) for k, n in LLAMA_1B),
-    *((8192, k, n) for k, n in LLAMA_70B if (k, n) not in ((8192, 28672), (8192, 8192))),
-    *SMALL[3:],
-    *((16384, k, n) for k, n in (*LLAMA_8B, *LLAMA_70B)),
-)
-"""(M, K, N), the most valuable first: what the 8B-shaped step is made of, the 8192 class, small ones, the 1B step."""
+LARGE = ((8192, 8192, 28672), (8192, 8192, 8192))
 TOY_SHAPES = ((32, 64, 128), (32, 128, 64))
 SAMPLE_SECONDS = 0.3
 """Time for the samples of one contender at one shape."""
+
+
+def shapes(settings: Settings) -> list[tuple[int, int, int]]:
+    """(M, K, N), the most valuable first: what the 8B-shaped step is made of, the 8192 class, small ones, the 1B step.
+
+    M is that of the steps on this device, without which there is no bound on them; then others.
+    """
+    if settings.smoke:
+        return list(TOY_SHAPES)
+    m8b, m1b = step_tokens("8b", settings), step_tokens("1b", settings)
+    first = [*((m8b, k, n) for k, n in LLAMA_8B), *LARGE, *SMALL[:3], *((m1b, k, n) for k, n in LLAMA_1B)]
+    further = [(m, k, n) for m in (8192, 16384) for k, n in (*LLAMA_8B, *LLAMA_70B)]
+    return list(dict.fromkeys([*first, *further[4:8], *SMALL[3:], *further]))
 
 
 class Linears:
@@ -37,8 +41,7 @@ class Linears:
     name = "linear"
 
     def items(self, settings: Settings) -> list[Item]:
-        shapes = TOY_SHAPES if settings.smoke else SHAPES
-        keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes)]
+        keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes(settings))]
         return [Item(key=key, seconds=8.0, limit=120.0) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def bytes_of(contender: Contender, optimizer: str, shape: models.Shape, settings
             running.step(data)
     found = {
         "weights": bytes_held.weights(running.bare),
-        "optimizer": bytes_held.optimizer_state(running.optimizer),
+        "optimizer": bytes_held.moments(running.optimizer),
         "masters": bytes_held.masters(running.optimizer, running.bare),
     }
     if settings.cuda:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 
 from benchmarks import hook_overhead
@@ -19,8 +20,13 @@ from benchmarks.gpu_lane.item import Item, missing_library, stage
 from benchmarks.gpu_lane.settings import Settings
 
 FABRIC, TRAINER, SHARDED = "fabric", "trainer", "fabric, fsdp2"
+DEEP = "fabric, four times as many layers"
+"""What grows with the layers shows beside ``fabric``."""
 PROFILED = ", profiled"
 WIDTH, DEPTH, TOKENS = 256, 8, 64
+PROFILED_STEPS, PROFILED_SMOKE, WARM_BATCHES = 20, 3, 3
+STEP = "one training step"
+HOST = [torch.profiler.ProfilerActivity.CPU]
 FITS = 3
 """Fits of each kind, in turn: the Trainer cannot alternate within one."""
 Loops = dict[bool, Callable[[], None]]
@@ -34,17 +40,29 @@ class Overhead:
 
     def items(self, settings: Settings) -> list[Item]:
         missing = missing_library(("torchao.float8",))
-        keys = (FABRIC, TRAINER, FABRIC + PROFILED, SHARDED, SHARDED + PROFILED)
+        keys = (FABRIC, TRAINER, FABRIC + PROFILED, TRAINER + PROFILED, DEEP, SHARDED, SHARDED + PROFILED)
         return [Item(key=key, seconds=5.0, limit=150.0, missing=missing) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
+        before = hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS
         if not settings.smoke:
             hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS = WIDTH, DEPTH, TOKENS
-        steps = 5 if settings.smoke else 200
-        if key == TRAINER:
-            return trainer(steps)
-        loops = _loops("fsdp2" if key.startswith(SHARDED) else "auto")
-        return profiled(loops, settings) if key.endswith(PROFILED) else fabric(loops, steps, settings)
+        if key == DEEP:
+            hook_overhead.DEPTH *= 4
+        try:
+            return {"layers": hook_overhead.DEPTH, **_measure(key, settings)}
+        finally:
+            hook_overhead.WIDTH, hook_overhead.DEPTH, hook_overhead.TOKENS = before
+
+
+def _measure(key: str, settings: Settings) -> dict[str, Any]:
+    steps = 5 if settings.smoke else 200
+    if key == TRAINER:
+        return trainer(steps)
+    if key == TRAINER + PROFILED:
+        return profiled_trainer(PROFILED_SMOKE if settings.smoke else PROFILED_STEPS)
+    loops = _loops("fsdp2" if key.startswith(SHARDED) else "auto")
+    return profiled(loops, settings) if key.endswith(PROFILED) else fabric(loops, steps, settings)
 
 
 def fabric(loops: Loops, steps: int, settings: Settings) -> dict[str, Any]:
@@ -74,19 +92,65 @@ def trainer(steps: int) -> dict[str, Any]:
 
 def profiled(loops: Loops, settings: Settings) -> dict[str, Any]:
     """The same by torch's profiler: its own cost is in both, so only the difference counts."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    found = {}
-    for by_hand, loop in loops.items():
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(3 if settings.smoke else 20):
-                loop()
-        rows = profile.key_averages()
+    steps = PROFILED_SMOKE if settings.smoke else PROFILED_STEPS
+    profiles = {}
+    for by_hand, loop in [*loops.items()] * 2:  # the first ones warm the profiler itself
+        with torch.profiler.profile(activities=HOST) as profile:
+            for _ in range(steps):
+                with torch.profiler.record_function(STEP):
+                    loop()
+        profiles[by_hand] = profile
+    return _profiles(profiles, steps)
+
+
+class Profiler(L.Callback):
+    """Profiles some steps in the middle of a fit."""
+
+    def __init__(self, steps: int) -> None:
+        self.last = WARM_BATCHES + steps - 1
+        self.profile = torch.profiler.profile(activities=HOST)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == WARM_BATCHES:
+            self.profile.start()
+        if WARM_BATCHES <= batch_idx <= self.last:
+            self._step = torch.profiler.record_function(STEP)
+            self._step.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if WARM_BATCHES <= args[2] <= self.last:
+            self._step.__exit__(None, None, None)
+        if args[2] == self.last:
+            self.profile.stop()
+
+
+def profiled_trainer(steps: int) -> dict[str, Any]:
+    """The Trainer's steps by torch's profiler; the first fit of each kind warms the profiler itself."""
+    profiles = {}
+    for by_hand in (True, False, True, False):
+        stage(f"fit, {'by hand' if by_hand else 'ours'}")
+        callback = Profiler(steps)
+        hook_overhead.fit(by_hand, "auto", WARM_BATCHES + steps, callback)
+        profiles[by_hand] = callback.profile
+    return _profiles(profiles, steps)
+
+
+def _profiles(profiles: dict[bool, Any], steps: int) -> dict[str, Any]:
+    """Per step: the host's time from the first call to the last, that in torch's operations, and their number."""
+    found: dict[str, Any] = {}
+    for by_hand, profile in profiles.items():
+        rows = [row for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CPU]
+        times = [event.cpu_time_total / 1e3 for event in profile.events() if event.name == STEP]
         found["by_hand" if by_hand else "ours"] = {
-            "operations": sum(row.count for row in rows),
-            "self_cpu_ms": sum(row.self_cpu_time_total for row in rows) / 1e3,
+            "host_ms": statistics.median(times),
+            "operations": (sum(row.count for row in rows) - steps) / steps,
+            "operations_ms": sum(row.self_cpu_time_total for row in rows if row.key != STEP) / steps / 1e3,
         }
-    added = found["ours"]["operations"] - found["by_hand"]["operations"]
-    return {**found, "headline": f"{added} profiled operations more than by hand"}
+    added = {field: found["ours"][field] - found["by_hand"][field] for field in found["ours"]}
+    headline = f"{added['host_ms']:+.3f} ms of the host and {added['operations']:+.1f} operations per step"
+    return {**found, "added": added, "headline": headline}
 
 
 def _loops(strategy: str) -> Loops:

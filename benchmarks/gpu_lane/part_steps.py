@@ -14,6 +14,7 @@ from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.running import Job, Running, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.setups import HEAD
+from benchmarks.gpu_lane.sizes import step_size
 from lightning_lowprec.layers.plan import Plan, make_plan
 from lightning_lowprec.planning.costs import flops
 
@@ -33,7 +34,7 @@ class Steps:
         device = settings.torch_device
         found = [
             Item(
-                key=contender.key, seconds=35.0 if not settings.smoke else 2.0, limit=150.0, fresh=True,
+                key=contender.key, seconds=45.0 if not settings.smoke else 2.0, limit=150.0, fresh=True,
                 needs=contender.needs, missing=contender.missing(device),
             )
             for contender in contenders()
@@ -41,33 +42,22 @@ class Steps:
         return [*found, replace(found[0], key=BASELINE + AGAIN)]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
-        shape = models.TOY if settings.smoke else models.SHAPES[self.model]
-        return train(key.removesuffix(AGAIN), shape, settings)
+        return train(key.removesuffix(AGAIN), *step_size(self.model, settings), settings)
 
 
-def batch_size(shape: models.Shape, settings: Settings) -> int:
-    """Sequences per step: asked for, or what fits, the same for all contenders."""
-    if settings.batch is not None:
-        return settings.batch
-    if not settings.cuda:
-        return 2
-    return models.fitting_batch(shape, torch.cuda.get_device_properties(settings.torch_device).total_memory)
-
-
-def train(key: str, shape: models.Shape, settings: Settings) -> dict[str, Any]:
+def train(key: str, shape: models.Shape, batch: int, settings: Settings) -> dict[str, Any]:
     """Train one contender for ``settings.steps`` steps and say everything about it."""
     device, contender = settings.torch_device, find(key)
-    batch = batch_size(shape, settings)
     measure.forget(device)
     stage("set up", batch=batch)
     made: list[Running] = []
-    job = Job(shape=shape, device=device, compile=settings.compile)
+    job = Job(shape=shape, device=device, compile=settings.compile, tokens=batch * shape.sequence)
     setup_s = measure.seconds(lambda: made.append(contender.setup(job)), device)
     running = made.pop()
     data = models.batches(shape, batch, device)
     figures: dict[str, Any] = {
-        "batch": batch, "tokens": batch * shape.sequence, "linear": contender.linear, "setup_s": setup_s,
-        "compile": settings.compile,
+        "batch": batch, "layers": shape.layers, "tokens": batch * shape.sequence, "linear": contender.linear,
+        "setup_s": setup_s, "compile": settings.compile,
     }  # fmt: skip
     stage("first step", **figures)
     figures |= timed(running, data, settings)

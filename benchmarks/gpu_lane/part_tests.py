@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from benchmarks.gpu_lane.item import TIMEOUT, Item
 from benchmarks.gpu_lane.machine import ROOT
+from benchmarks.gpu_lane.results import CUT_SHORT
 from benchmarks.gpu_lane.settings import Settings
 
 FOLDER = "tests/gpu"
 LINE = re.compile(r"^(tests/\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
 SUMMARY = re.compile(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.+?)?) - (.*)$", re.MULTILINE)
-LIMIT = 300.0
+LIMIT, ONE_TEST = 300.0, 100.0
+"""Seconds for a file, and for one test where pytest-timeout is there."""
 SPARE = 8.0
 """Seconds to stop a hanging test and still report the others."""
 
@@ -42,19 +46,43 @@ def run_pytest(target: str, limit: float) -> dict[str, Any]:
     """Outcomes by test, the tail of the output, the exit status (None: stopped at the limit)."""
     # -W: importing that machine's libraries may warn, and our own configuration makes warnings errors
     options = ["-vv", "-W", "default", "-p", "no:cacheprovider", "--color=no", "--tb=short", "--show-capture=no"]
+    options += ["-o", f"timeout={ONE_TEST:.0f}"]
     command = [sys.executable, "-m", "pytest", target, *options]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log, verdicts = Path(folder) / "log", Path(folder) / "verdicts.xml"
+        command.append(f"--junitxml={verdicts}")
         with log.open("w") as out:
-            try:
-                status: int | None = subprocess.run(
-                    command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False,
-                    env={**os.environ, "COLUMNS": "300"},
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                status = None
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "300"}
+            )
+            status = _wait(process, limit)
         text = log.read_text(errors="replace")
-    return parse(text, status)
+        measured = properties(verdicts.read_text()) if verdicts.exists() else {}
+    return parse(text, status) | {"measured": measured}
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
+    """The exit status; None: stopped at the limit, by an interrupt first, so that pytest still says what it found."""
+    try:
+        return process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=SPARE / 2)
+    except subprocess.TimeoutExpired:  # it hangs in a kernel
+        process.kill()
+        process.wait()
+    return None
+
+
+def properties(xml: str) -> dict[str, dict[str, str]]:
+    """What tests measured (``record_property``): SQNR, bytes, losses, by test."""
+    found = {}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        values = {row.get("name", ""): row.get("value", "") for row in case.iter("property")}
+        if values:
+            found[f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"] = values
+    return found
 
 
 def parse(text: str, status: int | None) -> dict[str, Any]:
@@ -66,6 +94,6 @@ def parse(text: str, status: int | None) -> dict[str, Any]:
     if status is None:
         headline += ", stopped at the time limit"
     return {
-        "exit_status": status, "counts": dict(counts), "outcomes": outcomes, "reasons": reasons,
-        "tail": text[-6000:] if status not in (0, 5) else "", "headline": headline,
+        "exit_status": status, CUT_SHORT: status is None, "counts": dict(counts), "outcomes": outcomes,
+        "reasons": reasons, "tail": text[-6000:] if status not in (0, 5) else "", "headline": headline,
     }  # fmt: skip

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_lane import figures
+from benchmarks.gpu_lane.contenders import BASELINE
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.results import figures_of
 
 Data = dict[str, Any]
+
+
+NAMES = {"optimizer": "moments"}
 
 
 def draw(data: Data, folder: Path) -> dict[str, str]:
@@ -61,31 +66,36 @@ def _linear(data: Data, figure: Any) -> bool:
 
 
 def _steps(data: Data, figure: Any) -> bool:
-    parts = [part for part in ("step8b", "step1b") if figures_of(data, part)]
-    figure.set_size_inches(7.5 * max(len(parts), 1), 10)
+    parts = {part: steps for part in ("step8b", "step1b") if (steps := figures.comparable(data, part))}
+    figure.set_size_inches(9.5 * max(len(parts), 1), 12)
     grid = figure.subplots(2, max(len(parts), 1), squeeze=False)
-    for column, part in enumerate(parts):
-        _speed(figures_of(data, part), grid[0][column], part)
-        _loss(figures_of(data, part), grid[1][column])
+    for column, (part, steps) in enumerate(parts.items()):
+        _speed(steps, grid[0][column], f"{part}: {next(iter(steps.values()))['layers']} layers")
+        _loss(steps, grid[1][column])
     return bool(parts)
 
 
-def _speed(steps: Data, axes: Any, part: str) -> None:
+def _speed(steps: Data, axes: Any, title: str) -> None:
     steps = dict(sorted(steps.items(), key=lambda pair: pair[1]["tokens_per_s"]))
     colours = ["tab:orange" if name.startswith("ours") else "tab:blue" for name in steps]
     axes.barh(list(steps), [step["tokens_per_s"] for step in steps.values()], color=colours)
     axes.set_xlabel("tokens per second")
-    axes.set_title(part)
+    axes.set_title(title)
     axes.tick_params(axis="y", labelsize=7)
 
 
 def _loss(steps: Data, axes: Any) -> None:
-    for name, step in steps.items():
+    """Against the baseline, where there is one: the curves themselves lie on each other."""
+    base = [float(loss) for loss in steps[BASELINE]["losses"]] if BASELINE in steps else None
+    others = {name: step for name, step in steps.items() if name != BASELINE}
+    styles = [(line, colour) for line in ("-", "--", ":") for colour in range(10)]
+    for (name, step), (line, colour) in zip(others.items(), cycle(styles), strict=False):
         losses = [float(loss) for loss in step["losses"]]
-        axes.plot(losses, label=name, linestyle="-" if name.startswith("ours") else "--")
+        values = losses if base is None else [a - b for a, b in zip(losses, base, strict=False)]
+        axes.plot(values, label=name, linestyle=line, color=f"C{colour}", linewidth=1)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss")
-    axes.legend(fontsize=5)
+    axes.set_ylabel("training loss" if base is None else f"training loss less that of {BASELINE}")
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _memory(data: Data, figure: Any) -> bool:
@@ -94,11 +104,12 @@ def _memory(data: Data, figure: Any) -> bool:
     left = dict.fromkeys(found, 0.0)
     for kind in ("weights", "gradients", "masters", "optimizer"):
         sizes = {key: row["bytes_per_parameter"][kind] for key, row in found.items()}
-        axes.barh(list(sizes), list(sizes.values()), left=[left[key] for key in sizes], label=kind)
+        axes.barh(list(sizes), list(sizes.values()), left=[left[key] for key in sizes], label=NAMES.get(kind, kind))
         left = {key: left[key] + size for key, size in sizes.items()}
     axes.set_xlabel("bytes per parameter")
     axes.tick_params(axis="y", labelsize=7)
-    axes.legend()
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=4)
     return bool(found)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.gpu_lane import figures
-from benchmarks.gpu_lane.contenders import BASELINE
+from benchmarks.gpu_lane import figures, targets
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
 from benchmarks.gpu_lane.part_linear import PEAKS
 from benchmarks.gpu_lane.part_optimizer import CALLS
@@ -57,19 +57,24 @@ def _machine(data: Data) -> str:
         versions = ", ".join(f"{name} {v}" for name, v in machine.get("versions", {}).items() if v)
         memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else "-"
         rows.append((
-            run["date"], machine.get("device"), machine.get("driver"), memory, run["commit"],
-            f"python {machine.get('python')}, CUDA {machine.get('cuda')}, {versions}", " ".join(run["parts"]),
+            run["date"], machine.get("device"), machine.get("driver") or "-", memory, run["commit"],
+            f"python {machine.get('python')}, CUDA {machine.get('cuda') or '-'}, {versions}", " ".join(run["parts"]),
         ))  # fmt: skip
-    return table(("date", "device", "driver", "memory", "commit", "versions", "parts"), rows)
+    return table(("date", "device", "driver", "memory", "commit", "versions", "parts"), dict.fromkeys(rows))
 
 
 def _targets(data: Data) -> str:
-    words = {True: "met", False: "**missed**", None: "not measured"}
-    rows = [
-        (t["target"], f"{t['sign']} {t['wanted']:g}", number(t["measured"], 3), words[t["met"]])
-        for t in figures.targets(data)
-    ]
-    return table(("target", "wanted", "measured", ""), rows)
+    meant = targets.fp8_hybrid(data)
+    text = [f"`fp8-hybrid` is `{meant.removeprefix('ours ')}` on this machine.", _verdicts(targets.targets(data))]
+    if meant != MAIN:
+        text += ["The same of torchao's, beside it:", _verdicts(targets.of_the_stack(data, MAIN))]
+    return "\n\n".join(text)
+
+
+def _verdicts(found: list[Data]) -> str:
+    words = {True: "reached", False: "**not reached**", None: "not measured"}
+    rows = [(t["target"], number(t["measured"], 3), f"{t['sign']} {t['wanted']:g}", words[t["met"]]) for t in found]
+    return table(("what", "value", "target", ""), rows)
 
 
 def _peaks(data: Data) -> str:
@@ -97,6 +102,7 @@ def _linear(data: Data) -> str:
         "Forward and backward of one bias-free Linear, bf16 weights: milliseconds on the device, and (in brackets) how"
         f" many times faster than bf16 (below 1: slower). `{LIMIT}`: the three GEMMs on operands that are FP8 already.",
         ratio,
+        _losers(rows),
         "The same in a loop over the layer alone, the host's launches included (bf16 = 1):",
         table(("M", "K", "N", *names), ((*s, *_loop_cells(row, names)) for s, row in rows.items())),
     ]
@@ -109,7 +115,17 @@ def _linear(data: Data) -> str:
                 ((*s, *_limit_cells(row, [BF16, *names], peak)) for s, row in rows.items()),
             ),
         ]
-    return "\n\n".join(text)
+    return "\n\n".join(filter(None, text))
+
+
+def _losers(rows: dict[figures.Shape, Data]) -> str:
+    """Where FP8 is no gain."""
+    best = {
+        shape: max((r for name, r in figures.ratios(row).items() if name not in (BF16, LIMIT)), default=None)
+        for shape, row in rows.items()
+    }
+    slower = [" x ".join(map(str, shape)) for shape, ratio in best.items() if ratio is not None and ratio < 1]
+    return f"Slower than bf16 in every recipe that ran: {', '.join(slower) or 'no shape'}."
 
 
 def _cell(row: Data, name: str) -> str:
@@ -130,7 +146,7 @@ def _limit_cells(row: Data, names: list[str], peak: float) -> list[str]:
 
 
 def _steps(data: Data, part: str) -> str:
-    steps = figures_of(data, part)
+    everyone, steps = figures_of(data, part), figures.comparable(data, part)
     if not steps:
         return ""
     any_step = next(iter(steps.values()))
@@ -140,13 +156,17 @@ def _steps(data: Data, part: str) -> str:
         "contender", "tokens/s", "ms", "over bf16-mixed, compiled", "over the best bf16", "bound by time",
         "bound by FLOPs", f"loss after {any_step['steps']}", "peak GB", "FP8 share", "matrix TFLOP/s", "first step s",
     )  # fmt: skip
-    return (
-        f"{any_step['parameters'] / 1e9:.2f} billion parameters, {any_step['tokens']} tokens per step (batch"
-        f" {any_step['batch']}): forward, loss, backward, fused AdamW; median of the timed steps, compilation apart"
-        " (in the first step, from the compiler's cache where an earlier contender had the same code)."
-        f" The best bf16 of Lightning's own: {best}. The bounds say what the linear table of the same run allows over"
-        f" bf16-mixed, compiled.\n\n{table(head, lines)}"
-    )
+    others = [f"{name} (layers, tokens: {figures.size(f)})" for name, f in everyone.items() if name not in steps]
+    return "\n\n".join(filter(None, (
+        f"{any_step['layers']} layers, {any_step['parameters'] / 1e9:.2f} billion parameters, {any_step['tokens']}"
+        f" tokens per step (batch {any_step['batch']}): forward, loss, backward, fused AdamW; median of the timed"
+        " steps, compilation apart (in the first step, from the compiler's cache where an earlier contender had the"
+        f" same code). The best bf16 of Lightning's own: {best}. The bounds say what the linear table of the same run"
+        " allows over bf16-mixed, compiled; they need every shape of the step in that table. `FP8 share` is of the"
+        " FLOPs of all matrix products, attention included.",
+        table(head, lines),
+        f"Of another size, so not compared: {', '.join(others)}." if others else "",
+    )))  # fmt: skip
 
 
 def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, rows: Any) -> Row:
@@ -162,25 +182,33 @@ def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, 
 
 
 def _overhead(data: Data) -> str:
+    found = figures_of(data, "overhead")
     rows = [
-        (name, number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
-        for name, f in figures_of(data, "overhead").items()
+        (name, f["layers"], number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
+        for name, f in found.items()
         if "added_ms" in f
     ]
-    counted = [
-        (name, *(row[field] for row in (f["ours"], f["by_hand"]) for field in ("operations", "self_cpu_ms")))
-        for name, f in figures_of(data, "overhead").items()
-        if "added_ms" not in f
-    ]
+    fields = {"host_ms": 3, "operations_ms": 3, "operations": 1}
+    kinds = ("ours", "by_hand", "added")
+    profiled = [
+        (name, *(number(f[kind][field], digits) for field, digits in fields.items() for kind in kinds))
+        for name, f in found.items()
+        if "added" in f
+    ]  # fmt: skip
+    head = [f"{what}, {who}" for what in ("host ms", "ms in operations", "operations")
+            for who in ("ours", "by hand", "added")]  # fmt: skip
     return "\n\n".join(filter(None, (
-        table(("loop", "ours, ms per step", "torchao by hand, ms", "added ms"), rows),
-        table(("loop", "ours, operations", "ms on the host", "by hand, operations", "ms on the host"),
-              ((name, *(number(v, 2 * isinstance(v, float)) for v in values)) for name, *values in counted)),
-    )))  # fmt: skip
+        "Per step, against the same torchao code by hand, nothing compiled, of linears so small that the host is what"
+        " takes the time.",
+        table(("loop", "linears", "ours, ms", "torchao by hand, ms", "added ms"), rows),
+        "By torch's profiler, whose own cost is in both, so only the difference counts:" if profiled else "",
+        table(("loop", *head), profiled),
+    ))) if found else ""  # fmt: skip
 
 
 def _memory(data: Data) -> str:
-    names = ("weights", "gradients", "masters", "optimizer", "other")
+    names = {"weights": "weights", "gradients": "gradients", "masters": "masters", "optimizer": "moments",
+             "other": "other"}  # fmt: skip
     rows = [
         (
             key, *(number(f["bytes_per_parameter"].get(name)) for name in names),
@@ -188,8 +216,13 @@ def _memory(data: Data) -> str:
         )
         for key, f in figures_of(data, "memory").items()
     ]  # fmt: skip
-    return table(("precision and optimizer", *(f"{n}, bytes/parameter" for n in names), "state, bytes/parameter",
-                  "activations, kB/token"), rows)  # fmt: skip
+    text = table(("precision and optimizer", *(f"{n}, bytes/parameter" for n in names.values()),
+                  "sum of the first four", "activations, kB/token"), rows)  # fmt: skip
+    return text and (
+        "Moments are all tensors of the optimizer's state; `other` is what else stays allocated between steps."
+        " Activations are what autograd holds at the end of the forward: casts of the weights, which autocast and FP8"
+        f" make once per step, are in them.\n\n{text}"
+    )
 
 
 def _optimizer(data: Data) -> str:
@@ -239,7 +272,12 @@ def _tests(data: Data) -> str:
         for name, outcome in f["outcomes"].items()
         if outcome in ("failed", "error")
     ]
-    return "\n\n".join(filter(None, (text, table(("failed", "reason"), bad))))
+    measured = [
+        (name, ", ".join(f"{what} {value}" for what, value in values.items()).replace("|", "/")[:300])
+        for f in found.values()
+        for name, values in f.get("measured", {}).items()
+    ]
+    return "\n\n".join(filter(None, (text, table(("failed", "reason"), bad), table(("test", "measured"), measured))))
 
 
 def _gaps(data: Data) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ SCHEMA = 1
 FILE = "results.json"
 OK, FAILED, MISSING, NOT_REACHED = "ok", "failed", "missing", "not reached"
 RANK = {NOT_REACHED: 0, MISSING: 1, FAILED: 2, OK: 3}
-"""Of two entries of one item the higher rank stays; of equals the later."""
+"""Of two entries of one item the higher rank stays; of equals the one that is whole, then the later."""
+CUT_SHORT = "cut_short"
+"""Figures with this are a part of what was to be measured: the next call measures again."""
 
 
 class Results:
@@ -33,8 +36,18 @@ class Results:
         return part
 
     def done(self, part: str, key: str) -> bool:
-        """Whether an earlier call has the figures already."""
-        return bool(self.part(part)["items"].get(key, {}).get("status") == OK)
+        """Whether an earlier call has the figures already, all of them."""
+        return whole(self.part(part)["items"].get(key, {}))
+
+    def status(self, part: str, key: str) -> str | None:
+        """How an earlier call ended."""
+        status: str | None = self.part(part)["items"].get(key, {}).get("status")
+        return status
+
+    def batch(self, part: str) -> int | None:
+        """The batch that an earlier call measured with: figures of another one compare with nothing."""
+        found = (entry["figures"].get("batch") for entry in self.part(part)["items"].values() if whole(entry))
+        return next((batch for batch in found if batch is not None), None)
 
     def record(self, part: str, key: str, entry: dict[str, Any]) -> None:
         """Keep an entry and write the file."""
@@ -87,9 +100,30 @@ def merge(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
             into["settings"] = part.get("settings", into.get("settings"))
             for key, entry in part["items"].items():
                 old = into["items"].get(key)
-                if old is None or RANK[entry["status"]] >= RANK[old["status"]]:
+                if old is None or _rank(entry) >= _rank(old):
                     into["items"][key] = entry
     return merged
+
+
+def folder_name(data: dict[str, Any]) -> str:
+    """Device and newest date, as committed results are named: ``h200-2026-11-30``.
+
+    Raises:
+        ValueError: toy figures, which are not committed.
+    """
+    if any(run["smoke"] for run in data["runs"]):
+        raise ValueError("figures of toy sizes (`--smoke`) mean nothing: name a folder for them with --out.")
+    words = str(data["runs"][-1]["machine"].get("device")).lower().removeprefix("nvidia").split()
+    return "-".join([re.sub(r"[^a-z0-9]+", "-", words[0]), max(run["date"] for run in data["runs"])])
+
+
+def whole(entry: dict[str, Any]) -> bool:
+    """Whether an item was measured, and to its end."""
+    return entry.get("status") == OK and not (isinstance(entry["figures"], dict) and entry["figures"].get(CUT_SHORT))
+
+
+def _rank(entry: dict[str, Any]) -> tuple[int, bool]:
+    return RANK[entry["status"]], whole(entry)
 
 
 def figures_of(data: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:

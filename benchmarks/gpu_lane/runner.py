@@ -169,8 +169,12 @@ class Worker:
 
 
 def run_part(part: Part, settings: Settings, results: Results, *, isolate: bool, deadline: float) -> None:
-    """Every item that ``results`` does not have yet, until ``deadline`` (of ``time.monotonic``)."""
+    """Every item that ``results`` does not have yet, until ``deadline`` (of ``time.monotonic``).
+
+    What failed in an earlier call comes last, and the batch of an earlier call stays.
+    """
     start = time.monotonic()
+    settings = replace(settings, batch=settings.batch or results.batch(part.name))
     try:
         items = [item for item in part.items(settings) if wanted(item, settings)]
     except Exception as error:  # the list itself: nothing of this part can run, the next part can
@@ -180,6 +184,7 @@ def run_part(part: Part, settings: Settings, results: Results, *, isolate: bool,
         if item.missing is not None:
             _say(part, item, {"status": MISSING, "reason": item.missing}, results)
     pending = [item for item in items if item.missing is None and not results.done(part.name, item.key)]
+    pending.sort(key=lambda item: results.status(part.name, item.key) == FAILED)
     settings = _run(part, pending, settings, results, isolate, deadline)
     results.add_seconds(part.name, time.monotonic() - start, json.loads(settings.to_json()))
 
@@ -189,7 +194,7 @@ def _run(
 ) -> Settings:
     """Run what is pending; returns the settings in the end: smaller ones if the first item did not fit the device."""
     execute = Isolated(part, settings) if isolate else Inline(part, settings)
-    any_ok = False
+    any_ok = results.batch(part.name) is not None
     try:
         for index, item in enumerate(pending):
             entry = _attempt(index, pending, execute, deadline)

@@ -24,6 +24,8 @@ class Job:
     device: torch.device
     compile: bool = True
     """Whether contenders that compile do so."""
+    tokens: int | None = None
+    """Per step, for those who want to know."""
     optimizer: str = "AdamW"
     """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
 

@@ -20,7 +20,7 @@ class Settings:
     steps: int = 50
     """Training steps of the step parts, the first ones included."""
     batch: int | None = None
-    """Sequences per step; None is what fits the device (see ``models.fitting_batch``)."""
+    """Sequences per step; None is what fits the device (see ``sizes``)."""
     only: tuple[str, ...] = ()
     """Items whose key contains one of these; empty is all."""
 

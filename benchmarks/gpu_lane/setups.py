@@ -157,6 +157,8 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
 
     entry = TABLE[name]
     changed = dict(options or {})
+    if "min_gain" in changed and job.tokens is not None:
+        changed["tokens"] = job.tokens
     compiles_itself = "compile" in inspect.signature(entry.plugin).parameters
     if compiles_itself and not job.compile:
         changed["compile"] = False

@@ -5,8 +5,10 @@ Results go through a pipe of their own, so that nothing a library prints gets be
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -17,8 +19,11 @@ from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, OK, clean
 from benchmarks.gpu_lane.settings import Settings
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
+    _end_with_the_parent()
     name, settings, needs = sys.argv[1], Settings.from_json(sys.argv[2]), sys.argv[3:]
     fd = int(os.environ[PROTOCOL_FD])
     os.set_inheritable(fd, False)  # what this process starts must not hold the pipe open
@@ -38,6 +43,12 @@ def main() -> None:
             break
     sys.stdout.flush()
     os._exit(0)  # no teardown of a CUDA context that may be broken
+
+
+def _end_with_the_parent() -> None:
+    """A parent that is killed at a time limit must not leave a process on the GPU beside the next call's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(part: Any, key: str, settings: Settings) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """An item of the GPU lane that makes a process group leaves none, neither in this process nor in a worker."""
 
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from torch import distributed as dist
@@ -71,3 +75,23 @@ def test_fsdp2_by_hand_computes_what_our_strategy_computes():
     # the scales of all weights are taken apart in one op by ours, one by one by torchao
     assert counts["ours"] - counts["by hand"] == Counter({"aten.unbind.int": 1})
     assert counts["by hand"] - counts["ours"] == Counter({"aten.select.int": depth})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to do it")
+def test_a_worker_dies_with_a_parent_that_is_killed():
+    """In the middle of an item: it would go on beside the next call's on the GPU."""
+    working = "from benchmarks.gpu_lane.worker import _end_with_the_parent as e; e(); print('ready', flush=True); "
+    child = f"{working}import time; time.sleep(120)"
+    parent = (
+        "import subprocess, sys, time; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, start_new_session=True); "
+        "p.stdout.readline(); print(p.pid, flush=True); time.sleep(120)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        process.kill()
+    status = Path(f"/proc/{pid}/status")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and status.exists() and "State:\tZ" not in status.read_text():
+        time.sleep(0.1)
+    assert not status.exists() or "State:\tZ" in status.read_text()

@@ -2,14 +2,15 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu_lane import bytes_held, figures, measure, models, runner, setups
+from benchmarks.gpu_lane import bytes_held, measure, models, part_tests, runner, setups, sizes
 from benchmarks.gpu_lane.__main__ import main
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN
 from benchmarks.gpu_lane.item import Item, missing_library
+from benchmarks.gpu_lane.part_linear import shapes
 from benchmarks.gpu_lane.part_tests import parse
 from benchmarks.gpu_lane.results import Results, clean, merge
 from benchmarks.gpu_lane.running import Job
@@ -63,6 +64,42 @@ def test_what_there_is_no_time_for_is_reported_and_done_later(tmp_path):
     items = run_fake(again, tmp_path, seconds=1000.0)
     assert items["long"]["status"] == "ok"
     assert again.ran == ["long"], "what is there is not measured again"
+
+
+def test_a_second_call_keeps_the_batch_and_tries_what_failed_last(tmp_path):
+    """So that an item that is too large by itself does not shrink the others, or use up their time again."""
+
+    class Batched(FakePart):
+        def run(self, key, settings):
+            return super().run(key, settings) | {"batch": settings.batch}
+
+    keys = ("good", "bad", "late")
+    run_fake(
+        Batched(*(Item(key=key, seconds=99.0 if key == "late" else 0.0) for key in keys)), tmp_path, Settings(batch=2)
+    )
+    again = Batched(*(Item(key=key) for key in keys))
+    items = run_fake(again, tmp_path)
+    assert again.ran == ["late", "bad"]
+    assert items["late"]["figures"]["batch"] == 2
+
+
+def test_what_was_cut_short_is_measured_again(tmp_path):
+    part = FakePart(Item(key="file"))
+    part.run = lambda key, settings: part.ran.append(key) or {"cut_short": len(part.ran) < 2}
+    for _ in range(3):
+        items = run_fake(part, tmp_path)
+    assert part.ran == ["file", "file"]
+    assert items["file"]["figures"] == {"cut_short": False}
+
+
+@pytest.mark.usefixtures("double")
+def test_memory_in_a_second_call_leaves_the_batch_alone(tmp_path):
+    """``large`` fails with a batch of 4; what is measured already had 4."""
+    run_fake(FakePart(Item(key="one", seconds=0.0, fresh=True)), tmp_path, Settings(batch=4), isolate=True)
+    part = FakePart(*(Item(key=key, seconds=0.0, limit=10.0, fresh=True) for key in ("large", "two")))
+    items = run_fake(part, tmp_path, isolate=True)
+    assert items["large"]["status"] == "failed"
+    assert items["two"]["figures"]["batch"] == 4
 
 
 def test_a_part_without_items_does_not_stop_the_others(tmp_path):
@@ -138,75 +175,6 @@ def test_merge_by_command_writes_the_report(tmp_path):
     assert "## Targets" in (tmp_path / "out" / "report.md").read_text()
 
 
-def linear_entry(m, k, n, **ms):
-    runs = {name.replace("_", " "): {"status": "ok", "ms": value, "loop_ms": 2 * value} for name, value in ms.items()}
-    return {"status": "ok", "figures": {"m": m, "k": k, "n": n, "runs": runs}}
-
-
-def step(ms, linear=None, shapes=None, share=0.0):
-    found = {"ms": ms, "linear": linear, "fp8_shapes": shapes or {}, "fp8_share": share, "tokens": 8192}
-    return {"status": "ok", "figures": found}
-
-
-@pytest.fixture
-def measured():
-    data = results_of({})
-    peaks = {"status": "ok", "figures": {"tflops": {"fp8 tensorwise": 1000.0}}}
-    rows = [
-        linear_entry(8192, 8192, 8192, bf16=10.0, torchao_tensorwise=6.0, te_delayed=5.0),
-        linear_entry(8192, 4096, 4096, bf16=4.0, torchao_tensorwise=3.0),
-    ]
-    data["parts"]["linear"] = {"seconds": 1, "items": {"peaks": peaks, "8192": rows[0], "4096": rows[1]}}
-    shapes = {"8192x8192": 2, "4096x4096": 4}
-    data["parts"]["step8b"] = {"seconds": 1, "items": {
-        BASELINE: step(100.0), "lightning bf16-true, compiled": step(95.0),
-        MAIN: step(90.0, "torchao tensorwise", shapes, share=0.8),
-        "torchao tensorwise, compiled": step(89.5, "torchao tensorwise", shapes),
-    }}  # fmt: skip
-    data["parts"]["overhead"] = {"seconds": 1, "items": {
-        "fabric": {"status": "ok", "figures": {"added_ms": 0.1}},
-        "trainer": {"status": "ok", "figures": {"added_ms": 0.4}},
-    }}  # fmt: skip
-    data["parts"]["optimizer"] = {"seconds": 1, "items": {
-        "calls": {"status": "ok", "figures": {"calls": {}}},
-        "stochastic, fused": {"status": "ok", "figures": {"ratio": 1.2}},
-        "stochastic, foreach": {"status": "ok", "figures": {"ratio": 1.1}},
-        "stochastic, bf16 moments, foreach": {"status": "ok", "figures": {"ratio": 1.15}},
-        "fp32, fused": {"status": "failed", "reason": "x"},
-    }}  # fmt: skip
-    return data
-
-
-def test_bounds_and_targets_by_hand(measured):
-    rows = figures.linear_rows(measured)
-    ours = measured["parts"]["step8b"]["items"][MAIN]["figures"]
-    saved = 2 * (10 - 6) + 4 * (4 - 3)
-    assert figures.amdahl_by_time(ours, 100.0, rows) == pytest.approx(100 / (100 - saved))
-    faster = (2 * 6 + 4 * 3) / (2 * 10 + 4 * 4)
-    assert figures.amdahl_by_flops(ours, rows) == pytest.approx(1 / (0.2 + 0.8 * faster))
-    assert figures.of_limit(rows[8192, 8192, 8192], 1000.0)["bf16"] == pytest.approx(6 * 8192**3 / 1e15 / 0.01)
-    found = {target["target"]: target for target in figures.targets(measured)}
-    over_best = found["8B stack: fp8-tensorwise over Lightning's best bf16"]
-    assert (over_best["measured"], over_best["met"]) == (pytest.approx(95 / 90), False)
-    share = found["8B stack: share of the Amdahl bound over bf16-mixed, compiled"]
-    assert (share["measured"], share["met"]) == (pytest.approx((100 / 90) / (100 / 88)), True)
-    assert found["8B stack: over raw torchao + compile"]["measured"] == pytest.approx(89.5 / 90)
-    assert found["8B stack: over raw TE"]["met"] is None
-    large = found["linears of the 8192 class, the slowest of them, by its best recipe"]
-    assert (large["measured"], large["met"]) == (2.0, True)
-    assert found["host time per step that our plugin or strategy adds, ms"]["met"] is False
-    assert found["min_gain='auto' over bf16-mixed, compiled, the worst model"]["met"] is None
-
-
-def test_the_optimizer_is_judged_by_its_worse_implementation(measured):
-    found = {t["target"].split(", to plain")[0]: t for t in figures.targets(measured) if "optimizer" in t["target"]}
-    verdict = {name.removeprefix("optimizer step, "): (t["measured"], t["met"]) for name, t in found.items()}
-    assert verdict == {
-        "fp32": (None, None), "remainder": (None, None), "stochastic": (1.2, False),
-        "stochastic, bf16 moments": (1.15, True),
-    }  # fmt: skip
-
-
 def test_the_optimizer_part_has_the_tensors_of_llama_1b():
     """Llama-3.2-1B: 16 blocks of 7 matrices and 2 norms, a tied embedding, a norm."""
     with torch.device("meta"):
@@ -215,11 +183,21 @@ def test_the_optimizer_part_has_the_tensors_of_llama_1b():
     assert sum(p.numel() for p in parameters) == 1_235_814_400
 
 
-def test_a_bound_needs_every_shape(measured):
-    rows = figures.linear_rows(measured)
-    ours = {**measured["parts"]["step8b"]["items"][MAIN]["figures"], "fp8_shapes": {"8192x1024": 1}}
-    assert figures.amdahl_by_time(ours, 100.0, rows) is None
-    assert figures.amdahl_by_flops({**ours, "fp8_shapes": {}}, rows) is None
+@pytest.mark.parametrize(
+    ("device", "name"), [("NVIDIA H200", "h200-2030-01-02"), ("NVIDIA H100 80GB HBM3", "h100-2030-01-02")]
+)
+def test_committed_results_are_named_by_device_and_date(device, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.gpu_lane.machine.ROOT", tmp_path)
+    for folder, smoke in (("some", False), ("toy", True)):
+        (tmp_path / folder).mkdir()
+        found = results_of({"a": {"status": "ok", "figures": {}}}, smoke=smoke, device=device)
+        (tmp_path / folder / "results.json").write_text(json.dumps(found))
+    assert main(["--merge", str(tmp_path / "some")]) == 0
+    assert (tmp_path / "benchmarks" / "results" / name / "results.json").exists()
+    assert main(["--merge", str(tmp_path / "toy")]) == 2
+    assert "mean nothing" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--part", "linear"])
 
 
 @pytest.mark.parametrize("name", list(models.SHAPES))
@@ -228,13 +206,42 @@ def test_parameters_are_counted_right(name):
     assert sum(p.numel() for p in models.build(shape, torch.device("meta")).parameters()) == shape.parameters
 
 
-def test_the_8b_stack_fits_an_h200_with_float32_weights_and_adamw():
-    gpu = 139 * 2**30
-    assert 4.5e9 < models.SHAPES["8b"].parameters < 4.6e9
-    assert models.peak_bytes(models.SHAPES["8b"], 2) < 0.8 * gpu < models.peak_bytes(models.SHAPES["8b"], 4)
-    assert models.fitting_batch(models.SHAPES["8b"], gpu) == 2
-    assert models.fitting_batch(models.SHAPES["1b"], gpu) == 4
-    assert models.fitting_batch(models.SHAPES["8b"], 10 * 2**30) == 1
+def test_the_stack_fits_the_device_with_float32_weights_and_adamw(monkeypatch):
+    """An H200 holds two sequences of 16 layers, an H100 of 80 GB two of 8: one of 16 would not fit."""
+    h200, h100 = 139 * 2**30, 79 * 2**30
+    stack, batches = models.SHAPES["8b"], sizes.BATCHES
+    assert 4.5e9 < stack.parameters < 4.6e9
+    assert models.peak_bytes(stack, 2) < 0.8 * h200 < models.peak_bytes(stack, 4)
+    assert models.fitting(stack, h200, batches) == (stack, 2)
+    assert models.fitting(models.SHAPES["1b"], h200, batches) == (models.SHAPES["1b"], 4)
+    assert models.peak_bytes(stack, 1) > h100
+    half, batch = models.fitting(stack, h100, batches)
+    assert (half.layers, half.hidden, batch) == (8, stack.hidden, 2)
+    assert models.fitting(stack, 10 * 2**30, batches) == (half, 1)
+    memory = SimpleNamespace(total_memory=h100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert sizes.step_size("8b", Settings(device="cuda")) == (half, 2)
+    assert sizes.step_size("8b", Settings(device="cuda", batch=1)) == (half, 1)
+    assert sizes.step_size("8b", Settings(smoke=True)) == (models.TOY, 2)
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+def test_the_linear_table_has_every_shape_of_the_steps(batch):
+    """Llama's linears as they are in the models themselves, at the tokens of their steps: no bound without them."""
+    settings = Settings(batch=batch)
+    listed = shapes(settings)
+    assert len(listed) == len(set(listed))
+    for name in ("8b", "1b"):
+        shape, fitting = sizes.step_size(name, settings)
+        with torch.device("meta"):
+            linears = setups.linears_of(models.Llama(shape))
+        wanted = {(fitting * 4096, *dims) for fqn, dims in linears.items() if fqn != setups.HEAD}
+        assert len(wanted) == 4
+        assert wanted <= set(listed[:13]), "the first, so that they are reached"
+    assert {(8192, 8192, 8192), (8192, 8192, 28672)} <= set(listed[:13]), "the 8192 class"
+    seventy = {(8192, 28672, 8192), (8192, 8192, 1024)}
+    assert seventy <= set(listed)
+    assert min(min(row) for row in listed) <= 1024, "small ones"
 
 
 def test_the_estimate_of_memory_is_from_above():
@@ -287,6 +294,24 @@ def test_pytest_output_is_read_even_if_it_was_cut_short():
     assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert found["reasons"] == {"tests/gpu/test_a.py::test_y": "AssertionError: 1 == 2"}
     assert parse(text, None)["headline"].endswith("stopped at the time limit")
+
+
+def test_a_file_that_hangs_says_what_it_found_before(tmp_path, monkeypatch):
+    (tmp_path / "test_slow.py").write_text(
+        "import time\n"
+        "def test_measures(record_property):\n    record_property('sqnr_db', 41.5)\n"
+        "def test_fails():\n    assert 1 == 2\n"
+        "def test_hangs():\n    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(part_tests, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "test_slow.py").rename(tmp_path / "tests" / "test_slow.py")
+    found = part_tests.run_pytest("tests/test_slow.py", 8.0)
+    assert found["cut_short"]
+    assert found["exit_status"] is None
+    assert found["counts"] == {"passed": 1, "failed": 1}
+    assert found["measured"] == {"test_slow::test_measures": {"sqnr_db": "41.5"}}
+    assert found["reasons"] == {"tests/test_slow.py::test_fails": "assert 1 == 2"}
 
 
 def test_json_is_plain():

@@ -50,7 +50,7 @@ class Subject(L.LightningModule):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self.model(x).float(), y)
+        return nn.functional.mse_loss(self.model(x).float(), y.float())  # bf16-true casts the batch
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -1,0 +1,96 @@
+"""What this project asks of itself, what was measured, and whether that is enough. Pure functions of the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu_lane import figures
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE
+from benchmarks.gpu_lane.part_optimizer import FORMS
+from benchmarks.gpu_lane.results import figures_of
+
+Data = dict[str, Any]
+Target = dict[str, Any]
+"""``target`` and ``sign`` in words, ``wanted``, ``measured`` (None: not), ``met``."""
+BY_GAIN = "ours fp8-tensorwise, min_gain=auto"
+MODELS = {"step8b": "8B stack", "step1b": "1B model"}
+
+
+def fp8_hybrid(data: Data) -> str:
+    """The contender that ``fp8-hybrid`` means on the machine of these results."""
+    meant = {run["machine"].get("fp8_hybrid") for run in data["runs"]} - {None}
+    name = meant.pop() if len(meant) == 1 else None
+    return MAIN_TE if f"ours {name}" == MAIN_TE else MAIN
+
+
+def targets(data: Data) -> list[Target]:
+    """All of them, the 8B-shaped stack judged by what ``fp8-hybrid`` means."""
+    return [*of_the_stack(data, fp8_hybrid(data)), *_of_layers_and_host(data), *_of_optimizers(data)]
+
+
+def of_the_stack(data: Data, ours: str) -> list[Target]:
+    """What is asked of ``fp8-hybrid`` on the 8B-shaped stack, of this contender."""
+    steps, rows = figures.comparable(data, "step8b"), figures.linear_rows(data)
+
+    def over(name: str | None) -> float | None:
+        return steps[name]["ms"] / steps[ours]["ms"] if ours in steps and name in steps else None
+
+    bound = None
+    if ours in steps and BASELINE in steps:
+        bound = figures.amdahl_by_time(steps[ours], steps[BASELINE]["ms"], rows)
+    reached = over(BASELINE)
+    share = None if bound is None or reached is None else reached / bound
+    wanted = [
+        ("over Lightning's best bf16", ">=", 1.35, over(figures.best_bf16(steps))),
+        ("share of the Amdahl bound over bf16-mixed, compiled", ">=", 0.90, share),
+        ("over raw torchao + compile", ">=", 0.99, over("torchao tensorwise, compiled")),
+        ("over raw TE", ">=", 0.99, over("te delayed")),
+        ("over Accelerate, torchao", ">", 1.0, over("accelerate torchao, compiled")),
+        ("over Accelerate, TE", ">", 1.0, over("accelerate te")),
+        ("over Lightning's transformer-engine", ">", 1.0, over("lightning transformer-engine")),
+    ]
+    name = ours.removeprefix("ours ")
+    return [_judged(data, f"8B stack, {name}: {text}", *rest) for text, *rest in wanted]
+
+
+def _of_layers_and_host(data: Data) -> list[Target]:
+    large = [
+        max(r for name, r in figures.ratios(row).items() if name.startswith(("torchao", "te ")))
+        for (m, k, n), row in figures.linear_rows(data).items()
+        if min(k, n) >= 8192 and m >= 8192 and len(figures.ratios(row)) > 2
+    ]
+    added = [row["added_ms"] for row in figures_of(data, "overhead").values() if "added_ms" in row]
+    found = [
+        ("linears of the 8192 class, the slowest of them, by its best recipe", ">=", 1.6, min(large, default=None)),
+        ("host time per step that our plugin or strategy adds, ms", "<=", 0.3, max(added, default=None)),
+    ]
+    for part, model in MODELS.items():
+        speed = figures.speedups(figures.comparable(data, part)).get(BY_GAIN)
+        found.append((f"{model}, min_gain='auto': over bf16-mixed, compiled", ">=", 0.98, speed))
+    return [_judged(data, *target) for target in found]
+
+
+def _of_optimizers(data: Data) -> list[Target]:
+    return [
+        _judged(data, f"optimizer step, {form}, to plain float32, the worse of fused and foreach", "<=", 1.15, ratio)
+        for form, ratio in optimizer_ratios(data).items()
+    ]
+
+
+def optimizer_ratios(data: Data) -> dict[str, float | None]:
+    """By form of masters: time of a step over that of plain float32, of the implementation where it is larger."""
+    found = figures_of(data, "optimizer")
+    by_form = {form: [f["ratio"] for key, f in found.items() if key.rpartition(", ")[0] == form] for form in FORMS}
+    return {form: max(ratios, default=None) for form, ratios in by_form.items()}
+
+
+def _judged(data: Data, text: str, sign: str, wanted: float, measured: float | None) -> Target:
+    """Toy figures meet and miss nothing."""
+    found = None if any(run["smoke"] for run in data["runs"]) else measured
+    return {"target": text, "sign": sign, "wanted": wanted, "measured": found, "met": _met(sign, wanted, found)}
+
+
+def _met(sign: str, wanted: float, measured: float | None) -> bool | None:
+    if measured is None:
+        return None
+    return {">=": measured >= wanted, ">": measured > wanted, "<=": measured <= wanted}[sign]

@@ -1,0 +1,157 @@
+"""What follows from the figures, by hand: bounds, targets, what compares with what."""
+
+import pytest
+
+from benchmarks.gpu_lane import figures, report, targets
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE
+from benchmarks.gpu_lane.results import merge
+from benchmarks.readme_table import _of_device
+
+RUN = {"date": "2030-01-02", "commit": "abc", "smoke": False, "parts": ["x"], "machine": {"device": "NVIDIA H200"}}
+
+
+def linear_entry(m, k, n, **ms):
+    runs = {name.replace("_", " "): {"status": "ok", "ms": value, "loop_ms": 2 * value} for name, value in ms.items()}
+    return {"status": "ok", "figures": {"m": m, "k": k, "n": n, "runs": runs}}
+
+
+def step(ms, linear=None, shapes=None, share=0.0):
+    found = {
+        "ms": ms,
+        "linear": linear,
+        "fp8_shapes": shapes or {},
+        "fp8_share": share,
+        "tokens": 8192,
+        "tokens_per_s": 8192e3 / ms,
+    }
+    return {"status": "ok", "figures": found}
+
+
+@pytest.fixture
+def measured():
+    data = {"schema": 1, "runs": [RUN], "parts": {}}
+    peaks = {"status": "ok", "figures": {"tflops": {"fp8 tensorwise": 1000.0}}}
+    rows = [
+        linear_entry(8192, 8192, 8192, bf16=10.0, torchao_tensorwise=6.0, te_delayed=5.0),
+        linear_entry(8192, 4096, 4096, bf16=4.0, torchao_tensorwise=3.0),
+    ]
+    data["parts"]["linear"] = {"seconds": 1, "items": {"peaks": peaks, "8192": rows[0], "4096": rows[1]}}
+    shapes = {"8192x8192": 2, "4096x4096": 4}
+    data["parts"]["step8b"] = {"seconds": 1, "items": {
+        BASELINE: step(100.0), "lightning bf16-true, compiled": step(95.0),
+        MAIN: step(90.0, "torchao tensorwise", shapes, share=0.8),
+        "torchao tensorwise, compiled": step(89.5, "torchao tensorwise", shapes),
+    }}  # fmt: skip
+    data["parts"]["overhead"] = {"seconds": 1, "items": {
+        "fabric": {"status": "ok", "figures": {"added_ms": 0.1}},
+        "trainer": {"status": "ok", "figures": {"added_ms": 0.4}},
+    }}  # fmt: skip
+    data["parts"]["optimizer"] = {"seconds": 1, "items": {
+        "calls": {"status": "ok", "figures": {"calls": {}}},
+        "stochastic, fused": {"status": "ok", "figures": {"ratio": 1.2}},
+        "stochastic, foreach": {"status": "ok", "figures": {"ratio": 1.1}},
+        "stochastic, bf16 moments, foreach": {"status": "ok", "figures": {"ratio": 1.15}},
+        "fp32, fused": {"status": "failed", "reason": "x"},
+    }}  # fmt: skip
+    return data
+
+
+def test_bounds_and_targets_by_hand(measured):
+    rows = figures.linear_rows(measured)
+    ours = measured["parts"]["step8b"]["items"][MAIN]["figures"]
+    saved = 2 * (10 - 6) + 4 * (4 - 3)
+    assert figures.amdahl_by_time(ours, 100.0, rows) == pytest.approx(100 / (100 - saved))
+    faster = (2 * 6 + 4 * 3) / (2 * 10 + 4 * 4)
+    assert figures.amdahl_by_flops(ours, rows) == pytest.approx(1 / (0.2 + 0.8 * faster))
+    assert figures.of_limit(rows[8192, 8192, 8192], 1000.0)["bf16"] == pytest.approx(6 * 8192**3 / 1e15 / 0.01)
+    found = {target["target"]: target for target in targets.targets(measured)}
+    over_best = found["8B stack, fp8-tensorwise: over Lightning's best bf16"]
+    assert (over_best["measured"], over_best["met"]) == (pytest.approx(95 / 90), False)
+    share = found["8B stack, fp8-tensorwise: share of the Amdahl bound over bf16-mixed, compiled"]
+    assert (share["measured"], share["met"]) == (pytest.approx((100 / 90) / (100 / 88)), True)
+    assert found["8B stack, fp8-tensorwise: over raw torchao + compile"]["measured"] == pytest.approx(89.5 / 90)
+    assert found["8B stack, fp8-tensorwise: over raw TE"]["met"] is None
+    large = found["linears of the 8192 class, the slowest of them, by its best recipe"]
+    assert (large["measured"], large["met"]) == (2.0, True)
+    assert found["host time per step that our plugin or strategy adds, ms"]["met"] is False
+    assert found["8B stack, min_gain='auto': over bf16-mixed, compiled"]["met"] is None
+
+
+def by_te(data):
+    """The same machine with Transformer Engine, where ``fp8-hybrid`` means that."""
+    data["runs"] = [{**RUN, "machine": {**RUN["machine"], "fp8_hybrid": "fp8-hybrid-te"}}]
+    items = data["parts"]["step8b"]["items"]
+    items[MAIN_TE] = step(70.0, "te delayed", {"8192x8192": 2}, share=0.8)
+    items |= {"te delayed": step(69.0), "accelerate te": step(70.0), "lightning transformer-engine": step(71.0)}
+    items[targets.BY_GAIN] = step(101.0)
+    data["parts"]["step1b"] = {"seconds": 1, "items": {BASELINE: step(10.0), targets.BY_GAIN: step(10.5)}}
+    return data
+
+
+def test_fp8_hybrid_is_judged_by_what_it_means_on_the_machine(measured):
+    assert targets.fp8_hybrid(measured) == MAIN
+    found = {t["target"]: (t["measured"], t["met"]) for t in targets.targets(by_te(measured))}
+    stack = "8B stack, fp8-hybrid-te: "
+    assert found[f"{stack}over Lightning's best bf16"] == (pytest.approx(95 / 70), True)
+    bound = 100 / (100 - 2 * (10 - 5))
+    assert found[f"{stack}share of the Amdahl bound over bf16-mixed, compiled"][0] == pytest.approx(100 / 70 / bound)
+    assert found[f"{stack}over raw TE"] == (pytest.approx(69 / 70), False)
+    assert found[f"{stack}over raw torchao + compile"] == (pytest.approx(89.5 / 70), True)
+    assert found[f"{stack}over Accelerate, TE"] == (1.0, False), "ahead, not level"
+    assert found[f"{stack}over Accelerate, torchao"] == (None, None)
+    assert found[f"{stack}over Lightning's transformer-engine"] == (pytest.approx(71 / 70), True)
+    assert found["8B stack, min_gain='auto': over bf16-mixed, compiled"] == (pytest.approx(100 / 101), True)
+    assert found["1B model, min_gain='auto': over bf16-mixed, compiled"] == (pytest.approx(10 / 10.5), False)
+    assert not any("fp8-tensorwise" in text for text in found), "torchao's is shown beside, not counted"
+
+
+def test_the_report_says_value_target_and_verdict_of_both(measured):
+    text = report.render(by_te(measured)).split("## Targets")[1].split("##")[0]
+    assert "`fp8-hybrid` is `fp8-hybrid-te` on this machine." in text
+    assert "| 8B stack, fp8-hybrid-te: over Lightning's best bf16 | 1.357 | >= 1.35 | reached |" in text
+    assert "| 8B stack, fp8-hybrid-te: over raw TE | 0.986 | >= 0.99 | **not reached** |" in text
+    assert "| 8B stack, fp8-tensorwise: over Lightning's best bf16 | 1.056 | >= 1.35 | **not reached** |" in text
+    assert "| 8B stack, fp8-hybrid-te: over Accelerate, torchao | - | > 1 | not measured |" in text
+    assert "`fp8-hybrid` is fp8-hybrid-te there" in _of_device("NVIDIA H200", "2030-01-02", "h200", measured)
+
+
+@pytest.mark.parametrize("other", [{"tokens": 4096}, {"layers": 8}])
+def test_steps_of_another_size_are_not_compared(measured, other):
+    measured["parts"]["step8b"]["items"][MAIN]["figures"] |= other
+    assert MAIN not in figures.comparable(measured, "step8b")
+    assert {t["met"] for t in targets.of_the_stack(measured, MAIN)} == {None}
+
+
+def test_the_linear_table_says_where_fp8_loses(measured):
+    rows = measured["parts"]["linear"]["items"]
+    rows["small"] = linear_entry(1024, 2048, 1024, bf16=1.0, torchao_tensorwise=1.5, te_delayed=1.1)
+    rows["mixed"] = linear_entry(4096, 2048, 2048, bf16=1.0, torchao_tensorwise=1.5, te_delayed=0.9)
+    text = report.render(measured)
+    assert "Slower than bf16 in every recipe that ran: 1024 x 2048 x 1024." in text
+    assert "1.500 (0.67x)" in text
+
+
+def test_of_two_runs_of_the_gpu_tests_the_whole_one_stays(measured):
+    def tests(cut_short):
+        entry = {"status": "ok", "figures": {"cut_short": cut_short, "outcomes": {}}}
+        return {**measured, "parts": {"tests": {"seconds": 1.0, "items": {"file": entry}}}}
+
+    for order in ([False, True], [True, False]):
+        merged = merge([tests(cut_short) for cut_short in order])
+        assert merged["parts"]["tests"]["items"]["file"]["figures"]["cut_short"] is False
+
+
+def test_the_optimizer_is_judged_by_its_worse_implementation(measured):
+    found = {t["target"].split(", to plain")[0]: t for t in targets.targets(measured) if "optimizer" in t["target"]}
+    verdict = {name.removeprefix("optimizer step, "): (t["measured"], t["met"]) for name, t in found.items()}
+    assert verdict == {
+        "fp32": (None, None), "remainder": (None, None), "stochastic": (1.2, False),
+        "stochastic, bf16 moments": (1.15, True),
+    }  # fmt: skip
+
+
+def test_a_bound_needs_every_shape(measured):
+    rows = figures.linear_rows(measured)
+    ours = {**measured["parts"]["step8b"]["items"][MAIN]["figures"], "fp8_shapes": {"8192x1024": 1}}
+    assert figures.amdahl_by_time(ours, 100.0, rows) is None
+    assert figures.amdahl_by_flops({**ours, "fp8_shapes": {}}, rows) is None
