@@ -17,6 +17,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.te import recipes, support
+from lightning_lowprec.layers.te.gathered import unwired
 from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.plugins.backend import check_ranks_agree, check_resumes
 from lightning_lowprec.plugins.base import LowPrecision
@@ -59,8 +60,9 @@ class FP8TE(LowPrecision):
         override_linear_precision: what Transformer Engine 1.x called it: (fprop, dgrad, wgrad) in high precision.
         interval: as well; 1 is what is done.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
-            float32 weights as their masters; also under ``master_weights``, which casts all others. Under FSDP2 the
-            float32 shards are gathered as float8, which recipes with one scale per weight do by themselves.
+            float32 weights as their masters; also under ``master_weights``, which casts all others. Frozen ones are in
+            FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all are gathered as float8, which
+            these recipes do by themselves.
         fp8_dpa: attention in FP8, where it is Transformer Engine's own.
         fp8_mha: keep it in FP8 around attention, where that is Transformer Engine's own.
         base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
@@ -188,6 +190,16 @@ class FP8TE(LowPrecision):
         return f"FP8 kernels of Transformer Engine on {describe(device)}"
 
     # ---- layers
+
+    @override
+    def _settle_pending(self) -> None:
+        modules = alive(self._pending)
+        super()._settle_pending()
+        if self.fp8_params and self._sharded is None and unwired(self.recipe) is None and self.fp8_eval:
+            from lightning_lowprec.layers.te.linear import freeze_weights
+
+            for module in modules:
+                freeze_weights(module)
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:

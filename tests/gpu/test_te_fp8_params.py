@@ -124,3 +124,44 @@ def test_a_gathered_weight_leaves_no_transpose_behind():
     assert held[2] - held[1] < weights / 10
     model.reshard()
     assert held[2] < 4 * weights + weights / 2 + 2**26  # float32 shards, at most half a byte, and workspaces
+
+
+class Adapted(nn.Module):
+    """Frozen layers with low-rank ones beside them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.base = Layers(width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 16, bias=False), nn.Linear(16, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x + self.up(self.down(x)))
+
+
+def adapt(recipe, width, **options):
+    """Losses of training the adapters, and the bytes that the model holds on the GPU."""
+    plugin = plugin_for(recipe, keep=["down", "up"], **options)
+    before = torch.cuda.memory_allocated()
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=plugin)
+    model = Adapted(width)
+    module, optimizer = fabric.setup(
+        model, torch.optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=3e-3)
+    )
+    held, losses = torch.cuda.memory_allocated() - before, []
+    x = torch.randn(64, width, generator=torch.Generator().manual_seed(2)).to(DEVICE).bfloat16()
+    for _ in range(6):
+        loss = nn.functional.mse_loss(module(x).float(), x.float().flip(-1))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, held
+
+
+@one_scale
+def test_frozen_weights_take_one_byte(recipe):
+    in_fp8, held = adapt(recipe, 1024, fp8_params=True)
+    in_full, held_in_full = adapt(recipe, 1024)
+    assert in_fp8 == pytest.approx(in_full, rel=2e-2)
+    frozen = 2 * 2 * 1024 * 2048
+    assert held_in_full - held == pytest.approx(3 * frozen, rel=0.05)

@@ -11,66 +11,14 @@ known before anything is sent, and a history could only make it worse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_lowprec.formats import E4M3
-from lightning_lowprec.layers.dispatch import written
+from lightning_lowprec.layers.te.coded import CodedWeight
 from lightning_lowprec.scaling import power_of_two_scale, saturating_cast
-
-_aten: Any = torch.ops.aten
-_KEEP_CLASS: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # FSDP2's, of the whole shape
-
-
-@final
-class GatheredCodes(Tensor):
-    """A whole weight as codes and one scale, for the GEMM; to anything else it shows its values.
-
-    Args:
-        codes: (...) float8_e4m3fn.
-        inv_scale: (1,) float32: the weight is ``codes * inv_scale``.
-        dtype: what it looks like, and gets gradients in.
-    """
-
-    codes: Tensor
-    inv_scale: Tensor
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> GatheredCodes:
-        """A tensor without memory of its own."""
-        make: Any = Tensor._make_wrapper_subclass
-        made: GatheredCodes = make(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
-        made.codes, made.inv_scale = codes, inv_scale
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Aliases stay codes; everything else reads the values, in float32 if that is asked for; nothing writes."""
-        kwargs = kwargs or {}
-        if func in _KEEP_CLASS:
-            first: GatheredCodes = args[0]
-            return GatheredCodes(func(first.codes, *args[1:], **kwargs), first.inv_scale, first.dtype)
-        if func is _aten._to_copy.default:
-            return func(args[0].values(), **{"dtype": args[0].dtype, **kwargs})
-        if any(isinstance(t, GatheredCodes) for t in pytree.tree_leaves(written(func, args, kwargs))):
-            raise TypeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
-        return func(*pytree.tree_map_only(GatheredCodes, lambda w: w.values().to(w.dtype), args), **kwargs)
-
-    def values(self) -> Tensor:
-        """(...) float32, exact."""
-        return self.codes.float() * self.inv_scale
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape and the scale."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale.item():.3e})"
 
 
 @final
@@ -101,12 +49,12 @@ class TEWire:
         return saturating_cast(values.float() * scale, E4M3)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """A :class:`GatheredCodes`."""
-        return GatheredCodes(codes, _inverse(scale), dtype)
+        """A :class:`CodedWeight`."""
+        return CodedWeight(codes, _inverse(scale), dtype)
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The codes have come to the same memory; the scale goes where autograd may hold the old one's tensor."""
-        assert isinstance(whole, GatheredCodes)
+        assert isinstance(whole, CodedWeight)
         whole.inv_scale.copy_(_inverse(scale))
 
 
@@ -134,14 +82,14 @@ def unwired(recipe: Any) -> str | None:
 
 
 class _AsFloat8Tensor(torch.autograd.Function):
-    """GatheredCodes as Transformer Engine's tensor, sharing the memory; the gradient passes through.
+    """CodedWeight as Transformer Engine's tensor, sharing the memory; the gradient passes through.
 
     Its transpose, which Hopper needs for the backward GEMM, belongs to this tensor and goes with the graph: one kept by
     the gathered weight would outlive the gather.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: GatheredCodes, quantizer: Any) -> Tensor:
+    def forward(ctx: Any, weight: CodedWeight, quantizer: Any) -> Tensor:
         from transformer_engine.pytorch import Float8Tensor
 
         own = quantizer.copy()
@@ -163,8 +111,20 @@ class _AsFloat8Tensor(torch.autograd.Function):
         return grad, None
 
 
+class _Values(torch.autograd.Function):
+    """The values of a CodedWeight, float32; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: CodedWeight) -> Tensor:
+        return weight.values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine's tensors do not trace
-def for_gemm(weight: GatheredCodes, quantizer: Any) -> Tensor:
+def for_gemm(weight: CodedWeight, quantizer: Any) -> Tensor:
     """The weight as a layer of Transformer Engine takes it.
 
     Args:
@@ -179,4 +139,4 @@ def for_gemm(weight: GatheredCodes, quantizer: Any) -> Tensor:
     if isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)) and quantizer.dtype == DType.kFloat8E4M3:
         whole: Tensor = _AsFloat8Tensor.apply(weight, quantizer)  # type: ignore[no-untyped-call]
         return whole
-    return weight.to(torch.float32)
+    return _Values.apply(weight)  # type: ignore[no-untyped-call, no-any-return]

@@ -25,7 +25,8 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.layers.te import scales
-from lightning_lowprec.layers.te.gathered import GatheredCodes, for_gemm
+from lightning_lowprec.layers.te.coded import CodedWeight, FrozenWeight, freeze_in_fp8, thaw
+from lightning_lowprec.layers.te.gathered import for_gemm
 from lightning_lowprec.layers.te.weight_cache import WeightCache
 from lightning_lowprec.layers.wire import WireFormat
 
@@ -124,7 +125,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
-        if isinstance(self.weight, GatheredCodes):
+        if isinstance(self.weight, CodedWeight):
             quantizers = self.quantizers["scaling_fwd"]
             return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
         return [self.weight]
@@ -135,6 +136,11 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     # without these torch finds no extra state to save, and asks for none
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, FrozenWeight):
+            destination[prefix + "weight"] = self.weight.values().to(self.weight.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep: scales, but no quantised weights and no place in global buffers."""
@@ -180,6 +186,7 @@ def configure(
             quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
         fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
+    thaw(linear)
     if not isinstance(linear, TELinear):
         donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
@@ -193,10 +200,18 @@ def configure(
 
 def revert(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
+    thaw(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
     for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
         linear.__dict__.pop(name, None)
     linear.__class__ = nn.Linear
+
+
+def freeze_weights(model: nn.Module) -> None:
+    """Keep the weights of TELinears that do not train in FP8 alone (see ``coded``), but not those on meta."""
+    for layer in te_linears(model):
+        if not (layer.weight.requires_grad or layer.weight.is_meta or isinstance(layer.weight, CodedWeight)):
+            freeze_in_fp8(layer)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:

@@ -1,0 +1,131 @@
+"""A weight that is e4m3 codes and one scale: the GEMM takes the codes, anything else sees the values.
+
+    weight = codes * inv_scale
+
+Nothing updates such a weight. It was gathered from shards that are updated, or it is frozen and kept in FP8 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Self, final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_lowprec.formats import E4M3
+from lightning_lowprec.layers.dispatch import written
+from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
+
+_aten: Any = torch.ops.aten
+_ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole shape
+_COPIES: Final = {_aten.clone.default, _aten._to_copy.default}
+
+
+class CodedWeight(Tensor):
+    """Codes and their scale, looking like a tensor of ``dtype``.
+
+    Args:
+        codes: (...) float8_e4m3fn.
+        inv_scale: (1,) float32.
+        dtype: what it looks like, and gets gradients in.
+    """
+
+    codes: Tensor
+    inv_scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
+        """A tensor without memory of its own."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: Self = make(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
+        made.codes, made.inv_scale = codes, inv_scale
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Aliases and copies stay codes; everything else reads the values; what would write is asked."""
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return cls(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
+        if func in _COPIES:
+            dtype = kwargs.pop("dtype", None) or args[0].dtype
+            return cls(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
+        for target in pytree.tree_leaves(written(func, args, kwargs)):
+            if isinstance(target, CodedWeight):
+                return target.write(func, *args[1:])
+        return func(*pytree.tree_map_only(CodedWeight, lambda w: w.values().to(w.dtype), args), **kwargs)
+
+    def write(self, func: Any, *args: Any) -> Any:
+        """An operation would change the weight."""
+        raise TypeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
+
+    def values(self) -> Tensor:
+        """(...) float32, exact."""
+        return self.codes.float() * self.inv_scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """What compilers trace through, and ``module.to`` swaps."""
+        return ["codes", "inv_scale"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Self:
+        """The inverse."""
+        return cls(inner["codes"], inner["inv_scale"], dtype)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """The shape and the scale."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale.item():.3e})"
+
+
+@final
+class FrozenWeight(CodedWeight):
+    """A weight that does not train, in FP8 alone: one byte per element.
+
+    Its scale is a power of two, so float32 and bf16 hold its values exactly, and give the same codes again: it passes
+    through checkpoints and other ranks unchanged. It can be loaded, but not updated.
+    """
+
+    def write(self, func: Any, *args: Any) -> Any:
+        """Take other values: (...) any float."""
+        if func is not _aten.copy_.default:
+            raise TypeError(
+                f"{func} would update a weight that is frozen and kept in FP8 alone (`fp8_params=True`). Let it train"
+                " before the model is set up, or set it up without `fp8_params`."
+            )
+        codes, inv_scale = _encode(args[0])
+        self.codes.copy_(codes)
+        self.inv_scale.copy_(inv_scale)
+        return self
+
+
+def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(...) any float -> codes, and (1,) float32."""
+    if isinstance(values, CodedWeight):
+        values = values.values()
+    scale = power_of_two_scale(amax(values), E4M3)
+    return saturating_cast(values.float() * scale, E4M3), scale.reciprocal().reshape(1)
+
+
+@torch.no_grad()
+def freeze_in_fp8(layer: Any) -> None:
+    """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object."""
+    weight = layer.weight
+    _swap(weight, FrozenWeight(*_encode(weight.detach()), weight.dtype))
+
+
+@torch.no_grad()
+def thaw(layer: Any) -> None:
+    """Give a weight that is in FP8 alone its values in full, in the dtype that it has shown; any other stays."""
+    weight = layer.weight
+    if isinstance(weight, FrozenWeight):
+        _swap(weight, weight.values().to(weight.dtype))
+
+
+def _swap(param: Any, tensor: Tensor) -> None:
+    torch.utils.swap_tensors(param, nn.Parameter(tensor, requires_grad=param.requires_grad))  # type: ignore[no-untyped-call]
