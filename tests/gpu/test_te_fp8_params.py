@@ -147,7 +147,7 @@ def adapt(recipe, width, **options):
     module, optimizer = fabric.setup(
         model, torch.optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=3e-3)
     )
-    held, losses = torch.cuda.memory_allocated() - before, []
+    losses = []
     x = torch.randn(64, width, generator=torch.Generator().manual_seed(2)).to(DEVICE).bfloat16()
     for _ in range(6):
         loss = nn.functional.mse_loss(module(x).float(), x.float().flip(-1))
@@ -155,7 +155,8 @@ def adapt(recipe, width, **options):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, held
+    del loss
+    return losses, torch.cuda.memory_allocated() - before
 
 
 @one_scale
