@@ -2,8 +2,9 @@
 
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
-without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same version, and
-no optimizer has stepped since, in case its kernel bumps no version.
+without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same place in
+memory (``weight.data = other`` bumps no version, nor does ``vector_to_parameters``), at the same version, and no
+optimizer has stepped since, in case its kernel bumps no version.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self._kept = False
         self._used_again = False
 
     def is_first_microbatch(self, weight: Tensor) -> bool | None:
         """For a forward with gradients; see above."""
-        now = (id(weight), weight._version, STEPS.count)
+        now = (id(weight), weight.data_ptr(), weight._version, STEPS.count)
         if now != self._seen:
             self._seen = now
             self._kept, self._used_again = self._used_again, False
