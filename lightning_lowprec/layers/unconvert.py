@@ -10,8 +10,11 @@ from torch import nn
 Backend = Literal["torchao", "transformer_engine"]
 
 
-def unconvert(model: nn.Module, *, but: Backend) -> None:
+def unconvert(model: nn.Module, *, but: Backend | None = None) -> None:
     """Undo the conversions of every backend except ``but``, in place; a backend that is not imported has done none."""
+    fusion = _imported("fusion")
+    if fusion is not None and but != "transformer_engine":
+        fusion.unfuse(model)
     torchao = _imported("torchao")
     if torchao is not None and but != "torchao":
         torchao.revert(model)

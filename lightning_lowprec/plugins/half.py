@@ -10,6 +10,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.hardware import bf16_refusal, default_device
+from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.optim import LossScale, LossScaler
 from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.host import alive
@@ -100,6 +101,7 @@ class HalfMixed(LowPrecision):
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:
+        unconvert(module)
         if self._dtype is not None:
             return
         rank_zero_info(f"{self.precision}: {self.how(device)}.")

@@ -20,6 +20,7 @@ from lightning_lowprec.layers.invariants import unchanged
 from lightning_lowprec.layers.options import LayerOptions
 from lightning_lowprec.layers.plan import Plan
 from lightning_lowprec.layers.scaled_linear import ScaledLinear, scale_linears, scaled_linears
+from lightning_lowprec.layers.unconvert import unconvert
 from lightning_lowprec.optim.scaled_conversion import adopt
 from lightning_lowprec.optim.scaled_weight import LEVELS, Level, scaled_of
 from lightning_lowprec.plugins.base import LowPrecision
@@ -181,6 +182,7 @@ class MSAMP(LowPrecision):
         refusal = self.refusal(device)
         if refusal is not None:
             raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
+        unconvert(module)
         plan = plan_or_raise(module, self.layers, precision=self.precision, base=self.base, converted=ScaledLinear)
         held = scaled_linears(module)
         if held:

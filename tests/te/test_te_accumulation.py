@@ -10,6 +10,7 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
 )
 
 from lightning_lowprec import FP8TE
+from tests.te import reference
 from tests.te.subjects import fabric_for
 
 MICRO_BATCHES, WINDOWS = 4, 3
@@ -109,3 +110,22 @@ def test_a_weight_is_quantised_once_per_step(reference_te):
 def test_a_weight_that_a_graph_holds_is_quantised_again(reference_te):
     assert Run(forwards_first, True).counts == [MICRO_BATCHES] * WINDOWS
     assert Run(with_one_forgotten, True).counts == [3, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["current", "nvfp4"])
+def test_an_input_that_needs_a_gradient_later(reference_te, kind):
+    """What was kept for inputs that need none has no transpose; e2m1 cannot make one of it."""
+    recipe = {"current": reference.current_scaling, "nvfp4": reference.nvfp4}[kind]
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(32, 32), torch.randn(32, 32)
+        fabric = fabric_for(FP8TE(recipe(), weight_cache=cached))
+        wrapped = fabric.setup(layer)
+        for _ in range(3):
+            fabric.backward(wrapped(x).square().mean())
+        x.requires_grad_()
+        for _ in range(2):
+            fabric.backward(wrapped(x).square().mean())
+        found.append((x.grad, layer.weight.grad))
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))

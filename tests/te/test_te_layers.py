@@ -298,13 +298,13 @@ def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
     seen, weight = [], torch.ones(3, requires_grad=True)
 
     def counted(x):
-        seen.append(layer._is_first_microbatch())
+        seen.append(layer._is_first_microbatch(layer.weight))
         return (x * weight).exp()
 
     for _ in range(2):
         checkpoint(counted, torch.ones(3), use_reentrant=False).sum().backward()
     assert seen == [None] * 4
-    assert [layer._is_first_microbatch() for _ in range(3)] == [None, True, False]
+    assert [layer._is_first_microbatch(layer.weight) for _ in range(3)] == [None, True, False]
 
 
 @pytest.mark.parametrize(

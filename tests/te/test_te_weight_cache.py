@@ -79,8 +79,10 @@ def test_a_skipped_step_may_use_it_again(layer):
         lambda layer: layer.load_state_dict(nn.Linear(4, 4).state_dict()),
         lambda layer: nn.init.zeros_(layer.weight),
         lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(4, 4))),
+        lambda layer: setattr(layer.weight, "data", torch.zeros(4, 4)),
+        lambda layer: nn.utils.vector_to_parameters(torch.zeros(20), layer.parameters()),
     ],
-    ids=["load", "init", "another parameter"],
+    ids=["load", "init", "another parameter", "other data", "a vector"],
 )
 def test_weights_written_from_outside(layer, change):
     cache = WeightCache()

@@ -80,7 +80,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)
         if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
             return self._recompute(input)
-        return self._multiply(input, self._is_first_microbatch())
+        return self._multiply(input, self._is_first_microbatch(input))
 
     def _recompute(self, input: Tensor) -> Tensor:
         """The forward again, within a backward pass, by a checkpoint that knows torch's autocast only."""
@@ -93,7 +93,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
                 " transformers turn its gradient checkpointing on before the model is set up."
             )
         with te.autocast(enabled=True, recipe=recipe):
-            return self._multiply(input, self._is_first_microbatch())
+            return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
         tokens = input.numel() // self.in_features
@@ -105,8 +105,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         output = te.Linear.forward(self, rows, is_first_microbatch)[:tokens]
         return output.reshape(*input.shape[:-1], self.out_features)
 
-    def _is_first_microbatch(self) -> bool | None:
-        if self.weight_cache is None or torch.compiler.is_compiling():
+    def _is_first_microbatch(self, input: Tensor) -> bool | None:
+        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, CodedWeight):
             return None
         if not (torch.is_grad_enabled() or self.weight_cache.always):
             return None
@@ -114,7 +114,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         # one for this call is several: forward and recomputation must do the same
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return None
-        if _is_lent(self._fp8_workspaces.get("weight")):
+        if not _serves(self._fp8_workspaces.get("weight"), input):
             self._fp8_workspaces.clear()
         first = self.weight_cache.is_first_microbatch(self.weight, training=self.training)
         if self.weight_cache.is_idle:
@@ -219,9 +219,16 @@ def te_linears(model: nn.Module) -> list[TELinear]:
     return [module for module in model.modules() if isinstance(module, TELinear)]
 
 
-def _is_lent(workspace: Any) -> bool:
-    """Whether what was kept is with a graph that awaits its backward: storage that is no tensor goes there whole."""
-    return workspace is not None and not isinstance(workspace, Tensor) and getattr(workspace, "data", None) is None
+def _serves(workspace: Any, input: Tensor) -> bool:
+    """Whether what was kept can be used; Transformer Engine asks that of its own quantised tensors only.
+
+    What a CustomRecipe's quantizer made may be no tensor: then it is with a graph that awaits its backward as a whole,
+    or lacks the transpose (``data_t``) because no input has needed a gradient so far.
+    """
+    if workspace is None or isinstance(workspace, Tensor):
+        return True
+    names = ("data", "data_t") if input.requires_grad else ("data",)
+    return all(getattr(workspace, name, None) is not None for name in names)
 
 
 def _donor(linear: Any, name: str | None = None) -> Any:
