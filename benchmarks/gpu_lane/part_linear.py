@@ -42,7 +42,8 @@ class Linears:
 
     def items(self, settings: Settings) -> list[Item]:
         keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes(settings))]
-        return [Item(key=key, seconds=8.0, limit=120.0) for key in keys]
+        seconds = 2.0 if settings.smoke else 20.0
+        return [Item(key=key, seconds=seconds, limit=120.0) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
         if key == PEAKS:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_lane import bytes_held, measure, models, part_tests, runner, setups, sizes
+from benchmarks.gpu_lane import bytes_held, contenders, measure, models, part_tests, runner, setups, sizes
 from benchmarks.gpu_lane.__main__ import main
 from benchmarks.gpu_lane.item import Item, missing_library
 from benchmarks.gpu_lane.part_linear import shapes
@@ -15,6 +15,7 @@ from benchmarks.gpu_lane.part_tests import parse
 from benchmarks.gpu_lane.results import Results, clean, merge
 from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
+from lightning_lowprec.availability import availability
 
 RUN = {"date": "2030-01-02", "commit": "abc", "smoke": False, "parts": ["x"], "machine": {"device": "NVIDIA H200"}}
 
@@ -294,6 +295,22 @@ def test_pytest_output_is_read_even_if_it_was_cut_short():
     assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert found["reasons"] == {"tests/gpu/test_a.py::test_y": "AssertionError: 1 == 2"}
     assert parse(text, None)["headline"].endswith("stopped at the time limit")
+
+
+def test_every_file_of_gpu_tests_is_run_the_most_valuable_first():
+    keys = [item.key for item in part_tests.Tests().items(Settings(device="cuda"))]
+    files = {f"tests/gpu/{path.name}" for path in (part_tests.ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(keys) == files
+    assert keys[: len(part_tests.FIRST)] == [f"tests/gpu/test_{name}.py" for name in part_tests.FIRST]
+
+
+def test_a_name_of_ours_is_missing_where_it_cannot_run():
+    cpu = torch.device("cpu")
+    ours = [contender for contender in contenders.contenders() if contender.name is not None]
+    assert {contender.name for contender in ours} >= {"fp8-tensorwise", "fp8-hybrid-te", "nvfp4", "msamp-o3"}
+    for contender in ours:
+        assert (contender.missing(cpu) is None) == availability(contender.name, cpu).runs, contender.key
+    assert all(contender.missing(cpu) for contender in ours if contender.key.startswith(contenders.MAIN_TE))
 
 
 def test_a_file_that_hangs_says_what_it_found_before(tmp_path, monkeypatch):
