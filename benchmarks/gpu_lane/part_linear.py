@@ -75,7 +75,7 @@ def measure_peaks(settings: Settings) -> dict[str, Any]:
 def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
     """Every contender at one shape, set up and warmed one by one, then timed in turn."""
     device = settings.torch_device
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     problem = Problem(m=m, k=k, n=n, device=device, compile=settings.compile)
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
@@ -97,7 +97,7 @@ def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
     stage("timing")
     _time(runs, rows, settings)
     runs.clear()
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     return {"m": m, "k": k, "n": n, "runs": rows, "headline": _headline(rows)}
 
 
