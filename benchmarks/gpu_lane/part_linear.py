@@ -111,6 +111,7 @@ def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Setti
         rows[name] = {"status": FAILED, "reason": reason}
     for name, taken in samples.items():
         rows[name] |= {"status": OK, **measure.summary(taken)}
+        rows[name]["host_ms"] = min(measure.device_and_host(runs[name], device)[1] for _ in range(3))
         rows[name]["loop_ms"] = measure.back_to_back(runs[name], device, rounds)
 
 
