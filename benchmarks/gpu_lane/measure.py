@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -140,9 +141,16 @@ def forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def forget_compiled(device: torch.device) -> None:
-    """Also drop what torch.compile holds, so that the next shape is compiled as static again."""
+def start_afresh(device: torch.device) -> None:
+    """Drop what earlier contenders of this process left, and what they hold of the device's memory.
+
+    torch.compile's code, so that the next shape is compiled as static again; Transformer Engine's list of layers with
+    delayed scales: every step under its autocast renews the scales of all of them.
+    """
     torch._dynamo.reset()
+    quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
     forget(device)
 
 

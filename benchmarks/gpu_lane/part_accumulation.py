@@ -55,7 +55,7 @@ def _everyone() -> list[Contender]:
 def accumulate(contender: Contender, shape: models.Shape, settings: Settings) -> dict[str, Any]:
     """Milliseconds per optimizer step and per micro-batch, by number of micro-batches."""
     device = settings.torch_device
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     running = contender.setup(Job(shape=shape, device=device, compile=settings.compile))
     data = models.batches(shape, 1, device, count=COUNTS[-1])
     first = measure.seconds(lambda: running.step(data[:1]), device)

@@ -42,7 +42,8 @@ class Linears:
 
     def items(self, settings: Settings) -> list[Item]:
         keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes(settings))]
-        return [Item(key=key, seconds=8.0, limit=120.0) for key in keys]
+        seconds = 2.0 if settings.smoke else 20.0
+        return [Item(key=key, seconds=seconds, limit=120.0) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
         if key == PEAKS:
@@ -74,7 +75,7 @@ def measure_peaks(settings: Settings) -> dict[str, Any]:
 def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
     """Every contender at one shape, set up and warmed one by one, then timed in turn."""
     device = settings.torch_device
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     problem = Problem(m=m, k=k, n=n, device=device, compile=settings.compile)
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
@@ -96,7 +97,7 @@ def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
     stage("timing")
     _time(runs, rows, settings)
     runs.clear()
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     return {"m": m, "k": k, "n": n, "runs": rows, "headline": _headline(rows)}
 
 
@@ -110,6 +111,7 @@ def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Setti
         rows[name] = {"status": FAILED, "reason": reason}
     for name, taken in samples.items():
         rows[name] |= {"status": OK, **measure.summary(taken)}
+        rows[name]["host_ms"] = min(measure.device_and_host(runs[name], device)[1] for _ in range(3))
         rows[name]["loop_ms"] = measure.back_to_back(runs[name], device, rounds)
 
 

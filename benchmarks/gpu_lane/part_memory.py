@@ -60,7 +60,7 @@ def _everyone() -> list[Contender]:
 def bytes_of(contender: Contender, optimizer: str, shape: models.Shape, settings: Settings) -> dict[str, Any]:
     """Bytes and bytes per parameter, after two steps that build the optimizer's state."""
     device = settings.torch_device
-    measure.forget_compiled(device)
+    measure.start_afresh(device)
     before = measure.allocated(device)
     running = contender.setup(Job(shape=shape, device=device, compile=settings.compile, optimizer=optimizer))
     data = models.batches(shape, BATCH, device, count=1)

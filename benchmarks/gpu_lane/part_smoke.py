@@ -95,6 +95,7 @@ def toy_steps(name: str, settings: Settings, *, compiled: bool) -> dict[str, Any
     """A few training steps of a small model."""
     shape = models.TOY if settings.smoke else models.SHAPES["small"]
     device = settings.torch_device
+    measure.start_afresh(device)
     running = find(name).setup(Job(shape=shape, device=device, compile=compiled))
     batch = models.batches(shape, 2, device, count=1)
     losses: list[Any] = []

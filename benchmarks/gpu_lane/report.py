@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.gpu_lane import figures, targets
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
+from benchmarks.gpu_lane.measure import HIDE_LAUNCHES_MS
 from benchmarks.gpu_lane.part_linear import PEAKS
 from benchmarks.gpu_lane.part_optimizer import CALLS
 from benchmarks.gpu_lane.results import OK, figures_of
@@ -103,6 +104,7 @@ def _linear(data: Data) -> str:
         f" many times faster than bf16 (below 1: slower). `{LIMIT}`: the three GEMMs on operands that are FP8 already.",
         ratio,
         _losers(rows),
+        _not_hidden(rows),
         "The same in a loop over the layer alone, the host's launches included (bf16 = 1):",
         table(("M", "K", "N", *names), ((*s, *_loop_cells(row, names)) for s, row in rows.items())),
     ]
@@ -126,6 +128,22 @@ def _losers(rows: dict[figures.Shape, Data]) -> str:
     }
     slower = [" x ".join(map(str, shape)) for shape, ratio in best.items() if ratio is not None and ratio < 1]
     return f"Slower than bf16 in every recipe that ran: {', '.join(slower) or 'no shape'}."
+
+
+def _not_hidden(rows: dict[figures.Shape, Data]) -> str:
+    """Whose device time has the host's launches in it."""
+    slow = [
+        f"{name} at {' x '.join(map(str, shape))} ({run['host_ms']:.1f} ms)"
+        for shape, row in rows.items()
+        for name, run in row["runs"].items()
+        if run.get("host_ms", 0.0) > HIDE_LAUNCHES_MS
+    ]
+    if not slow:
+        return ""
+    return (
+        f"Launched by the host in more than the {HIDE_LAUNCHES_MS:g} ms that the device is held back, so that some of"
+        f" it may be in the times: {', '.join(slow)}."
+    )
 
 
 def _cell(row: Data, name: str) -> str:

