@@ -14,8 +14,8 @@ from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
 
 COUNTS = (1, 4, 16)
-UNCACHED = f"{MAIN_TE}, weight_cache=False"
-RANKED = (BASELINE, MAIN_TE, UNCACHED, "te delayed", "te delayed, weights cached", MAIN, "torchao tensorwise, compiled",
+OPTIONS = {f"{MAIN_TE}, weight_cache=False": {"weight_cache": False}, f"{MAIN_TE}, fp8_params": {"fp8_params": True}}
+RANKED = (BASELINE, MAIN_TE, *OPTIONS, "te delayed", "te delayed, weights cached", MAIN, "torchao tensorwise, compiled",
           "te current", "te current, weights cached")  # fmt: skip
 SECONDS = 3.0
 """Time for one count of micro-batches of one contender."""
@@ -46,8 +46,9 @@ def _everyone() -> list[Contender]:
         cached = partial(setups.transformer_engine, recipe=recipe, cache_weights=True)
         key = f"te {recipe}, weights cached"
         known[key] = replace(known[f"te {recipe}"], key=key, setup=cached)
-    without = partial(setups.ours, name=MAIN_TE.removeprefix("ours "), options={"weight_cache": False})
-    known[UNCACHED] = replace(known[MAIN_TE], key=UNCACHED, setup=without)
+    for key, options in OPTIONS.items():
+        setup = partial(setups.ours, name=MAIN_TE.removeprefix("ours "), options=options)
+        known[key] = replace(known[MAIN_TE], key=key, setup=setup)
     te_of_ours = [key for key, c in known.items() if c.name is not None and c.needs == (TE,) and key != TE_COMPILED]
     return [known[key] for key in dict.fromkeys((*RANKED, *te_of_ours))]
 
