@@ -13,6 +13,7 @@ Importing this module imports Transformer Engine.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any, ClassVar, Final, Literal
 
@@ -48,6 +49,17 @@ def check_input(input: Tensor) -> None:
         )
 
 
+def _warn_outside_of_autocast() -> None:
+    """Transformer Engine then computes in high precision without a word; ``te.autocast(enabled=False)`` is a wish."""
+    if FP8GlobalStateManager.quantization_state.autocast_depth == 0 and not is_in_onnx_export_mode():
+        warnings.warn(
+            "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
+            " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric calls"
+            " other methods than `forward` (`training_step`, marked ones) without any precision.",
+            stacklevel=3,
+        )
+
+
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
@@ -80,6 +92,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)
         if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
             return self._recompute(input)
+        if torch.is_grad_enabled() and self.training:
+            _warn_outside_of_autocast()
         return self._multiply(input, self._is_first_microbatch(input))
 
     def _recompute(self, input: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""Layers that are called where no precision's context is: Transformer Engine computes in high precision there."""
+
+import warnings
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+
+from lightning_lowprec import FP8TE
+from tests.te.reference import current_scaling
+from tests.te.subjects import fabric_for
+
+MESSAGE = "outside of its precision's context, and so in high precision"
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, x):
+        return self(x).sum()
+
+
+@pytest.fixture
+def fabric(reference_te):
+    return fabric_for(FP8TE(current_scaling()))
+
+
+def test_it_is_said(fabric):
+    model, x = Steps(), torch.randn(16, 32)
+    wrapped = fabric.setup(model)
+    wrapped.mark_forward_method("training_step")
+    for call in (model, wrapped.training_step):
+        with pytest.warns(UserWarning, match=MESSAGE), pytest.raises(RuntimeError, match="CUDA"):  # its own GEMM
+            call(x)
+
+
+def test_where_it_is_no_oversight(fabric):
+    model, x = Steps(), torch.randn(16, 32)
+    wrapped = fabric.setup(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(x)
+        with fabric.autocast():
+            model.training_step(x).backward()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="CUDA"):
+            model(x)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            model.eval()(x)
+        with (
+            fabric.autocast(),
+            te.autocast(enabled=False, recipe=current_scaling()),
+            pytest.raises(RuntimeError, match="CUDA"),
+        ):
+            model.train()(x)
