@@ -158,6 +158,25 @@ def train(rank, sharded):
     return losses, None if traffic is None else dict(traffic.sent)
 
 
+def kept_after_a_life_without_fsdp2(rank):
+    """How many whole weights layers keep behind a step, of a model that has computed before it was sharded."""
+    from lightning_lowprec import FP8TE, FabricFSDP2Strategy
+    from lightning_lowprec.layers.te.linear import te_linears
+    from tests.te.reference import current_scaling, run_on_cpu
+
+    run_on_cpu(pytest.MonkeyPatch())
+    model, x = Net(), torch.ones(16, 32)
+    with torch.no_grad():
+        L.Fabric(accelerator="cpu", devices=1, plugins=FP8TE(current_scaling())).setup(model)(x)
+    strategy = FabricFSDP2Strategy()  # these weights are gathered in bf16
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TE(current_scaling()))
+    fabric.launch()
+    wrapped = fabric.setup(model)
+    for _ in range(3):  # micro-batches
+        fabric.backward(wrapped(x).square().mean())
+    return sum(len(layer._fp8_workspaces) for layer in te_linears(model))
+
+
 def cut_by_tensor_parallelism(rank):
     from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -178,6 +197,7 @@ def work(rank, folder):
         "current": gather(rank, "current"),
         "cut": cut_by_tensor_parallelism(rank),
         "delayed": gather(rank, "delayed"),
+        "kept": kept_after_a_life_without_fsdp2(rank),
         "taken": taken_by_transformer_engine(rank),
         "sharded": train(rank, sharded=True),
         "whole": train(rank, sharded=False),
@@ -206,6 +226,10 @@ def test_codes_are_those_of_transformer_engine(results, kind):
 
 def test_its_gemm_takes_the_memory_that_was_gathered(results):
     assert results[0]["taken"] == [(True,) * 6] * 2 + [True, True]
+
+
+def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
+    assert [rank["kept"] for rank in results] == [0, 0]
 
 
 def test_tensor_parallelism_is_refused(results):

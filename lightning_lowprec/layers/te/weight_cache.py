@@ -2,8 +2,9 @@
 
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
-without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same version, and
-no optimizer has stepped since, in case its kernel bumps no version. (A frozen weight outlasts the steps.)
+without an error, so it counts as fresh only if nobody is known to have changed it: the same Parameter, at the same
+version and place, no optimizer has stepped since, in case its kernel bumps no version, and nobody has called ``eval()``.
+(A frozen weight outlasts the steps.) What cannot be seen is a write in place through ``weight.data``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class WeightCache:
 
     def __init__(self, *, always: bool = False) -> None:
         self.always = always
-        self._seen: tuple[int, int, int, bool] | None = None
+        self._seen: tuple[int, int, int, int, bool] | None = None
         self._kept = False
         self._used_again = False
 
@@ -57,7 +58,7 @@ class WeightCache:
                 bumps no version, when a model begins to evaluate, and taken away when it ends.
         """
         steps = -1 if self.always and not weight.requires_grad else STEPS.count
-        now = (id(weight), weight._version, steps, training)
+        now = (id(weight), weight.data_ptr(), weight._version, steps, training)
         if now != self._seen:
             self._seen = now
             self._kept, self._used_again = self.always or self._used_again, False
@@ -67,6 +68,10 @@ class WeightCache:
             return False
         self._kept = True
         return True
+
+    def forget(self) -> None:
+        """The next forward quantises anew."""
+        self._seen = None
 
     @property
     def pays(self) -> bool:
