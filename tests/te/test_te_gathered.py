@@ -82,6 +82,10 @@ def gather(rank, kind):
     found["after a step"] = compare(model)
     scales.refresh()
     found["refreshed"] = compare(model), scales.stale, scales.reductions
+    with torch.no_grad():
+        model.blocks[0][0].weight.to_local()[0].mul_(100)  # by a view of the shard
+    found["a row"] = scales.stale, compare(model)
+    scales.refresh()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found["keys"] = {fqn: value.dtype for fqn, value in state.items()}
     set_model_state_dict(model, {fqn: 3 * value for fqn, value in state.items()}, options=FULL)
@@ -219,7 +223,7 @@ def test_codes_are_those_of_transformer_engine(results, kind):
         found = rank[kind]
         assert found["at first"] == found["after a step"] == RIGHT
         assert found["refreshed"] == (RIGHT, False, 1)
-        assert found["loaded"] == (True, RIGHT)
+        assert found["a row"] == found["loaded"] == (True, RIGHT)
         assert set(found["keys"].values()) <= {torch.float32}
     assert results[0][kind]["keys"].keys() == Net().state_dict().keys()
 

@@ -192,13 +192,13 @@ def configure(
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
-    linear._fp8_workspaces = {}  # kept under other options, perhaps never to be asked for again
     for name in _WHERE_IT_RUNS:
         linear.__dict__.pop(name, None)
     cache = WeightCache(always=weight_cache == "always") if weight_cache else None
     unfused = custom and linear.bias is not None
     options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
-    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused)
+    # what was kept under other options may never be asked for again
+    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused, _fp8_workspaces={})
 
 
 def revert(linear: nn.Module) -> None:

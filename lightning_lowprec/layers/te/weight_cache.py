@@ -3,8 +3,8 @@
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
 without an error, so it counts as fresh only if nobody is known to have changed it: the same Parameter, at the same
-version and place, no optimizer has stepped since, in case its kernel bumps no version, and nobody has called ``eval()``.
-(A frozen weight outlasts the steps.) What cannot be seen is a write in place through ``weight.data``.
+version and place, no optimizer has stepped since, in case its kernel bumps no version, and no ``eval()`` was called. (A
+frozen weight outlasts the steps.) What cannot be seen is a write in place through ``weight.data``.
 """
 
 from __future__ import annotations
