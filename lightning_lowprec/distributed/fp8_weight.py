@@ -31,21 +31,14 @@ from lightning_lowprec.layers.dispatch import written
 from lightning_lowprec.layers.wire import WireFormat, wired_layers
 
 _aten = torch.ops.aten
-_KEEP_CLASS = {  # what FSDP2 makes shards with, and what moves or aliases them
-    _aten.detach.default,
+_KEEP_CLASS = {  # what FSDP2 makes shards with and moves them by; views too, whose writes are writes to the shard
     _aten.empty_like.default,
     _aten.new_zeros.default,
-    _aten.slice.Tensor,
     _aten.copy_.default,
-    _aten.view.default,
-    _aten.as_strided.default,
     _aten._to_copy.default,
     _aten._pin_memory.default,
-    _aten.split.Tensor,
     _aten.clone.default,
 }
-
-
 _SAME_VALUES = {
     _aten.detach.default,
     _aten.view.default,
@@ -147,7 +140,7 @@ class GatheredWeight(Tensor):
                 if isinstance(weight, GatheredWeight):
                     weight._scales.stale = True
         out = func(*plain_args, **plain_kwargs)
-        if func not in _KEEP_CLASS:
+        if func not in _KEEP_CLASS and not func.is_view:
             return out
         kept = pytree.tree_map_only(Tensor, lambda t: GatheredWeight(t, scales[0]), out)
         if func in _SAME_VALUES:  # a shard that CPU offloading moves to the device keeps its scale

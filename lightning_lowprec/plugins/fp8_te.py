@@ -127,13 +127,8 @@ class FP8TE(LowPrecision):
         grad_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
         check_base(base)
-        masters = resolve_masters(
-            base,
-            master_weights,
-            buffer_dtype=buffer_dtype,
-            grad_reduce_dtype=grad_reduce_dtype,
-            grad_accumulation_dtype=grad_accumulation_dtype,
-        )
+        dtypes = {"buffer_dtype": buffer_dtype, "grad_reduce_dtype": grad_reduce_dtype}
+        masters = resolve_masters(base, master_weights, **dtypes, grad_accumulation_dtype=grad_accumulation_dtype)
         super().__init__(resolve_loss_scale(base, loss_scale), masters)
         require(support.MODULE, "FP8TE")
         fields: dict[str, Any] = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": amax_history_len}

@@ -107,6 +107,37 @@ def test_weights_that_are_averaged_for_evaluation(reference_te):
     assert torch.equal(wrapped.train()(x).detach(), before)
 
 
+def _twice_in_place(model):
+    """As PEFT merges an adapter; and what was kept is found out of date when evaluation begins anew."""
+    for p in model.parameters():
+        p.data.mul_(2)
+    model.eval()
+
+
+def _twice_elsewhere(model):
+    """As PEFT's ``safe_merge`` and averages that swap pointers."""
+    for p in model.parameters():
+        p.data = 2 * p.data
+
+
+def _twice_by_the_book(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+@pytest.mark.parametrize("write", [_twice_in_place, _twice_elsewhere, _twice_by_the_book])
+def test_weights_that_change_between_two_evaluations(reference_te, write):
+    _, model, wrapped, _ = set_up(fp8_params=True)
+    x = batches(1)[0]
+    with torch.no_grad():
+        wrapped.eval()(x)
+        write(model)
+        fresh = set_up(weight_cache=False)
+        fresh[1].load_state_dict(model.state_dict())
+        assert torch.equal(wrapped(x), fresh[2].eval()(x))
+
+
 def test_frozen_weights_outlast_the_steps(reference_te):
     counts = []
     fabric, model, wrapped, optimizer = set_up(counting_recipe(counts), fp8_params=True)
@@ -185,3 +216,11 @@ def test_a_model_set_up_again_without_it(reference_te):
     fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)
     assert not any(layer.weight_cache.always for layer in te_linears(model))
     assert isinstance(model.lm_head, nn.Linear)
+
+
+def test_nothing_is_left_of_what_was_kept_when_a_model_is_set_up_without(reference_te):
+    fabric, model, wrapped, optimizer = set_up(fp8_params=True)
+    train(fabric, wrapped, optimizer)
+    assert all(layer._fp8_workspaces for layer in te_linears(model))
+    fabric_for(FP8TE(current_scaling(), norms=False, weight_cache=False)).setup(model)
+    assert not any(layer._fp8_workspaces for layer in te_linears(model))

@@ -82,6 +82,10 @@ def gather(rank, kind):
     found["after a step"] = compare(model)
     scales.refresh()
     found["refreshed"] = compare(model), scales.stale, scales.reductions
+    with torch.no_grad():
+        model.blocks[0][0].weight.to_local()[0].mul_(100)  # by a view of the shard
+    found["a row"] = scales.stale, compare(model)
+    scales.refresh()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found["keys"] = {fqn: value.dtype for fqn, value in state.items()}
     set_model_state_dict(model, {fqn: 3 * value for fqn, value in state.items()}, options=FULL)
@@ -116,6 +120,7 @@ def taken_by_transformer_engine(rank):
                 bool((grad == 2).all()),
             )
         )
+    torch.testing.assert_close(quantizer.amax, values.abs().amax().reshape(1))  # in delayed scaling's history
     plain = for_gemm(gathered, None)
     found.append(torch.equal(plain, gathered.codes.float() * gathered.inv_scale))
     with pytest.raises(TypeError, match="write to its shards"):
@@ -158,6 +163,25 @@ def train(rank, sharded):
     return losses, None if traffic is None else dict(traffic.sent)
 
 
+def kept_after_a_life_without_fsdp2(rank):
+    """How many whole weights layers keep behind a step, of a model that has computed before it was sharded."""
+    from lightning_lowprec import FP8TE, FabricFSDP2Strategy
+    from lightning_lowprec.layers.te.linear import te_linears
+    from tests.te.reference import current_scaling, run_on_cpu
+
+    run_on_cpu(pytest.MonkeyPatch())
+    model, x = Net(), torch.ones(16, 32)
+    with torch.no_grad():
+        L.Fabric(accelerator="cpu", devices=1, plugins=FP8TE(current_scaling())).setup(model)(x)
+    strategy = FabricFSDP2Strategy()  # these weights are gathered in bf16
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TE(current_scaling()))
+    fabric.launch()
+    wrapped = fabric.setup(model)
+    for _ in range(3):  # micro-batches
+        fabric.backward(wrapped(x).square().mean())
+    return sum(len(layer._fp8_workspaces) for layer in te_linears(model))
+
+
 def cut_by_tensor_parallelism(rank):
     from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -178,6 +202,7 @@ def work(rank, folder):
         "current": gather(rank, "current"),
         "cut": cut_by_tensor_parallelism(rank),
         "delayed": gather(rank, "delayed"),
+        "kept": kept_after_a_life_without_fsdp2(rank),
         "taken": taken_by_transformer_engine(rank),
         "sharded": train(rank, sharded=True),
         "whole": train(rank, sharded=False),
@@ -199,13 +224,17 @@ def test_codes_are_those_of_transformer_engine(results, kind):
         found = rank[kind]
         assert found["at first"] == found["after a step"] == RIGHT
         assert found["refreshed"] == (RIGHT, False, 1)
-        assert found["loaded"] == (True, RIGHT)
+        assert found["a row"] == found["loaded"] == (True, RIGHT)
         assert set(found["keys"].values()) <= {torch.float32}
     assert results[0][kind]["keys"].keys() == Net().state_dict().keys()
 
 
 def test_its_gemm_takes_the_memory_that_was_gathered(results):
     assert results[0]["taken"] == [(True,) * 6] * 2 + [True, True]
+
+
+def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
+    assert [rank["kept"] for rank in results] == [0, 0]
 
 
 def test_tensor_parallelism_is_refused(results):

@@ -6,7 +6,8 @@
 Transformer Engine has FP8 parameters of its own, whose shards are e4m3 next to a master in the optimizer: five bytes
 per element. Here the float32 shards are the masters, four bytes, and what is gathered, and multiplied with, is the
 same; optimizers and checkpoints see float32. Under delayed scaling too the scale is that of the weight as it is: it is
-known before anything is sent, and a history could only make it worse.
+known before anything is sent, and a history or a margin could only make it worse. The history of its amax is kept all
+the same, for a run that goes on without FSDP2.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def for_gemm(weight: CodedWeight, quantizer: Any) -> Tensor:
     """
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer
 
+    if isinstance(quantizer, Float8Quantizer):  # delayed scaling notes what it would have seen
+        torch.mul(weight.inv_scale, E4M3.max, out=quantizer.amax)
     if isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)) and quantizer.dtype == DType.kFloat8E4M3:
         whole: Tensor = _AsFloat8Tensor.apply(weight, quantizer)  # type: ignore[no-untyped-call]
         return whole

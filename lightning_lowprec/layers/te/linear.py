@@ -31,12 +31,13 @@ from lightning_lowprec.layers.te.gathered import for_gemm
 from lightning_lowprec.layers.te.weight_cache import WeightCache
 from lightning_lowprec.layers.wire import WireFormat
 
+_WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
+"""What Transformer Engine finds out at the first forward and never asks again: whether FSDP2 gathers the weight."""
 _SET_BY_FORWARD: Final = (
     "fp8_parameters",
     "allow_different_data_and_param_types",
     "forwarded_at_least_once",
-    "_is_fsdp2",
-    "_te_cached_parent_fsdp_state",
+    *_WHERE_IT_RUNS,
 )
 
 
@@ -144,6 +145,12 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
         return [self.weight]
 
+    def train(self, mode: bool = True) -> TELinear:
+        """As ``nn.Module``'s; ``eval()`` also has weights quantised anew that were written to through ``data``."""
+        if self.weight_cache is not None and not mode:
+            self.weight_cache.forget()
+        return super().train(mode)
+
     reset_parameters = nn.Linear.reset_parameters
     extra_repr = nn.Linear.extra_repr
     register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
@@ -206,10 +213,13 @@ def configure(
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
         linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
+    for name in _WHERE_IT_RUNS:
+        linear.__dict__.pop(name, None)
     cache = WeightCache(always=weight_cache == "always") if weight_cache else None
     unfused = custom and linear.bias is not None
     options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
-    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused)
+    # what was kept under other options may never be asked for again
+    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused, _fp8_workspaces={})
 
 
 def revert(linear: nn.Module) -> None:

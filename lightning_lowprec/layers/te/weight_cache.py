@@ -2,9 +2,10 @@
 
 Transformer Engine quantises a weight at every forward unless it is told ``is_first_microbatch``. True quantises and
 keeps the result, False uses what was kept, None quantises for this call. A kept weight that is stale trains on wrongly
-without an error, so it counts as fresh only if nobody can have changed it: the same Parameter, at the same place in
-memory (``weight.data = other`` bumps no version, nor does ``vector_to_parameters``), at the same version, and no
-optimizer has stepped since, in case its kernel bumps no version. (A frozen weight outlasts the steps.)
+without an error, so it counts as fresh only if nobody is known to have changed it: the same Parameter, at the same
+place in memory (``weight.data = other`` bumps no version, nor does ``vector_to_parameters``), at the same version, no
+optimizer has stepped since, in case its kernel bumps no version, and no ``eval()`` was called. (A frozen weight
+outlasts the steps.) What cannot be seen is a write in place through ``weight.data``.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class WeightCache:
             return False
         self._kept = True
         return True
+
+    def forget(self) -> None:
+        """The next forward quantises anew."""
+        self._seen = None
 
     @property
     def pays(self) -> bool:
