@@ -181,6 +181,8 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     if wanted is False:
         return False
     reason = _not_gathered(plugin)
+    if reason is None and wanted is True and getattr(plugin, "fuse", False):
+        reason = "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
     if reason is None:
         return True
     if wanted is True:
