@@ -24,7 +24,7 @@ from lightning_lowprec.plugins.base import LowPrecision
 from lightning_lowprec.plugins.converted import check_converted
 from lightning_lowprec.plugins.delayed_scales import SCALES, DelayedScales
 from lightning_lowprec.plugins.half import DTYPES
-from lightning_lowprec.plugins.host import alive
+from lightning_lowprec.plugins.host import alive, device_of
 from lightning_lowprec.plugins.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.plugins.master_weights import MasterWeights, resolve_masters
 from lightning_lowprec.plugins.te_options import Base, check_base, check_options
@@ -194,7 +194,7 @@ class FP8TE(LowPrecision):
             from lightning_lowprec.layers.te.linear import freeze_weights
 
             for module in modules:
-                freeze_weights(module)
+                freeze_weights(module, self._device or device_of(module))
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:

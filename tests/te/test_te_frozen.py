@@ -178,7 +178,7 @@ def test_adapters_train_over_them(reference_te):
     frozen, plain = Adapted(), Adapted()
     for model in (frozen, plain):
         convert(model, ["base.0", "base.2"], **options)
-    freeze_weights(frozen)
+    freeze_weights(frozen, torch.device("cpu"))
     plain.load_state_dict(frozen.state_dict())
     losses = adapt(frozen)
     assert all(isinstance(layer.weight, FrozenWeight) for layer in te_linears(frozen))

@@ -113,10 +113,15 @@ def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def freeze_in_fp8(layer: Any) -> None:
-    """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object."""
+def freeze_in_fp8(layer: Any, device: torch.device) -> None:
+    """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
+
+    Args:
+        layer: changed in place.
+        device: where the weight will be used; it is quantised there, and goes there now.
+    """
     weight = layer.weight
-    _swap(weight, FrozenWeight(*_encode(weight.detach()), weight.dtype))
+    _swap(weight, FrozenWeight(*_encode(weight.detach().to(device)), weight.dtype))
 
 
 @torch.no_grad()

@@ -231,11 +231,11 @@ def revert(linear: nn.Module) -> None:
     linear.__class__ = nn.Linear
 
 
-def freeze_weights(model: nn.Module) -> None:
-    """Keep the weights of TELinears that do not train in FP8 alone (see ``coded``), but not those on meta."""
+def freeze_weights(model: nn.Module, device: torch.device) -> None:
+    """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
     for layer in te_linears(model):
         if not (layer.weight.requires_grad or layer.weight.is_meta or isinstance(layer.weight, CodedWeight)):
-            freeze_in_fp8(layer)
+            freeze_in_fp8(layer, device)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:
