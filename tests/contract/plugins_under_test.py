@@ -45,6 +45,7 @@ if support.is_installed():  # else no name says so: nothing is skipped
         "FP8TE-bf16": partial(fp8_te),
         "FP8TE-fp16": partial(fp8_te, base="fp16"),
         "FP8TE-bf16-master": partial(fp8_te, master_weights=True),
+        "FP8TE-fp8-params": partial(fp8_te, fp8_params=True),
     }
 
 
