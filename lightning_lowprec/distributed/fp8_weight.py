@@ -193,7 +193,8 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     """Make the weights of FP8 layers ones that FSDP2 gathers as float8; call before ``fully_shard``.
 
     The parameters of these layers are replaced, as ``fully_shard`` replaces all of them. A weight that a layer without
-    FP8 shares (tied embeddings) stays as it is. Call :meth:`GatherScales.collect` after ``fully_shard``.
+    FP8 shares (tied embeddings) stays as it is, and so does one that is no parameter. Call :meth:`GatherScales.collect`
+    after ``fully_shard``.
 
     Args:
         model: converted; None comes back if no layer of it is FP8.
@@ -237,7 +238,8 @@ def check_even(model: nn.Module, shards: int) -> None:
 def _gathered_layers(model: nn.Module) -> list[Any]:
     layers = wired_layers(model)
     shared = _shared_outside(model, layers)
-    return [layer for layer in layers if id(layer.weight) not in shared]
+    # `weight_norm` computes a weight at each forward
+    return [layer for layer in layers if isinstance(layer.weight, nn.Parameter) and id(layer.weight) not in shared]
 
 
 def _shared_outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:

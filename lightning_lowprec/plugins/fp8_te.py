@@ -228,11 +228,9 @@ class FP8TE(LowPrecision):
 
         alignment = recipes.alignment_of(self.recipe)
         layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted
-        return {
-            fqn
-            for fqn in (f"{layer}.weight".lstrip(".") for layer in layers)
-            if module.get_parameter(fqn).requires_grad
-        }
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        names = {f"{layer}.weight".lstrip(".") for layer in layers}
+        return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
     def _check_choice(self, module: Module, found: Any) -> None:
         from lightning_lowprec.layers.te import scales

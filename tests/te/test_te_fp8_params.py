@@ -176,6 +176,18 @@ def test_masters_of_the_others_and_a_step(reference_te):
         assert (main is p) == (p.dtype is torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_at_each_forward(reference_te):
+    """``weight_norm`` leaves no parameter of that name to spare from the cast."""
+    plugin, model = FP8TE(current_scaling(), norms=False, fp8_params=True, master_weights=True), Net()
+    torch.nn.utils.weight_norm(model.blocks[0][1])
+    fabric = fabric_for(plugin)
+    losses = train(fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    assert losses[-1] < losses[0]
+    assert model.blocks[0][1].weight_v.dtype is torch.bfloat16
+    assert model.blocks[0][3].weight.dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

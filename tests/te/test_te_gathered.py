@@ -237,6 +237,22 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
     assert [rank["kept"] for rank in results] == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
+    from lightning_lowprec.distributed.fp8_weight import GatheredWeight, gather_in_fp8
+    from lightning_lowprec.layers.te.gathered import TEWire
+    from lightning_lowprec.layers.te.linear import convert
+    from tests.te.reference import run_on_cpu
+
+    run_on_cpu(monkeypatch)
+    model = Net()
+    torch.nn.utils.weight_norm(model.blocks[0][0])
+    options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True}
+    convert(model, ["blocks.0.0", "blocks.0.2"], **options, wire_format=TEWire())
+    gather_in_fp8(model, shards=1)
+    assert {name for name, p in model.named_parameters() if isinstance(p.data, GatheredWeight)} == {"blocks.0.2.weight"}
+
+
 def test_tensor_parallelism_is_refused(results):
     for rank in results:
         assert "cuts 'blocks.0.0', a layer of Transformer Engine" in rank["cut"]

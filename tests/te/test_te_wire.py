@@ -29,6 +29,14 @@ def test_scale(amax, power_of_two):
     assert torch.equal(wire.encode(values, scale).view(torch.uint8), made.data.view(torch.uint8))
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_are_the_same_to_the_bit(power_of_two):
+    reference = CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False, pow_2_scales=power_of_two)
+    amax = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    inv_scales = torch.cat([reference.quantize(a.reshape(1, 1)).scale for a in amax])
+    assert torch.equal(TEWire(power_of_two=power_of_two).scales(amax).reciprocal(), inv_scales)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(bad):
     """A run that has diverged shows it."""

@@ -42,7 +42,8 @@ class TEWire:
         amax = amax.float()
         if self.power_of_two:
             return power_of_two_scale(amax, E4M3)
-        scales = (E4M3.max / amax).clamp(max=torch.finfo(torch.float32).max)
+        # of two tensors: torch computes number / tensor by the reciprocal, which rounds twice
+        scales = (torch.full_like(amax, E4M3.max) / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amax.isfinite() & (amax > 0), scales, 1.0)
 
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
