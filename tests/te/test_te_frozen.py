@@ -136,6 +136,13 @@ def test_another_precision_gets_the_values(model, again):
     assert torch.equal(model.blocks[0][1].weight, values)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_is_computed_stays(pretend_gpu):
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 64)), nn.Linear(64, 32)).requires_grad_(False)
+    fabric_for(FP8TE("current", fp8_params=True)).setup(model)
+    assert {name for name, p in model.named_parameters() if isinstance(p, FrozenWeight)} == {"1.weight"}
+
+
 def test_half_precision_beside_them(pretend_gpu):
     model = net()
     fabric_for(FP8TE("current", fp8_params=True, master_weights=True)).setup(model)

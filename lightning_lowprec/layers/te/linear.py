@@ -234,7 +234,8 @@ def revert(linear: nn.Module) -> None:
 def freeze_weights(model: nn.Module, device: torch.device) -> None:
     """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
     for layer in te_linears(model):
-        if not (layer.weight.requires_grad or layer.weight.is_meta or isinstance(layer.weight, CodedWeight)):
+        weight = layer._parameters.get("weight")  # none where `weight_norm` computes it
+        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, CodedWeight)):
             freeze_in_fp8(layer, device)
 
 
