@@ -38,7 +38,8 @@ class ShardOptions:
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in CPU memory."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered weights after the forward pass; None: yes, but for the root. See ``fully_shard``."""
+    """Free gathered weights after the forward pass; None: yes, but for the root. An int keeps parts of them, which
+    FSDP2 cannot do in float8: weights are then gathered in high precision. See ``fully_shard``."""
     fp8_all_gather: Literal["auto"] | bool = "auto"
     """Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it."""
     param_dtype: torch.dtype | None = None

@@ -169,7 +169,7 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     if getattr(plugin, "fp8_params", False):
         if wanted is False:
             raise ValueError("`fp8_all_gather=False` is not possible with `fp8_params=True`. Use 'auto' or True.")
-        if (reason := _not_gathered(plugin)) is not None:
+        if (reason := _not_gathered(plugin, options)) is not None:
             raise ValueError(f"`fp8_params=True` is not possible under FSDP2: {reason}. Leave it out.")
     if getattr(plugin, "keeps_codes", False):
         if wanted is False:
@@ -177,10 +177,12 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
                 " which are gathered as they are. Use 'auto' or True."
             )
+        if (reason := _in_parts(options)) is not None:
+            raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {reason}.")
         return False  # not by what `fp8_all_gather` does to float32 weights
     if wanted is False:
         return False
-    reason = _not_gathered(plugin)
+    reason = _not_gathered(plugin, options)
     if reason is None and wanted is True and getattr(plugin, "fuse", False):
         reason = "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
     if reason is None:
@@ -190,7 +192,15 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     return False
 
 
-def _not_gathered(plugin: Any) -> str | None:
+def _in_parts(options: ShardOptions) -> str | None:
+    """Why what is gathered is not freed in a way that float8 weights can be, or None if it is."""
+    size = options.reshard_after_forward
+    if size is None or isinstance(size, bool):
+        return None
+    return f"`reshard_after_forward={size}` goes with weights in high precision only; True, False, None go with float8"
+
+
+def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
     """Why the weights are not gathered as float8, or None if they are."""
     if not isinstance(plugin, (FP8TE, FP8TorchAO)):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
@@ -200,4 +210,6 @@ def _not_gathered(plugin: Any) -> str | None:
             return f"`recipe={plugin.kind!r}` {unable}"
     elif plugin.recipe != "tensorwise":
         return f"`recipe={plugin.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-    return None if plugin.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+    if not plugin.fp8_eval:
+        return "`fp8_eval=False` evaluates with the weights in high precision"
+    return _in_parts(options)

@@ -7,13 +7,14 @@ from models import Net, batch, loss_of
 from torch import distributed as dist
 from torch import nn
 
-from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
+from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
 from lightning_lowprec.distributed.checks import check_model, check_shared
 from lightning_lowprec.distributed.entry import reshard
 from lightning_lowprec.distributed.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.distributed.options import ShardOptions
 from lightning_lowprec.distributed.weights import origin
 from lightning_lowprec.distributed.wrapping import blocks, chosen
+from lightning_lowprec.strategies.sharding import gathers_fp8
 
 CPU = torch.device("cpu")
 pytestmark = [
@@ -89,6 +90,16 @@ def test_fp8_all_gather_that_cannot_be(plugin, reason):
     with pytest.raises(ValueError, match=rf"`fp8_all_gather=True` is not possible: {reason}"):
         L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=True), **kwargs)
     assert not dist.is_initialized()
+
+
+def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
+    plugin, some = FP8TorchAO("tensorwise", emulate=True), {"reshard_after_forward": 2}
+    assert gathers_fp8(plugin, ShardOptions())
+    assert not gathers_fp8(plugin, ShardOptions(**some))
+    with pytest.raises(ValueError, match=r"`reshard_after_forward=2` goes with weights in high precision only"):
+        gathers_fp8(plugin, ShardOptions(**some, fp8_all_gather=True))
+    with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
+        gathers_fp8(MSAMP("O3"), ShardOptions(**some))
 
 
 def test_sizes_must_divide_the_world():
