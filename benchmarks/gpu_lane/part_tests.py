@@ -21,7 +21,7 @@ from benchmarks.gpu_lane.settings import Settings
 FOLDER = "tests/gpu"
 LINE = re.compile(r"^(tests/\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
 SUMMARY = re.compile(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.+?)?) - (.*)$", re.MULTILINE)
-FIRST = ("numerics", "alignment", "te", "training", "compile", "fsdp2")
+FIRST = ("numerics", "alignment", "te", "te_fp8_params", "training", "compile", "fsdp2")
 """Files in order of value; all others follow."""
 LIMIT, ONE_TEST = 420.0, 100.0
 """Seconds for a file, and for one test where pytest-timeout is there."""

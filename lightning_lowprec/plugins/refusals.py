@@ -48,8 +48,9 @@ def refuse_sharded(module: Module, precision: str) -> bool:
     if fqn is not None:
         raise TypeError(
             f"`precision={precision!r}`: {type(module).__name__} is sharded already ({fqn!r} is a DTensor), so it can"
-            " no longer be converted. Use `strategy='fsdp2'` and leave sharding to it, or keep `ModelParallelStrategy`"
-            " and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
+            " no longer be converted. If 'fsdp2' sharded it, under another precision or in an earlier set-up, build the"
+            " model anew and load its checkpoint. Else leave sharding to `strategy='fsdp2'`, or keep"
+            " `ModelParallelStrategy` and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
         )
     return False
 

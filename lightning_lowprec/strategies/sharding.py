@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,6 +35,7 @@ STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
 class _Known(NamedTuple):
     choices: tuple[Any, ...]
+    options: ShardOptions
     sharded: Sharded
 
 
@@ -78,6 +80,7 @@ class Sharding:
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place, unless that was done before."""
         if self.knows(model, plugin):
+            self._say_what_stays(model)
             if isinstance(plugin, LowPrecision):
                 plugin.cast_shards(model)  # they are cast: it only learns of them
             return
@@ -98,7 +101,20 @@ class Sharding:
         replacements.note()
         self._replacements.append(replacements)
         self._unreported.append(sharded)
-        _sharded[model] = _Known(_choices(plugin), sharded)
+        _sharded[model] = _Known(_choices(plugin), self.options, sharded)
+
+    def _say_what_stays(self, model: Module) -> None:
+        """Warn of options that differ from those that ``model`` was sharded with."""
+        before = _sharded[model].options
+        values = {
+            field.name: (getattr(before, field.name), getattr(self.options, field.name)) for field in fields(before)
+        }
+        kept = [f"{n}={old!r}" for n, (old, new) in values.items() if n not in NOT_SEEN and _differ(old, new)]
+        if kept:
+            rank_zero_warn(
+                f"fsdp2: {type(model).__name__} stays sharded as it was, with {', '.join(kept)}; for other options"
+                " build the model anew."
+            )
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update what its model has become."""
@@ -126,6 +142,17 @@ class Sharding:
                 rank_zero_info(f"fsdp2: {line}.")
 
 
+NOT_SEEN: Final = ("sync_module_states", "tensor_parallel")
+"""Options without a trace in a sharded model, or whose plans do not compare."""
+
+
+def _differ(old: Any, new: Any) -> bool:
+    if isinstance(old, Collection) and isinstance(new, Collection) and not isinstance(old, (str, Mapping)):
+        return set(old) != set(new)  # classes
+    functions = [callable(value) and not isinstance(value, type) for value in (old, new)]
+    return not all(functions) and bool(old != new)
+
+
 def _choices(plugin: Any) -> tuple[Any, ...]:
     """What of a precision is built into a model when it is sharded: another choice needs a new model."""
     names = (
@@ -137,7 +164,6 @@ def _choices(plugin: Any) -> tuple[Any, ...]:
         "round_scales_to_power_of_2",
         "norms",
         "fuse",
-        "fp8_params",
     )
     return tuple(getattr(plugin, name, None) for name in names)
 
