@@ -43,12 +43,14 @@ def model(pretend_gpu):
 def test_one_byte_each_and_the_same_parameters(pretend_gpu):
     model = net()
     before = dict(model.named_parameters())
+    before[FROZEN[0]].hung_by_the_user = 3
     optimizer = torch.optim.AdamW(model.parameters())
     fabric_for(FP8TE("delayed", fp8_params=True)).setup(model, optimizer)
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
     assert [name for name, p in after.items() if isinstance(p, FrozenWeight)] == FROZEN
+    assert after[FROZEN[0]].hung_by_the_user == 3
     for name in FROZEN:
         p = after[name]
         assert p.codes.untyped_storage().nbytes() == p.numel()
@@ -130,10 +132,12 @@ def test_an_update_raises(model, foreach):
 def test_another_precision_gets_the_values(model, again):
     parameters = dict(model.named_parameters())
     values = parameters[FROZEN[0]].values()
+    parameters[FROZEN[0]].hung_by_the_user = 3
     fabric_for(again).setup(model)
     assert not any(isinstance(p, FrozenWeight) for p in model.parameters())
     assert model.blocks[0][1].weight is parameters[FROZEN[0]]
     assert torch.equal(model.blocks[0][1].weight, values)
+    assert vars(model.blocks[0][1].weight) == {"hung_by_the_user": 3}
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")

@@ -20,6 +20,7 @@ from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole shape
+_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is a CodedWeight
 _COPIES: Final = {_aten.clone.default, _aten._to_copy.default}
 
 
@@ -133,4 +134,7 @@ def thaw(layer: Any) -> None:
 
 
 def _swap(param: Any, tensor: Tensor) -> None:
-    torch.utils.swap_tensors(param, nn.Parameter(tensor, requires_grad=param.requires_grad))  # type: ignore[no-untyped-call]
+    """The same Parameter, with what users have hung at it, gets other data."""
+    made = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    made.__dict__.update({name: value for name, value in param.__dict__.items() if name not in _OWN})
+    torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
