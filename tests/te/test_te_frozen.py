@@ -94,6 +94,8 @@ def test_moves_and_copies(model):
     assert model.blocks[0][1].weight is frozen
     assert (frozen.dtype, type(frozen)) == (torch.bfloat16, FrozenWeight)
     assert torch.equal(frozen.values(), values)
+    frozen.hung_by_the_user = 3
+    assert model.float().blocks[0][1].weight.hung_by_the_user == 3
     for made in (copy.deepcopy(model), _pickled(model)):
         other = made.blocks[0][1].weight
         assert type(other) is FrozenWeight

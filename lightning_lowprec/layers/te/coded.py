@@ -53,14 +53,20 @@ class CodedWeight(Tensor):
         """Aliases and copies stay codes; everything else reads the values; what would write is asked."""
         kwargs = kwargs or {}
         if func in _ALIASES:
-            return cls(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
+            return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
         if func in _COPIES:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
-            return cls(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
+            return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
         for target in pytree.tree_leaves(written(func, args, kwargs)):
             if isinstance(target, CodedWeight):
                 return target.write(func, *args[1:])
         return func(*pytree.tree_map_only(CodedWeight, lambda w: w.values().to(w.dtype), args), **kwargs)
+
+    def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
+        """Of the same class; with what users have hung at it, which ``module.to`` would lose when it swaps."""
+        made = type(self)(codes, inv_scale, dtype)
+        _carry(self, made)
+        return made
 
     def write(self, func: Any, *args: Any) -> Any:
         """An operation would change the weight."""
@@ -136,5 +142,9 @@ def thaw(layer: Any) -> None:
 def _swap(param: Any, tensor: Tensor) -> None:
     """The same Parameter, with what users have hung at it, gets other data."""
     made = nn.Parameter(tensor, requires_grad=param.requires_grad)
-    made.__dict__.update({name: value for name, value in param.__dict__.items() if name not in _OWN})
+    _carry(param, made)
     torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
+
+
+def _carry(old: Any, new: Any) -> None:
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
