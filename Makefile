@@ -4,7 +4,7 @@ VENV := .venv
 FLOOR := .venv-floor
 TE := .venv-te
 TE_VERSION := 2.20.2
-TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect
+TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 

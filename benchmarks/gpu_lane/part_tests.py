@@ -60,12 +60,18 @@ def run_pytest(target: str, limit: float) -> dict[str, Any]:
         command.append(f"--junitxml={verdicts}")
         with log.open("w") as out:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "300"}
-            )
+                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "300"},
+                preexec_fn=_interruptible,
+            )  # fmt: skip
             status = _wait(process, limit)
         text = log.read_text(errors="replace")
         measured = properties(verdicts.read_text()) if verdicts.exists() else {}
     return parse(text, status) | {"measured": measured}
+
+
+def _interruptible() -> None:
+    """What is started in the background ignores interrupts, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:

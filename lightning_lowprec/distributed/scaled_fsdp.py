@@ -94,7 +94,7 @@ class CodedTensor(Tensor):
             _copy(args[0], args[1])
             return args[0]
         if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written(func, args, kwargs))):
-            raise TypeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
+            raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
         return func(*pytree.tree_map_only(CodedTensor, _values, args), **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:

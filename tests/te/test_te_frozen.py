@@ -122,8 +122,20 @@ def test_other_operations_see_the_values(model):
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_update_raises(model, foreach):
     frozen = model.blocks[0][1].weight
-    with pytest.raises(TypeError, match="frozen and kept in FP8 alone"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="frozen and kept in FP8 alone"), torch.no_grad():
         torch._foreach_add_([frozen], 1.0) if foreach else frozen.add_(1.0)
+    with pytest.raises(RuntimeError, match="frozen and kept in FP8 alone"):
+        frozen.data += 1.0
+
+
+def test_other_values_are_taken(model):
+    frozen = model.blocks[0][1].weight
+    values = frozen.values()
+    frozen.data = 4 * values
+    assert torch.equal(frozen.values(), 4 * values)
+    with torch.no_grad():
+        frozen.copy_(values)
+    assert torch.equal(frozen.values(), values)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from lightning_lowprec.scaling import amax, power_of_two_scale, saturating_cast
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole shape
 _OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is a CodedWeight
-_COPIES: Final = {_aten.clone.default, _aten._to_copy.default}
 
 
 class CodedWeight(Tensor):
@@ -50,11 +49,11 @@ class CodedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Aliases and copies stay codes; everything else reads the values; what would write is asked."""
+        """Aliases, and what is moved, stay codes; everything else reads the values; what would write is asked."""
         kwargs = kwargs or {}
         if func in _ALIASES:
             return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
-        if func in _COPIES:
+        if func is _aten._to_copy.default:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
         for target in pytree.tree_leaves(written(func, args, kwargs)):
@@ -69,8 +68,23 @@ class CodedWeight(Tensor):
         return made
 
     def write(self, func: Any, *args: Any) -> Any:
-        """An operation would change the weight."""
-        raise TypeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
+        """An operation would change the weight; not a TypeError, of which torch's ``+=`` makes another sum."""
+        raise RuntimeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
+
+    def _set_data(self, tensor: Tensor) -> None:
+        self.write(_aten.copy_.default, tensor)
+
+    # torch's setter would change the size and the dtype that it shows, and leave the codes
+    data = property(lambda self: self.detach(), _set_data)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Codes too; ``clone()`` gives the values, to be written to."""
+        made: Any = self.alike(self.codes.clone(), self.inv_scale.clone(), self.dtype)
+        memo[id(self)] = (
+            nn.Parameter(made, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else made
+        )
+        copied: Self = memo[id(self)]
+        return copied
 
     def values(self) -> Tensor:
         """(...) float32, exact."""
@@ -95,15 +109,18 @@ class FrozenWeight(CodedWeight):
     """A weight that does not train, in FP8 alone: one byte per element.
 
     Its scale is a power of two, so float32 and bf16 hold its values exactly, and give the same codes again: it passes
-    through checkpoints and other ranks unchanged. It can be loaded, but not updated.
+    through checkpoints and other ranks unchanged. It can be given other values, but not updated in steps, which e4m3
+    would swallow.
     """
 
+    @torch.no_grad()
     def write(self, func: Any, *args: Any) -> Any:
         """Take other values: (...) any float."""
         if func is not _aten.copy_.default:
-            raise TypeError(
+            raise RuntimeError(
                 f"{func} would update a weight that is frozen and kept in FP8 alone (`fp8_params=True`). Let it train"
-                " before the model is set up, or set it up without `fp8_params`."
+                " before the model is set up, or set it up without `fp8_params`; new values are taken by `weight.data ="
+                " values`, a state dict, or PEFT's merge with `safe_merge=True`."
             )
         codes, inv_scale = _encode(args[0])
         self.codes.copy_(codes)
