@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.gpu_lane import figures
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE
+from benchmarks.gpu_lane.models import SHAPES
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.results import figures_of
 
@@ -13,6 +14,8 @@ Data = dict[str, Any]
 Target = dict[str, Any]
 """``target`` and ``sign`` in words, ``wanted``, ``measured`` (None: not), ``met``."""
 BY_GAIN = "ours fp8-tensorwise, min_gain=auto"
+WANTED_LAYERS = SHAPES["8b"].layers
+"""What the targets are about; a device with less memory measures fewer."""
 MODELS = {"step8b": "8B stack", "step1b": "1B model"}
 
 
@@ -50,7 +53,9 @@ def of_the_stack(data: Data, ours: str) -> list[Target]:
         ("over Lightning's transformer-engine", ">", 1.0, over("lightning transformer-engine")),
     ]
     name = ours.removeprefix("ours ")
-    return [_judged(data, f"8B stack, {name}: {text}", *rest) for text, *rest in wanted]
+    layers = steps[ours].get("layers", WANTED_LAYERS) if ours in steps else WANTED_LAYERS
+    stack = "8B stack" if layers == WANTED_LAYERS else f"8B stack of {layers} layers instead of {WANTED_LAYERS}"
+    return [_judged(data, f"{stack}, {name}: {text}", *rest) for text, *rest in wanted]
 
 
 def _of_layers_and_host(data: Data) -> list[Target]:

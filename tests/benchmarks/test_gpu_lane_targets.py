@@ -122,6 +122,13 @@ def test_steps_of_another_size_are_not_compared(measured, other):
     assert {t["met"] for t in targets.of_the_stack(measured, MAIN)} == {None}
 
 
+def test_a_stack_of_fewer_layers_is_no_stack_of_16(measured):
+    for entry in measured["parts"]["step8b"]["items"].values():
+        entry["figures"]["layers"] = 8
+    texts = [target["target"] for target in targets.of_the_stack(measured, MAIN)]
+    assert all(text.startswith("8B stack of 8 layers instead of 16, fp8-tensorwise: ") for text in texts)
+
+
 def test_the_linear_table_says_where_fp8_loses(measured):
     rows = measured["parts"]["linear"]["items"]
     rows["small"] = linear_entry(1024, 2048, 1024, bf16=1.0, torchao_tensorwise=1.5, te_delayed=1.1)
