@@ -23,10 +23,14 @@ import sys
 os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for scales runs eagerly, not through inductor
 
 import torch
+import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch import distributed, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
-from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+    CurrentScalingQuantizerRef,
+    current_scaling_ref_factory,
+)
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 from transformer_engine.pytorch.module import base
 
@@ -39,6 +43,39 @@ ASKING = (base.__name__, linear.__name__)
 def current_scaling():
     """A scale per tensor; e4m3 forward, e5m2 backward."""
     return CustomRecipe(qfactory=current_scaling_ref_factory, quantization_alignment=16)
+
+
+class Counting(CurrentScalingQuantizerRef):
+    """Notes the layer of every weight that it quantises."""
+
+    def _quantize(self, tensor):
+        self.notes.append(self.layer)
+        return super()._quantize(tensor)
+
+
+def counting_current_scaling(notes):
+    """:func:`current_scaling`; the fqn of a layer is appended to ``notes`` when its weight is quantised."""
+
+    def factory(role):
+        made = current_scaling_ref_factory(role)
+        if role is not None and role.tensor_type == "weight":
+            made.__class__, made.notes, made.layer = Counting, notes, role.name
+        return made
+
+    return CustomRecipe(qfactory=factory, quantization_alignment=16)
+
+
+def losses_of(loss, parameters, batches):
+    """Of AdamW's steps without Lightning, one per batch; ``loss(batch)`` runs in bf16 and by current scaling."""
+    optimizer, found = torch.optim.AdamW(parameters, lr=1e-2), []
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16), te.autocast(enabled=True, recipe=current_scaling()):
+            value = loss(batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(value.item())
+    return found
 
 
 def nvfp4():

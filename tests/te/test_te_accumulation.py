@@ -3,35 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
-    CurrentScalingQuantizerRef,
-    current_scaling_ref_factory,
-)
 
 from lightning_lowprec import FP8TE
 from tests.te import reference
 from tests.te.subjects import fabric_for
 
 MICRO_BATCHES, WINDOWS = 4, 3
-
-
-class Counting(CurrentScalingQuantizerRef):
-    """Transformer Engine's, with a note of every weight that it quantises."""
-
-    def _quantize(self, tensor):
-        self.notes.append(tuple(tensor.shape))
-        return super()._quantize(tensor)
-
-
-def counting_recipe(notes):
-    def factory(role):
-        made = current_scaling_ref_factory(role)
-        if role is not None and role.tensor_type == "weight":
-            made.__class__, made.notes = Counting, notes
-        return made
-
-    return CustomRecipe(qfactory=factory, quantization_alignment=16)
 
 
 def layers():
@@ -44,7 +21,7 @@ class Run:
 
     def __init__(self, passes, cached, **options):
         self.model, self.notes, self.grads, self.counts = layers(), [], [], []
-        plugin = FP8TE(counting_recipe(self.notes), weight_cache=cached, **options)
+        plugin = FP8TE(reference.counting_current_scaling(self.notes), weight_cache=cached, **options)
         self.fabric = fabric_for(plugin)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.wrapped, optimizer = self.fabric.setup(self.model, optimizer)

@@ -177,7 +177,7 @@ def test_only_inputs_need_gradients(reference_te):
 
 
 def test_a_graph_is_walked_backward_once(reference_te):
-    """Transformer Engine 2.20 frees what its backward needs; should this pass, the README's sentence can go."""
+    """Transformer Engine 2.20 frees what its backward needs; should this pass, a sentence in the docs can go."""
     model = nn.Linear(32, 32)
     fabric = fabric_for(plugin())
     loss = fabric.setup(model)(torch.randn(16, 32)).square().mean()

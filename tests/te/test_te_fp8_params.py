@@ -7,33 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
-    CurrentScalingQuantizerRef,
-    current_scaling_ref_factory,
-)
 
 from lightning_lowprec import FP8TE, FabricFSDP2Strategy
 from lightning_lowprec.layers.te.linear import te_linears
-from tests.te.reference import current_scaling
+from tests.te.reference import counting_current_scaling, current_scaling
 from tests.te.subjects import Net, fabric_for
-
-
-def counting_recipe(counts):
-    """Current scaling; every quantisation of a weight adds the layer's name to ``counts``."""
-
-    class Counting(CurrentScalingQuantizerRef):
-        def _quantize(self, tensor):
-            counts.append(self.of)
-            return super()._quantize(tensor)
-
-    def factory(role):
-        made = current_scaling_ref_factory(role)
-        if role is not None and role.tensor_type == "weight":
-            made.__class__, made.of = Counting, role.name
-        return made
-
-    return CustomRecipe(qfactory=factory, quantization_alignment=16)
 
 
 def set_up(recipe=None, **options):
@@ -61,8 +39,8 @@ def train(fabric, wrapped, optimizer, steps=3, micro_batches=2):
 
 def test_the_same_training_with_one_quantisation_per_weight_and_step(reference_te):
     counts, plain_counts = [], []
-    plain = train(*_without_model(set_up(counting_recipe(plain_counts), weight_cache=False)))
-    kept = train(*_without_model(set_up(counting_recipe(counts), fp8_params=True)))
+    plain = train(*_without_model(set_up(counting_current_scaling(plain_counts), weight_cache=False)))
+    kept = train(*_without_model(set_up(counting_current_scaling(counts), fp8_params=True)))
     assert kept == plain
     assert len(plain_counts) == 6 * 3 * 2  # layers, steps, micro-batches
     assert len(counts) == 6 * 3
@@ -75,7 +53,7 @@ def _without_model(found):
 
 def test_evaluation_uses_what_was_kept(reference_te):
     counts = []
-    fabric, model, wrapped, optimizer = set_up(counting_recipe(counts), fp8_params=True)
+    fabric, model, wrapped, optimizer = set_up(counting_current_scaling(counts), fp8_params=True)
     train(fabric, wrapped, optimizer)
     counts.clear()
     model.eval()
@@ -142,7 +120,7 @@ def test_weights_that_change_between_two_evaluations(reference_te, write):
 
 def test_frozen_weights_outlast_the_steps(reference_te):
     counts = []
-    fabric, model, wrapped, optimizer = set_up(counting_recipe(counts), fp8_params=True)
+    fabric, model, wrapped, optimizer = set_up(counting_current_scaling(counts), fp8_params=True)
     model.blocks[0][1].weight.requires_grad_(False)
     train(fabric, wrapped, optimizer)
     assert counts.count("blocks.0.1") == 1

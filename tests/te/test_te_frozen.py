@@ -3,26 +3,24 @@
 import copy
 import io
 import math
-import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-import transformer_engine.pytorch as te
 from torch import nn
 
 from lightning_lowprec import FP8TE, FP8TorchAO
 from lightning_lowprec.layers.te.coded import FrozenWeight
 from lightning_lowprec.layers.te.linear import convert, freeze_weights, te_linears
 from lightning_lowprec.scaling import sqnr
-from tests.te.reference import current_scaling
+from tests.distributed.ranks import run
+from tests.te.reference import losses_of
 from tests.te.subjects import Net, fabric_for
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import run
-
+DECIBELS = 10 * math.log10(12 * 4**3 * 3 / (2 * math.log(2)))
+"""SQNR of e4m3 for values that are even over the logarithm, 32.2: a step is 2**-3 in [1, 2), an error's square that of
+the step over 12, the mean square 3 / (2 ln 2). Normal numbers, which have some in the subnormals, are near it."""
 FROZEN = [f"blocks.{i}.{j}.weight" for i in (0, 1) for j in (1, 3)]
 
 
@@ -65,7 +63,7 @@ def test_values(pretend_gpu):
     frozen = model.blocks[0][1].weight
     scale = 2.0 ** math.floor(math.log2(448 / weight.abs().max().item()))
     assert torch.equal(frozen.values(), (weight * scale).to(torch.float8_e4m3fn).float() / scale)
-    assert sqnr(weight, frozen.values()) > 31  # 20 log10(2**4) + 10 log10(3) and what a binade's spread takes
+    assert sqnr(weight, frozen.values()) > DECIBELS - 1
 
 
 def test_state_dicts_are_plain_and_come_back(model):
@@ -185,16 +183,9 @@ class Adapted(nn.Module):
 
 
 def adapt(model):
-    optimizer = torch.optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=1e-2)
-    losses = []
-    for x in torch.randn(5, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16():
-        with torch.autocast("cpu", torch.bfloat16), te.autocast(enabled=True, recipe=current_scaling()):
-            loss = F.mse_loss(model(x).float(), x.float().flip(-1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batches = torch.randn(5, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return losses_of(lambda x: F.mse_loss(model(x).float(), x.float().flip(-1)), trained, batches)
 
 
 def test_adapters_train_over_them(reference_te):
@@ -232,4 +223,4 @@ def test_ddp_sends_those_of_rank_0(tmp_path):
     assert not torch.equal(first, second)
     for mine, its in zip(frozen, other, strict=True):
         assert torch.equal(mine, its)
-    assert sqnr(first, frozen[0] * frozen[1]) > 30
+    assert sqnr(first, frozen[0] * frozen[1]) > DECIBELS - 1

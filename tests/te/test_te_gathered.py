@@ -4,9 +4,6 @@ The codes are held against Transformer Engine's own reference of current scaling
 kernels take the tensor that is made of them is for ``tests/gpu`` to show.
 """
 
-import sys
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -15,8 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import run
+from tests.distributed.ranks import run
 
 pytestmark = [
     pytest.mark.distributed,
