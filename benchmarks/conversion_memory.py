@@ -15,7 +15,7 @@ import torchao.float8  # noqa: F401
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.layers.torchao import fp8_linears
+from lightning_lowprec.torchao.linear import fp8_linears
 
 
 def peak() -> int:

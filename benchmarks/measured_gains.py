@@ -2,7 +2,7 @@
 
     python -m benchmarks.measured_gains benchmarks/results/FOLDER/gains.json
 
-Writes ``lightning_lowprec/layers/measured_gains.py``, with the device and the date in ``SOURCE``. Of every torchao
+Writes ``lightning_lowprec/conversion/measured_gains.py``, with the device and the date in ``SOURCE``. Of every torchao
 recipe the ratio by device time is taken: in a training step the host is ahead of the GPU. Figures of toy sizes are
 refused, unless ``--out`` names another file.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu_lane.linear_runs import TORCHAO
 
-TABLE = Path(__file__).parents[1] / "lightning_lowprec" / "layers" / "measured_gains.py"
+TABLE = Path(__file__).parents[1] / "lightning_lowprec" / "conversion" / "measured_gains.py"
 HEAD = '''"""What FP8 gains over bf16 by shape, as measured here: written by ``python -m benchmarks.measured_gains``.
 
 {what}

@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from benchmarks.gpu_lane import machine
-from lightning_lowprec.demo import ByteGPT, StdlibText
-from lightning_lowprec.demo.model import WARMUP_STEPS
-from lightning_lowprec.layers.scaled_linear import scale_linears
-from lightning_lowprec.optim import ScaledAdamW, ScaledSGD
-from lightning_lowprec.optim.scaled_weight import scaled_of
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.linear import scale_linears
+from lightning_lowprec.msamp.sgd import ScaledSGD
+from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
+from lightning_lowprec.tools.demo.model import WARMUP_STEPS
 
 FP32 = "fp32"
 LEVELS = (FP32, "O1", "O2", "O3")

@@ -22,9 +22,9 @@ SHAPE = {
 CHILD = """
 import json, resource, sys, time
 start = time.perf_counter()
-from lightning_lowprec.layers.plan import make_plan
-from lightning_lowprec.planning.costs import flops, footprints
-from lightning_lowprec.planning.source import load
+from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.tools.planning.costs import flops, footprints
+from lightning_lowprec.tools.planning.source import load
 import transformers.models.llama.modeling_llama
 imported = time.perf_counter()
 source = load(sys.argv[1], {})

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and its kin known to Lightning
-from lightning_lowprec.demo import ByteGPT, StdlibText
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 
 import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and "fsdp2" known to Lightning
-from lightning_lowprec.demo import ByteGPT, StdlibText
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 
 class Sharded(L.Callback):

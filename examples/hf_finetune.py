@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and its kin known to Lightning
-from lightning_lowprec.demo import StdlibText
+from lightning_lowprec.tools.demo import StdlibText
 
 
 def load(folder: str | None) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import argparse
 import lightning as L
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.demo import ByteGPT, StdlibText
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 
 def main() -> None:

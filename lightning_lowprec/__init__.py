@@ -9,9 +9,17 @@ Importing this package makes ``precision="fp8-hybrid"`` and its kin known to sto
 """
 
 from lightning_lowprec import recipes
-from lightning_lowprec.plugins import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.fsdp2.parallelize import parallelize
+from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.msamp.plugin import MSAMP
+from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
+from lightning_lowprec.precision.half import HalfMixed
+from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.registration import register, unregister
-from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy, parallelize
+from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.torchao.plugin import FP8TorchAO
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +29,9 @@ __all__ = [
     "FSDP2Strategy",
     "FabricFSDP2Strategy",
     "HalfMixed",
+    "LossScale",
+    "MasterConfig",
+    "fp8_gradient_hook",
     "parallelize",
     "recipes",
     "register",

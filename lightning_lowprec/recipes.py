@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from lightning_lowprec.optim import LossScale
-from lightning_lowprec.plugins import FP8TE, HalfMixed
+from lightning_lowprec.precision.half import HalfMixed
+from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.te.plugin import FP8TE
 
 
 def bf16_mixed() -> HalfMixed:

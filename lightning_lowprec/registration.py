@@ -34,10 +34,11 @@ import lightning.pytorch.utilities.model_summary.model_summary as model_summary
 from lightning.fabric.plugins import Precision
 from torch.nn.parameter import is_lazy
 
-from lightning_lowprec import precisions
-from lightning_lowprec.plugins import LowPrecision
-from lightning_lowprec.strategies import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.strategies.resolve import half_under_fsdp2, is_fsdp2, resolve_strategy
+from lightning_lowprec import names as precisions
+from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.fsdp2.resolve import half_under_fsdp2, is_fsdp2, resolve_strategy
+from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategy_support import SHARDED, check_comm_hook, check_strategy
 
 CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies as trainer
 
-from lightning_lowprec.plugins import LowPrecision
+from lightning_lowprec.precision.base import LowPrecision
 
 SHARDED = (fabric.ModelParallelStrategy, trainer.ModelParallelStrategy)
 """Of these, ours shard by themselves; under Lightning's own, ``parallelize`` does our part in the user's code."""

@@ -30,7 +30,7 @@ SAYS = {
 
 def run(name: str, cwd: Path, *more: str) -> str:
     path = str(EXAMPLES / name)
-    start = [path] if name.endswith(".py") else ["-m", "lightning_lowprec.cli", "fit", "--config", path]
+    start = [path] if name.endswith(".py") else ["-m", "lightning_lowprec.tools.cli", "fit", "--config", path]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29483"}
     command = [sys.executable, *start, *RUNS[name], *more]
     result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)

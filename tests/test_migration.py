@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
-from lightning_lowprec.layers.te.support import is_installed
-from lightning_lowprec.optim import LossScale, MasterConfig
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.registration import lightning_names
+from lightning_lowprec.te.support import is_installed
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "migration.md").read_text()

@@ -6,9 +6,9 @@ from inspect import signature
 from pathlib import Path
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.cli.main import COMMANDS
-from lightning_lowprec.distributed.options import ShardOptions
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

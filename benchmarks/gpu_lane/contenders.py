@@ -16,9 +16,9 @@ import torch
 from benchmarks.gpu_lane import setups
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
-from lightning_lowprec.availability import availability
-from lightning_lowprec.plugins.fp8_torchao import CPU_SCALES_TENSORWISE
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools.availability import availability
+from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 
 BASELINE = "lightning bf16-mixed, compiled"
 LIGHTNING_BF16 = (BASELINE, "lightning bf16-true, compiled", "lightning bf16-mixed", "lightning bf16-true",

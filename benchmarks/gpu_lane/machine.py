@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_lowprec import FP8TE, precisions
+from lightning_lowprec import FP8TE
+from lightning_lowprec import names as precisions
 
 ROOT = Path(__file__).parents[2]
 FURTHER = ("triton", "accelerate", "transformers", "numpy")
@@ -20,7 +21,7 @@ COMMIT = "LOWPREC_COMMIT"
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Device, driver, versions, memory."""
-    from lightning_lowprec.cli.doctor import machine
+    from lightning_lowprec.tools.cli.doctor import machine
 
     found = machine(device)
     found["versions"] |= {package: _version(package) for package in FURTHER}

@@ -15,8 +15,8 @@ from benchmarks.gpu_lane.running import Job, Running, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.setups import HEAD
 from benchmarks.gpu_lane.sizes import step_size
-from lightning_lowprec.layers.plan import Plan, make_plan
-from lightning_lowprec.planning.costs import flops
+from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.tools.planning.costs import flops
 
 AGAIN = " (again)"
 """The baseline once more, last: how far the machine drifted meanwhile."""

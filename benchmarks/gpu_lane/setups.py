@@ -153,7 +153,7 @@ def _te_linear(linear: nn.Linear, micro: MicroBatch | None) -> nn.Module:
 
 def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy: str = "auto") -> Running:
     """A name of our table; ``options`` change the plugin that it stands for."""
-    from lightning_lowprec.precisions import TABLE
+    from lightning_lowprec.names import TABLE
 
     entry = TABLE[name]
     changed = dict(options or {})

@@ -16,7 +16,7 @@ from benchmarks.gpu_lane.contenders import BASELINE, MAIN, SHARDED
 from benchmarks.gpu_lane.part_linear import TOY_SHAPES
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.part_overhead import DEEP
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.names import TABLE
 
 ROOT = Path(__file__).parents[2]
 PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "optimizer", "accumulation", "tests"]

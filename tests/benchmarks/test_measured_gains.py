@@ -9,8 +9,8 @@ import pytest
 from benchmarks import measured_gains
 from benchmarks.gpu_lane.__main__ import main as lane
 from benchmarks.measured_gains import EMPTY, TABLE, main
-from lightning_lowprec import layers
-from lightning_lowprec.layers import gains
+from lightning_lowprec import conversion
+from lightning_lowprec.conversion import gains
 
 RESULTS = Path(measured_gains.__file__).parent / "results"
 
@@ -36,7 +36,7 @@ def gains_by(monkeypatch, tmp_path):
         source, table = tmp_path / "gains.json", tmp_path / "table.py"
         source.write_text(json.dumps(entries))
         assert main([str(source), "--out", str(table)]) == 0
-        monkeypatch.setattr(layers, "measured_gains", load(table, "table"))
+        monkeypatch.setattr(conversion, "measured_gains", load(table, "table"))
         return load(gains.__file__, "gains_again")
 
     return make

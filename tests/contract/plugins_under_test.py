@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.layers.te import support
-from lightning_lowprec.optim import LossScale
-from lightning_lowprec.plugins import LowPrecision
-from lightning_lowprec.precisions import TABLE, create
+from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.te import support
 
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
 """Plugins whose micro-batch gradients are fp16."""

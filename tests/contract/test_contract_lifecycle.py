@@ -24,7 +24,7 @@ from contract_models import (
 from plugins_under_test import every_name, every_plugin, make
 from torch import nn
 
-from lightning_lowprec.optim import LossScale
+from lightning_lowprec.precision.loss_scale import LossScale
 
 GROWS_EVERY_STEP = LossScale(initial=8.0, growth_interval=1)
 

@@ -12,7 +12,7 @@ from plugins_under_test import DISTINCT, make
 from torch import Tensor
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.optim import LossScale
+from lightning_lowprec.precision.loss_scale import LossScale
 
 STEPS = 12
 INITIAL, INTERVAL = 2.0**20, 2

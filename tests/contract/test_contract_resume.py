@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from plugins_under_test import every_plugin, every_scaled, make
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.optim import LossScale
+from lightning_lowprec.precision.loss_scale import LossScale
 
 GROWING = LossScale(initial=2.0**8, growth_interval=3)
 """Eight good steps with this grow the scale twice, to 2^10, and leave two good steps on the counter."""

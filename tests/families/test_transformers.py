@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import lightning_lowprec
-from lightning_lowprec.layers.plan import make_plan
-from lightning_lowprec.layers.torchao import fp8_linears
+from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.torchao.linear import fp8_linears
 
 transformers.logging.set_verbosity_error()
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

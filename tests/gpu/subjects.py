@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowprec.availability import availability
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools.availability import availability
 from tests.gpu.device import DEVICE
 
 WIDTH = 128

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.names import TABLE
 from tests.gpu.device import DEVICE, on_gpu_only
 from tests.gpu.subjects import NAMES, Stack, Subject, loader, trainer
 from tests.gpu.test_training import skip_unless_it_runs
@@ -35,7 +35,7 @@ def own_process_group(request, monkeypatch):
 
 
 def sharded_of(module: nn.Module):
-    from lightning_lowprec.strategies.sharding import _sharded
+    from lightning_lowprec.fsdp2.strategy import _sharded
 
     return _sharded[module].sharded
 
@@ -119,7 +119,7 @@ def test_the_backend_is_nccl_and_float8_needs_no_disguise():
     assert dist.get_backend() == "nccl"
     codes = torch.randn(64, device=DEVICE).to(torch.float8_e4m3fn)
     received = torch.empty_like(codes)
-    from lightning_lowprec.distributed.wire import WireGather
+    from lightning_lowprec.fsdp2.traffic import WireGather
 
     WireGather()(received, codes, dist.group.WORLD)
     assert torch.equal(received.view(torch.uint8), codes.view(torch.uint8))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.availability import availability
+from lightning_lowprec.tools.availability import availability
 from tests.gpu.device import DEVICE, DRY, on_gpu_only
 from tests.gpu.subjects import FP8_NAMES, Stack
 
@@ -31,7 +31,7 @@ def path():
 
 
 def test_doctor_says_how_it_runs_here():
-    done = run("-m", "lightning_lowprec.cli", "doctor", "--for", "fp8-tensorwise", "--json")
+    done = run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-tensorwise", "--json")
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["runs"]

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_lowprec.layers.fusion import engines, fuse, unfuse
+from lightning_lowprec.te.fusion import engines, fuse, unfuse
 from tests.gpu.device import DEVICE, on_gpu_only
 from tests.gpu.subjects import sqnr
 

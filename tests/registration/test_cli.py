@@ -128,7 +128,7 @@ def test_stock_lightning_cli_refuses_an_unknown_name(project):
 
 
 def test_lowprec_fit(project):
-    args = ["-m", "lightning_lowprec.cli", "fit", "--model=modules.Model", "--data=modules.Data", *FAST]
+    args = ["-m", "lightning_lowprec.tools.cli", "fit", "--model=modules.Model", "--data=modules.Data", *FAST]
     python(*args, "--trainer.precision=fp8-hybrid", cwd=project)
 
 
@@ -156,17 +156,19 @@ open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
 """
     (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="") + trainer)
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    python("-m", "lightning_lowprec.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
+    python("-m", "lightning_lowprec.tools.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
     for rank in (0, 1):
         assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 2 --lr 3 fp8-hybrid"
 
 
 def test_lowprec_run_refuses_before_it_launches(project):
-    result = python("-m", "lightning_lowprec.cli", "run", "--precision=fp8", "train.py", cwd=project, check=False)
+    result = python("-m", "lightning_lowprec.tools.cli", "run", "--precision=fp8", "train.py", cwd=project, check=False)
     assert result.returncode == 2
     assert "Precision 'fp8' is invalid" in result.stderr
     assert "Traceback" not in result.stderr
-    result = python("-m", "lightning_lowprec.cli", "run", "--precision=fp8-hybrid", "gone.py", cwd=project, check=False)
+    result = python(
+        "-m", "lightning_lowprec.tools.cli", "run", "--precision=fp8-hybrid", "gone.py", cwd=project, check=False
+    )
     assert result.returncode == 2
     assert "`script='gone.py'` is not a file" in result.stderr
 

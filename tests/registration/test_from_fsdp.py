@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
-from lightning_lowprec.strategies.from_fsdp import FABRIC_NAMES, NAMES, TRAINER_NAMES
+from lightning_lowprec.fsdp2.from_fsdp import FABRIC_NAMES, NAMES, TRAINER_NAMES
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CPU = {"accelerator": "cpu", "devices": 2}
@@ -50,7 +50,7 @@ def options(source=TrainerFSDP, target=FSDP2Strategy, **choices):
 
 def chosen(choice):
     """Which modules of the model a `wrap` means, by the code that shards."""
-    from lightning_lowprec.distributed.wrapping import chosen
+    from lightning_lowprec.fsdp2.wrapping import chosen
 
     return list(chosen(model(), choice, "wrap"))
 

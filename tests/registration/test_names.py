@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
-from lightning_lowprec.plugins import LowPrecision
-from lightning_lowprec.precisions import TABLE
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.registration import lightning_names, moved_seams
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}

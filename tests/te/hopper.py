@@ -5,7 +5,7 @@ import sys
 import torch
 from transformer_engine.pytorch import quantization
 
-from lightning_lowprec.layers.te import support
+from lightning_lowprec.te import support
 
 ASKING = ("transformer_engine.", support.__name__)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.onnx_extensions import torch_onnx_gemm_inf_op
 
-from lightning_lowprec.layers.fusion import engines
+from lightning_lowprec.te.fusion import engines
 
 
 def _save(ctx, inputs, output):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
-from lightning_lowprec.layers.te import scales
-from lightning_lowprec.layers.te.linear import te_linears
+from lightning_lowprec.te import scales
+from lightning_lowprec.te.linear import te_linears
 from tests.te.test_te_layers import some_scales
 
 QUIET = {

@@ -1,4 +1,4 @@
-"""Fused experts up to the kernel, which has no path on CPU; ``tests/layers/test_fusion_routing.py`` has the rest."""
+"""Fused experts up to the kernel, which has no path on CPU; ``tests/te/test_fusion_routing.py`` has the rest."""
 
 import copy
 import pickle
@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_lowprec.layers.fusion import engines, fuse, unfuse
+from lightning_lowprec.te.fusion import engines, fuse, unfuse
 from tests.te.decoders import experts, linears, make, ragged
 
 pytestmark = [pytest.mark.usefixtures("pretend_gpu"), pytest.mark.filterwarnings("default")]

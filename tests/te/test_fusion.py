@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
-from lightning_lowprec.layers.fusion import engines, fuse, fused_modules, unfuse
-from lightning_lowprec.layers.fusion.units import padded
-from lightning_lowprec.layers.te import scales
-from lightning_lowprec.scaling import sqnr
+from lightning_lowprec.numerics.scaling import sqnr
+from lightning_lowprec.te import scales
+from lightning_lowprec.te.fusion import engines, fuse, fused_modules, unfuse
+from lightning_lowprec.te.fusion.units import padded
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 

@@ -8,8 +8,8 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from lightning_lowprec.layers.fusion import engines, fuse
-from tests.distributed.ranks import run
+from lightning_lowprec.te.fusion import engines, fuse
+from tests.fsdp2.ranks import run
 from tests.te.decoders import linears, make, ragged
 from tests.te.onnx_path import plain_torch
 

@@ -19,7 +19,7 @@ def run(*command, code=0):
 
 
 def test_doctor():
-    facts = json.loads(run("-m", "lightning_lowprec.cli", "doctor", "--json"))
+    facts = json.loads(run("-m", "lightning_lowprec.tools.cli", "doctor", "--json"))
     assert facts["transformer_engine"] == "imports"
     assert facts["versions"]["transformer-engine"] == "2.20.2"
     verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
@@ -30,7 +30,7 @@ def test_doctor():
 
 
 def test_doctor_for_one_name():
-    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.cli", "doctor", "--for", "fp8-current", code=1)
+    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-current", code=1)
 
 
 def test_the_example_is_refused_with_the_way_out(tmp_path):

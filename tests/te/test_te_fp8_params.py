@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-from lightning_lowprec.layers.te.linear import te_linears
+from lightning_lowprec.te.linear import te_linears
 from tests.te.reference import counting_current_scaling, current_scaling
 from tests.te.subjects import Net, fabric_for
 
@@ -145,7 +145,7 @@ def test_float32_weights_are_the_masters(reference_te, form):
 
 def test_masters_of_the_others_and_a_step(reference_te):
     """5 bytes instead of 6: the optimizer has masters of half-precision parameters only."""
-    from lightning_lowprec.optim.masters import main_params
+    from lightning_lowprec.masters.optimizer import main_params
 
     _, model, _, optimizer = set_up(master_weights=True, fp8_params=True)
     updated = list(main_params(optimizer.optimizer))

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FP8TE, FP8TorchAO
-from lightning_lowprec.layers.te.coded import FrozenWeight
-from lightning_lowprec.layers.te.linear import convert, freeze_weights, te_linears
-from lightning_lowprec.scaling import sqnr
-from tests.distributed.ranks import run
+from lightning_lowprec.numerics.scaling import sqnr
+from lightning_lowprec.te.fp8_weight import FrozenWeight
+from lightning_lowprec.te.linear import convert, freeze_weights, te_linears
+from tests.fsdp2.ranks import run
 from tests.te.reference import losses_of
 from tests.te.subjects import Net, fabric_for
 

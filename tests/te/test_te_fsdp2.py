@@ -1,8 +1,5 @@
 """Layers of Transformer Engine, sharded: two gloo processes, real and meta weights, up to the first kernel."""
 
-import sys
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -11,8 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import run
+from tests.fsdp2.ranks import run
 
 pytestmark = [
     pytest.mark.distributed,
@@ -39,8 +35,8 @@ def full(model) -> dict:
 
 def work(rank, folder):
     from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-    from lightning_lowprec.layers.te import scales
-    from lightning_lowprec.layers.te.linear import te_linears
+    from lightning_lowprec.te import scales
+    from lightning_lowprec.te.linear import te_linears
     from tests.te.hopper import pretend
 
     pretend(pytest.MonkeyPatch())
@@ -104,7 +100,7 @@ def test_sharded(tmp_path):
 
 
 def disagree(rank, precision):
-    from lightning_lowprec.plugins.backend import check_ranks_agree
+    from lightning_lowprec.precision.backend_choice import check_ranks_agree
 
     try:
         check_ranks_agree(precision, ["transformer_engine", "torchao"][rank])

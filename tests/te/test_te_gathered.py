@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.ranks import run
+from tests.fsdp2.ranks import run
 
 pytestmark = [
     pytest.mark.distributed,
@@ -93,7 +93,7 @@ def taken_by_transformer_engine(rank):
     """The tensor for its GEMM: its class, the same memory, and a way back for the gradient."""
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 
-    from lightning_lowprec.layers.te.gathered import TEWire, for_gemm
+    from lightning_lowprec.te.gathered import TEWire, for_gemm
 
     values = torch.randn(32, 16)
     wire = TEWire()
@@ -129,10 +129,10 @@ def train(rank, sharded):
     """Losses of a few steps through Transformer Engine's forward and backward, by its reference quantizers."""
     import transformer_engine.pytorch as te
 
-    from lightning_lowprec.distributed.options import ShardOptions
-    from lightning_lowprec.distributed.shard import shard
-    from lightning_lowprec.layers.te.gathered import TEWire
-    from lightning_lowprec.layers.te.linear import convert
+    from lightning_lowprec.fsdp2.options import ShardOptions
+    from lightning_lowprec.fsdp2.shard import shard
+    from lightning_lowprec.te.gathered import TEWire
+    from lightning_lowprec.te.linear import convert
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -162,7 +162,7 @@ def train(rank, sharded):
 def kept_after_a_life_without_fsdp2(rank):
     """How many whole weights layers keep behind a step, of a model that has computed before it was sharded."""
     from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-    from lightning_lowprec.layers.te.linear import te_linears
+    from lightning_lowprec.te.linear import te_linears
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -235,9 +235,9 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
-    from lightning_lowprec.distributed.fp8_weight import GatheredWeight, gather_in_fp8
-    from lightning_lowprec.layers.te.gathered import TEWire
-    from lightning_lowprec.layers.te.linear import convert
+    from lightning_lowprec.fsdp2.fp8_gather import GatheredWeight, gather_in_fp8
+    from lightning_lowprec.te.gathered import TEWire
+    from lightning_lowprec.te.linear import convert
     from tests.te.reference import run_on_cpu
 
     run_on_cpu(monkeypatch)

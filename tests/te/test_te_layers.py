@@ -12,9 +12,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lightning_lowprec.layers.invariants import unchanged
-from lightning_lowprec.layers.te import linear as linears
-from lightning_lowprec.layers.te import norms, scales
+from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.te import linear as linears
+from lightning_lowprec.te import norms, scales
 
 OPTIONS = {"fp8_eval": True, "token_alignment": 16, "weight_cache": False}
 

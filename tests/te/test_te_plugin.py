@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
-from lightning_lowprec.layers.te import norms
-from lightning_lowprec.layers.te.linear import TELinear, te_linears
-from lightning_lowprec.layers.te.recompute import TECheckpoint
+from lightning_lowprec.te import norms
+from lightning_lowprec.te.linear import TELinear, te_linears
+from lightning_lowprec.te.recompute import TECheckpoint
 from tests.te.subjects import LLAMA, QUIET, Lit, Net, fabric_for
 
 
@@ -156,7 +156,7 @@ def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
 
 
 def test_a_model_goes_from_one_backend_to_the_other(pretend_gpu):
-    from lightning_lowprec.layers.torchao import FP8Linear
+    from lightning_lowprec.torchao.linear import FP8Linear
 
     model = Net()
     for plugin, kind in ((FP8TE(), TELinear), (lightning_lowprec.FP8TorchAO(), FP8Linear), (FP8TE(), TELinear)):

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.layers.te import norms, scales
-from lightning_lowprec.layers.te.linear import TELinear, te_linears
+from lightning_lowprec.te import norms, scales
+from lightning_lowprec.te.linear import TELinear, te_linears
 from tests.te.subjects import LLAMA, fabric_for
 from tests.te.test_te_layers import some_scales
 

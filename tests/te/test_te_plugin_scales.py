@@ -5,8 +5,8 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.layers.te import scales
-from lightning_lowprec.layers.te.linear import te_linears
+from lightning_lowprec.te import scales
+from lightning_lowprec.te.linear import te_linears
 from tests.te.subjects import Net, fabric_for, give_scales
 from tests.te.test_te_layers import some_scales
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.ranks import run
+from tests.fsdp2.ranks import run
 
 pytestmark = [
     pytest.mark.distributed,

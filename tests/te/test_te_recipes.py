@@ -3,7 +3,7 @@
 import pytest
 from transformer_engine.common import recipe as te
 
-from lightning_lowprec.layers.te.recipes import KINDS, kind_of, make_recipe
+from lightning_lowprec.te.recipes import KINDS, kind_of, make_recipe
 
 
 def make(recipe, **options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.layers.fusion import fused_modules
+from lightning_lowprec.te.fusion import fused_modules
 from tests.te import reference
 from tests.te.subjects import Net, fabric_for
 

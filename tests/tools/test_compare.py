@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_lowprec.cli.compare import run
-from lightning_lowprec.compare import runner
-from lightning_lowprec.compare.loading import build, load_class
-from lightning_lowprec.compare.progress import MARK, receive, send
-from lightning_lowprec.compare.recorder import Recorder
-from lightning_lowprec.compare.result import Comparison, PrecisionResult, judge
-from lightning_lowprec.compare.spec import CompareSpec
+from lightning_lowprec.tools.cli.compare import run
+from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.loading import build, load_class
+from lightning_lowprec.tools.compare.progress import MARK, receive, send
+from lightning_lowprec.tools.compare.recorder import Recorder
+from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult, judge
+from lightning_lowprec.tools.compare.spec import CompareSpec
 
 USER_FILE = '''
 import os
@@ -160,7 +160,7 @@ def test_unknown_names_fail_first(tmp_path, no_training):
 
 def test_without_matplotlib_nothing_is_trained(tmp_path):
     code = (
-        "import sys, lightning_lowprec.demo; from lightning_lowprec.cli.main import main\n"
+        "import sys, lightning_lowprec.tools.demo; from lightning_lowprec.tools.cli.main import main\n"
         "sys.modules['matplotlib'] = None\n"  # only now: torchmetrics imports it where it is installed
         f"sys.exit(main(['compare', '--out', {str(tmp_path / 'out')!r}]))"
     )

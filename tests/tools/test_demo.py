@@ -6,9 +6,9 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.demo import ByteGPT, StdlibText
-from lightning_lowprec.demo.data import EXCLUDED_FOLDERS, STDLIB
-from lightning_lowprec.demo.model import rotate
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
+from lightning_lowprec.tools.demo.data import EXCLUDED_FOLDERS, STDLIB
+from lightning_lowprec.tools.demo.model import rotate
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_lowprec.cli.main import main
-from lightning_lowprec.layers import measured_gains
-from lightning_lowprec.layers.plan import Plan, make_plan
-from lightning_lowprec.planning.costs import flops, footprints
-from lightning_lowprec.planning.source import load
+from lightning_lowprec.conversion import measured_gains
+from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.planning.costs import flops, footprints
+from lightning_lowprec.tools.planning.source import load
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -181,7 +181,7 @@ def test_nothing_converts(capsys):
         (["llama", "--min-gain=-1"], "`min_gain=-1.0` is not valid; expected None, 'auto' or a ratio above 0"),
         (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
         (["no.such.Model"], "No module named 'no'"),
-        (["lightning_lowprec.demo.Nope"], "has no 'Nope'"),
+        (["lightning_lowprec.tools.demo.Nope"], "has no 'Nope'"),
     ],
 )
 def test_bad_input(args, message, capsys):

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from lightning_lowprec import precisions
-from lightning_lowprec.cli.main import main
-from lightning_lowprec.formats import FP16
-from lightning_lowprec.optim import scaled_adamw
-from lightning_lowprec.planning import widths as module
-from lightning_lowprec.planning.widths import all_names, widths
+from lightning_lowprec import names as precisions
+from lightning_lowprec.msamp import adamw as scaled_adamw
+from lightning_lowprec.numerics.formats import FP16
+from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.planning import widths as module
+from lightning_lowprec.tools.planning.widths import all_names, widths
 
 BACKWARD = ("e5m2, e4m3", "e5m2, e4m3")
 DOCUMENTED = {  # output, grad input, grad weight; weight, gradient, master, moments; sent under DDP and FSDP2

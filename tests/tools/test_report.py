@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_lowprec.compare.pictures import smooth
-from lightning_lowprec.compare.report import write_report
-from lightning_lowprec.compare.result import Comparison, PrecisionResult
-from lightning_lowprec.compare.spec import CompareSpec
-from lightning_lowprec.compare.table import render
+from lightning_lowprec.tools.compare.pictures import smooth
+from lightning_lowprec.tools.compare.report import write_report
+from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
+from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.compare.table import render
 
 VOID = {"meta", "img", "br"}
 

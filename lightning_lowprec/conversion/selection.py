@@ -1,0 +1,175 @@
+"""The rules that keep a Linear in high precision, each with its reason."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from lightning_lowprec.conversion.matmuls import Matmul, linears
+from lightning_lowprec.conversion.options import LayerOptions
+
+FEATURE_ALIGNMENT = 16
+"""``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
+HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
+"""Last component of an output head's fqn in the model families of ``transformers``, torchtitan and timm."""
+LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unsupported(
+    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted: type[nn.Module] | None = None
+) -> str | None:
+    """Why this weight cannot convert, whatever the user wishes, or None.
+
+    Args:
+        matmul: the weight and its module.
+        alignment: what its features must be multiples of.
+        converted: what Linears have become by an earlier plan: these could.
+    """
+    module = matmul.module
+    if converted is not None and isinstance(module, converted):
+        return None
+    if not isinstance(module, nn.Linear):
+        return f"no Linear ({matmul.kind})"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "out_proj of a MultiheadAttention, which never calls it"
+    if getattr(module, "own_class", type(module)) is not nn.Linear:  # converted in place, it is one still
+        return f"a subclass of Linear ({type(module).__name__})"
+    if "forward" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if module.weight.dtype not in LINEAR_DTYPES:
+        return f"weights of {module.weight.dtype}"
+    if module.in_features % alignment or module.out_features % alignment:
+        return f"features are no multiples of {alignment}"
+    return None
+
+
+def built_in(model: nn.Module) -> dict[str, str]:
+    """What is kept unless the user names it in ``only``: output heads, routers of mixtures, LoRA adapters."""
+    return {**dict(_routers(model)), **dict(_adapters(model)), **output_heads(model)}
+
+
+def output_heads(model: nn.Module) -> dict[str, str]:
+    """The output heads by fqn, with the rule that found them.
+
+    The first rule that finds any decides: ``get_output_embeddings()``; a weight tied to an Embedding; an fqn ending
+    in one of ``HEAD_NAMES``. Never simply the last Linear, which in many models is an ordinary one.
+    """
+    candidates = linears(model)
+    for rule in (_declared_heads, _tied_heads, _named_heads):
+        found = {fqn: reason for fqn, reason in rule(model) if fqn in candidates}
+        if found:
+            return found
+    return {}
+
+
+def _declared_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        head = getter() if callable(getter) else None
+        if id(head) in fqns:
+            yield fqns[id(head)], "output head (get_output_embeddings())"
+
+
+def _tied_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
+    embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for fqn, linear in linears(model).items():
+        tied = linear._parameters.get("weight")
+        if id(tied) in embeddings:
+            yield fqn, f"output head (tied to the embedding {embeddings[id(tied)]!r})"
+
+
+def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for fqn in linears(model):
+        if fqn.rpartition(".")[2] in HEAD_NAMES:
+            yield fqn, "output head (by name)"
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """A router in FP8 sends tokens to other experts: anything called router, and a gate beside experts."""
+    for fqn in linears(model):
+        *path, name = fqn.split(".")
+        if any(part == "router" or part.endswith("_router") for part in (*path, name)):
+            yield fqn, "router (by name)"
+        elif name == "gate" or name.endswith("_gate"):
+            siblings = dict(model.get_submodule(".".join(path)).named_children())
+            if any("expert" in sibling for sibling in siblings):
+                yield fqn, "gate beside experts"
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """PEFT's low-rank adapters: too narrow to gain, and the only weights that train."""
+    for fqn in linears(model):
+        if any(part.startswith("lora_") for part in fqn.split(".")):
+            yield fqn, "LoRA adapter"
+
+
+def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
+    """What ``keep``, ``only`` and the first/last options keep, by fqn.
+
+    Raises:
+        ValueError: a name or pattern that matches no Linear (the nearest fqns are listed), or first and last blocks
+            of a model without stacks of blocks.
+    """
+    kept: dict[str, str] = {}
+    if options.only is not None:
+        chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, model)}
+        kept |= {fqn: "not in `only`" for fqn in linears(model) if fqn not in chosen}
+    if options.first_last_layers_bf16:
+        kept |= _first_and_last(model, options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16)
+    for pattern in options.keep:
+        kept |= dict.fromkeys(_matching("keep", pattern, model), f"kept by {pattern!r}")
+    return kept
+
+
+def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
+    """The fqns that a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches."""
+    fqns = list(linears(model))
+    found = [fqn for fqn in fqns if matches(pattern, fqn)]
+    if not found:
+        near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
+        raise ValueError(
+            f"`{field}={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
+            f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
+        )
+    return found
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) means ``fqn``."""
+    if any(c in pattern for c in "*?["):
+        return fnmatchcase(fqn, pattern)
+    return f".{pattern}." in f".{fqn}."
+
+
+def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
+    stacks = repeated_stacks(model, having=linears(model).values())
+    if not stacks:
+        raise ValueError(
+            "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and the"
+            " model has none; name the layers with `keep=[...]` instead."
+        )
+    inside: set[int] = set()
+    for stack in stacks.values():
+        blocks = list(stack)
+        for block in (*blocks[:start], *blocks[max(len(blocks) - end, 0) :]):
+            inside |= {id(module) for module in block.modules()}
+    reason = "first or last block (first_last_layers_bf16)"
+    return {fqn: reason for fqn, linear in linears(model).items() if id(linear) in inside}
+
+
+def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
+    """By fqn: the outermost ModuleLists with several children of one class that hold one of the modules ``having``."""
+    wanted = set(map(id, having))
+    stacks: dict[str, nn.ModuleList] = {}
+    for fqn, module in model.named_modules():
+        if any(fqn.startswith(f"{outer}.") or not outer for outer in stacks) or not isinstance(module, nn.ModuleList):
+            continue
+        one_class = len(module) > 1 and len({type(child) for child in module}) == 1
+        if one_class and any(id(inner) in wanted for inner in module.modules()):
+            stacks[fqn] = module
+    return stacks

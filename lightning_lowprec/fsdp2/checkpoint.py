@@ -1,0 +1,207 @@
+"""Checkpoints of a sharded model and its optimizers, complete or absent, from and into any precision.
+
+Single files hold whole tensors; folders hold shards. Either way a model is stored under the names and in the dtypes of
+its state dict, and optimizer state by the name (or position) of the parameter, with a float32 ``master_param`` beside
+the moments where the weights are half precision. Loaded where weights are float32, the masters become the weights;
+loaded where an optimizer keeps masters, float32 weights become the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
+from lightning_lowprec.fsdp2.placing import place
+from lightning_lowprec.masters.casting import HALF_DTYPES
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, is_wrapped
+from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.numerics.rounding import reconcile
+
+State = dict[str, Any]
+
+
+def model_state(model: nn.Module, *, full: bool) -> State:
+    """A model's state dict: whole tensors on rank 0, nothing elsewhere; or DTensors on every rank."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+
+
+def save_file(path: Path, content: Any) -> None:
+    """Write ``content`` as rank 0 has it to a single file."""
+    with atomic.replacing(path, folder=False) as file:
+        if torch.distributed.get_rank() == 0:
+            torch.save(content, file)
+
+
+def save_folder(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+    """Write a sharded checkpoint: ``shards`` as every rank has them, ``rest`` (no tensors of theirs) by rank 0."""
+    with atomic.replacing(path, folder=True) as new:
+        folder.write(new, shards)
+        if torch.distributed.get_rank() == 0:
+            torch.save(dict(rest), new / atomic.META)
+
+
+def locate(path: Path) -> Path:
+    """Where the checkpoint is that rank 0's ``path`` names; the same on all ranks.
+
+    Raises:
+        FileNotFoundError: nowhere.
+        ValueError: it is a folder without a sharded checkpoint.
+    """
+
+    def look() -> Path:
+        found = atomic.find(path)
+        if found.is_dir() and not atomic.is_sharded(found):
+            raise ValueError(
+                f"{str(path)!r} is a folder without {atomic.META!r}, so it is no sharded checkpoint of Lightning or of"
+                " this package. Give the folder of a sharded checkpoint, or the file of a full one."
+            )
+        return found
+
+    return atomic.on_rank_zero(look)
+
+
+def read_file(path: Path, weights_only: bool = True) -> Any:
+    """A single file, its tensors on the CPU and read when they are used."""
+    return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+
+
+def load_folder(
+    path: Path,
+    model: nn.Module,
+    model_keys: Collection[str],
+    optimizers: Mapping[str, Optimizer],
+    *,
+    strict: bool,
+) -> None:
+    """Load the shards of a folder, written by any number of ranks, into a sharded model and its optimizers.
+
+    Args:
+        path: of the folder.
+        model: sharded.
+        model_keys: under which the model may be stored; the first that is there counts.
+        optimizers: by key.
+        strict: raise if the model and the checkpoint do not have the same entries.
+
+    Raises:
+        KeyError: a model or an optimizer that the checkpoint does not hold, or entries missing or unexpected.
+        ValueError: shapes or parameters of another model.
+    """
+    stored = folder.Folder(path)
+    key = next((key for key in model_keys if key in stored.roots), None)
+    if key is None:
+        raise KeyError(_missing(path, next(iter(model_keys)), stored.roots))
+    live = get_model_state_dict(model)
+    values = stored.model(key, live)
+    params = optimizer_state.named_parameters(model)
+    states: dict[str, State] = {}
+    for name, optimizer in optimizers.items():
+        if name in stored.roots:
+            states[name] = optimizer_state.by_fqn(stored.optimizer(name, params), model, optimizer, name)
+        elif strict:
+            raise KeyError(_missing(path, name, stored.roots))
+    _apply(model, live, values, optimizers, states, strict)
+
+
+def load_whole(
+    model: nn.Module,
+    values: Mapping[str, Any],
+    optimizers: Mapping[str, Optimizer],
+    stored: Mapping[str, Mapping[str, Any]],
+    *,
+    strict: bool,
+) -> None:
+    """Load whole tensors, which every rank has, into a sharded model and its optimizers.
+
+    Args:
+        model: sharded.
+        values: its state dict, of any precision.
+        optimizers: by key.
+        stored: their state dicts by key; parameters by name or number.
+        strict: raise if the model and the checkpoint do not have the same entries.
+
+    Raises:
+        KeyError: entries missing or unexpected.
+        ValueError: shapes or parameters of another model.
+    """
+    live = get_model_state_dict(model)
+    params = optimizer_state.named_parameters(model)
+    states: dict[str, State] = {}
+    for name, state_dict in stored.items():
+        found = optimizer_state.by_fqn(state_dict, model, optimizers[name], name)
+        states[name] = {**found, "state": optimizer_state.placed(found["state"], params)}
+    values = {optimizer_state.clean(fqn): value for fqn, value in values.items()}
+    sharded = {fqn: _sharded(fqn, value, live.get(fqn)) for fqn, value in values.items()}
+    _apply(model, live, sharded, optimizers, states, strict)
+
+
+def _sharded(fqn: str, value: Any, like: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    if value.shape != like.shape:
+        raise ValueError(
+            f"{fqn!r} has the shape {tuple(value.shape)} in the checkpoint, {tuple(like.shape)} in the model."
+        )
+    return place(value, like)
+
+
+def _apply(
+    model: nn.Module,
+    live: State,
+    values: State,
+    optimizers: Mapping[str, Optimizer],
+    states: Mapping[str, State],
+    strict: bool,
+) -> None:
+    missing, unexpected = sorted(live.keys() - values.keys()), sorted(values.keys() - live.keys())
+    if strict and (missing or unexpected):
+        raise KeyError(
+            f"{type(model).__name__} and the checkpoint differ. Missing in the checkpoint: {missing[:5]}, unexpected:"
+            f" {unexpected[:5]}. Pass `strict=False` (in a LightningModule, `strict_loading = False`) to load the rest."
+        )
+    values = {fqn: value for fqn, value in values.items() if fqn in live}
+    params = optimizer_state.named_parameters(model)
+    for name, state_dict in states.items():
+        _settle_masters(optimizers[name], state_dict, params, values)
+    set_model_state_dict(model, values, options=StateDictOptions(strict=strict))
+    for name, state_dict in states.items():
+        optimizer_state.load(optimizers[name], state_dict)
+
+
+def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str, Tensor], values: State) -> None:
+    """Masters become float32 weights, and float32 weights become masters; where neither fits, they are dropped."""
+    state = state_dict["state"]
+    for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
+        has_master = is_wrapped(optimizer) and params[fqn].dtype in HALF_DTYPES
+        master = state.get(fqn, {}).get(MASTER_PARAM)
+        weight = values.get(fqn)
+        if has_master and master is None and weight is not None and weight.dtype == torch.float32:
+            state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
+        elif master is not None and not has_master and scaled_of(params[fqn]) is None:
+            state[fqn] = {name: value for name, value in state[fqn].items() if name != MASTER_PARAM}
+            if weight is not None and params[fqn].dtype == torch.float32:
+                values[fqn] = _reconciled(master, weight)
+        if fqn in state and not state[fqn]:
+            del state[fqn]
+
+
+def _reconciled(master: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype not in HALF_DTYPES:
+        return weight
+    if not isinstance(weight, DTensor) or not isinstance(master, DTensor):
+        return reconcile(master, weight)
+    local = reconcile(master.to_local(), weight.to_local())
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _missing(path: Path, key: str, roots: Collection[str]) -> str:
+    return f"{str(path)!r} holds nothing under {key!r}; it holds: {', '.join(roots)}."

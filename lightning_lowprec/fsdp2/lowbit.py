@@ -1,0 +1,155 @@
+"""torchao's quantised optimizer state (AdamW8bit, AdamW4bit, AdamWFp8) in checkpoints: plain tensors, exact.
+
+A quantised tensor has codes and one scale per block of consecutive elements. Sharded by rows, the codes and scales of
+all ranks, one after the other, are those of the whole tensor: they are stored as tensors of their own, sharded by their
+first dimension, and need neither pickle nor torchao's own resharding, which knows whole blocks of some classes only.
+Where the shards of another number of ranks would cut a block, the state is loaded dequantised.
+
+torchao quantises where a local shard has at least 4096 elements and whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from lightning_lowprec.fsdp2.placing import place
+
+CLASS: Final = "lowbit_class"
+_CLASSES: Final = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+
+
+def check(optimizer: Optimizer) -> None:
+    """Before the first step of an optimizer of torchao's that quantises its state, of sharded parameters.
+
+    Raises:
+        ValueError: parameters in half precision, which its kernels mix with float32 in a way that fails under FSDP2.
+    """
+    cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
+    if cls is None:
+        return
+    # torch caches compiled graphs by what a DTensor looks like from outside, and would run one kernel on the shards of
+    # another format (pytorch#188390)
+    torch._functorch.config.enable_autograd_cache = False
+    if cls.__name__.startswith("_"):  # its plain AdamW
+        return
+    half = [
+        p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if half:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` of torchao does not update sharded {half[0].dtype} parameters. Use a"
+            " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
+        )
+
+
+def is_quantised(value: Any) -> bool:
+    """Whether a local tensor is torchao's quantised state."""
+    return type(value).__name__ in _CLASSES and type(value).__module__.startswith("torchao.")
+
+
+def pack(value: Any) -> Any:
+    """Quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
+
+    Shards that do not lie in the whole tensor one after the other are dequantised.
+    """
+    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    if not is_quantised(local):
+        return value
+    if isinstance(value, DTensor) and not _row_sharded(value):
+        return _with_local(value, local.dequantize())
+    names, _ = local.__tensor_flatten__()
+    packed: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
+    if hasattr(local, "signed"):
+        packed["signed"] = local.signed
+    for name in names:
+        inner = getattr(local, name)
+        inner = inner.view(torch.uint8) if name == "codes" else inner  # gloo gathers no float8
+        packed[name] = inner if name == "qmap" or not isinstance(value, DTensor) else _rows(inner, value)
+    return packed
+
+
+def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
+    """The inverse, for a parameter ``like``: quantised where its shards have whole blocks, else dequantised."""
+    shape = torch.Size(packed["shape"])
+    codes, scale = packed["codes"], packed["scale"]
+    if not isinstance(like, DTensor):
+        return _build(packed, shape, lambda t: t.detach().to(like.device, copy=True))
+    if isinstance(codes, DTensor):
+        return _with_local(like, _build(packed, like.to_local().shape, lambda t: _local(t).to(like.device)))
+    if not keeps_blocks(shape.numel() // scale.numel(), like):
+        return place(_build(packed, shape, torch.clone).dequantize(), like)
+    rank, ranks = _row_rank(like)
+
+    def part(tensor: Tensor) -> Tensor:
+        return (tensor if tensor is packed.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
+
+    return _with_local(like, _build(packed, like.to_local().shape, part))
+
+
+def keeps_blocks(block_size: int, like: Tensor) -> bool:
+    """Whether the shards of a parameter are equal, whole blocks of consecutive elements."""
+    return isinstance(like, DTensor) and _row_sharded(like) and like.to_local().numel() % block_size == 0
+
+
+def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
+    cls = _class(packed[CLASS])
+    inner = {name: part(packed[name]) for name in cls.tensor_attrs}
+    if packed[CLASS] == "OptimStateFp8":
+        inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
+    attributes = [packed["signed"]] if "signed" in packed else []
+    attributes += [shape] if packed[CLASS] == "OptimState4bit" else []
+    built: Tensor = cls(*inner.values(), *attributes)  # float32 from outside; older torchao knows no other
+    return built
+
+
+def _class(name: str) -> Any:
+    import importlib  # torchao takes seconds to import
+
+    return getattr(importlib.import_module(_CLASSES[name]), name)
+
+
+def _row_sharded(value: DTensor) -> bool:
+    sharded = [(dim, p) for dim, p in enumerate(value.placements) if not isinstance(p, Replicate)]
+    if len(sharded) != 1:
+        return not sharded
+    dim, placement = sharded[0]
+    return type(placement) is Shard and placement.dim == 0 and value.shape[0] % value.device_mesh.size(dim) == 0
+
+
+def _row_rank(value: DTensor) -> tuple[int, int]:
+    for dim, placement in enumerate(value.placements):
+        if isinstance(placement, Shard):
+            return value.device_mesh.get_local_rank(dim), value.device_mesh.size(dim)
+    return 0, 1
+
+
+def _rows(inner: Tensor, outer: DTensor) -> DTensor:
+    return DTensor.from_local(inner, outer.device_mesh, outer.placements, run_check=False)
+
+
+def _with_local(outer: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, outer.device_mesh, outer.placements, run_check=False, shape=outer.shape, stride=outer.stride()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> DTensor:
+    """Codes or scales to be filled, sharded by their first dimension as ``like`` is by its own."""
+    assert isinstance(like, DTensor)
+    _, ranks = _row_rank(like)
+    local = torch.empty((shape[0] // ranks, *shape[1:]), dtype=dtype, device=like.device_mesh.device_type)
+    return _rows(local, like)

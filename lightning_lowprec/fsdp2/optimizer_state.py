@@ -1,0 +1,199 @@
+"""The state of an optimizer by the names of its parameters, collected and loaded without stepping.
+
+torch's own ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` initialise empty state by a step with zero
+gradients and a learning rate of zero. That step counts: for stochastic rounding, for schedulers and hooks, and for
+optimizers that do not look at the learning rate. Here what a checkpoint holds is what the optimizer gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_lowprec.fsdp2 import lowbit
+from lightning_lowprec.fsdp2.placing import follows, place, whole
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+StateDict = dict[str, Any]
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the fqn that they have in checkpoints, whatever wraps their modules."""
+    return {clean(fqn): p for fqn, p in model.named_parameters()}
+
+
+def clean(fqn: str) -> str:
+    """A name without those of wrapping modules."""
+    for wrapper in _WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return fqn
+
+
+def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
+    """``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
+
+    Args:
+        model: whose parameters the optimizer updates.
+        optimizer: with or without masters (``master_param`` is among the names then).
+        full: whole tensors on the CPU, on rank 0; empty dicts elsewhere. Otherwise DTensors as they are.
+    """
+    state_dict = optimizer.state_dict()
+    fqns = _fqns(model, optimizer)
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    fqn_of = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))
+    groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
+    state = {fqn_of[key]: map_tensors(_plain, entry) for key, entry in state_dict["state"].items()}
+    state = {fqn: {name: lowbit.pack(value) for name, value in entry.items()} for fqn, entry in state.items()}
+    if not full:
+        return {"state": state, "param_groups": groups}
+    on_rank_zero = torch.distributed.get_rank() == 0
+    gathered: StateDict = {}
+    for fqn, entry in state.items():
+        values = {name: _gathered(value) for name, value in entry.items()}
+        if on_rank_zero:
+            gathered[fqn] = values
+    return {"state": gathered, "param_groups": map_tensors(whole, groups)} if on_rank_zero else {}
+
+
+def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
+    """The same, by position of the parameter in the model in place of its fqn: how the Trainer writes single files."""
+    if not state_dict:
+        return state_dict
+    number = {fqn: i for i, fqn in enumerate(named_parameters(model))}
+    groups = [{**group, "params": [number[fqn] for fqn in group["params"]]} for group in state_dict["param_groups"]]
+    return {"state": {number[fqn]: entry for fqn, entry in state_dict["state"].items()}, "param_groups": groups}
+
+
+def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, key: str) -> StateDict:
+    """A stored state dict, whose parameters are numbered or named, as ``optimizer`` groups them now.
+
+    Numbers count along the groups, as everywhere in torch.
+
+    Raises:
+        ValueError: the optimizer holds other parameters, or groups them in another way.
+    """
+    fqns = _fqns(model, optimizer)
+    groups = stored["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    if all(isinstance(name, str) for name in names):
+        return _regrouped({clean(k): v for k, v in stored["state"].items()}, groups, fqns, key)
+    if [len(group["params"]) for group in groups] != [len(group) for group in fqns]:
+        raise ValueError(
+            f"{key!r} of the checkpoint has groups of {[len(g['params']) for g in groups]} parameters, and the"
+            f" optimizer has groups of {[len(g) for g in fqns]}. Build it as it was when the checkpoint was saved."
+        )
+    fqn_of = dict(zip(names, (fqn for group in fqns for fqn in group), strict=True))
+    state = {fqn_of[name]: entry for name, entry in stored["state"].items()}
+    return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
+
+
+def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: str) -> StateDict:
+    group_of = {clean(fqn): i for i, group in enumerate(groups) for fqn in group["params"]}
+    held = {fqn for group in fqns for fqn in group}
+    if held != group_of.keys():
+        only_here, only_there = sorted(held - group_of.keys()), sorted(group_of.keys() - held)
+        raise ValueError(
+            f"{key!r} of the checkpoint does not hold the parameters of the optimizer: only in the checkpoint:"
+            f" {only_there[:3]}, only in the optimizer: {only_here[:3]}. Build it as it was when the checkpoint was"
+            " saved, or load the model alone."
+        )
+    regrouped = []
+    for names in fqns:
+        sources = {group_of[fqn] for fqn in names}
+        if len(sources) > 1:
+            raise ValueError(
+                f"the parameters of one group of the optimizer ({names[0]!r}, ...) are in {len(sources)} groups of"
+                f" {key!r} in the checkpoint. Build it as it was when the checkpoint was saved."
+            )
+        source = groups[sources.pop()] if sources else {}
+        regrouped.append({**source, "params": names})
+    return {"state": {fqn: entry for fqn, entry in state.items() if fqn in held}, "param_groups": regrouped}
+
+
+def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
+    """Whole state tensors as their parameters are sharded, quantised ones included."""
+    return {fqn: _placed_entry(entry, params[fqn]) for fqn, entry in state.items()}
+
+
+def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
+    def one(value: Tensor) -> Tensor:
+        return place(value, like) if follows(value.shape, like) else value.detach().clone()
+
+    return {name: unpacked(lowbit.pack(value), like, one) for name, value in entry.items()}
+
+
+def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+    """``value``, built again if it was quantised; else with ``one`` of every tensor in it."""
+    if isinstance(value, Mapping) and lowbit.CLASS in value:
+        return lowbit.unpack(value, like)
+    return map_tensors(one, value)
+
+
+def load(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Load what :func:`by_fqn` returns, its state placed as the parameters are."""
+    numbers: dict[str, int] = {}
+    for group in state_dict["param_groups"]:
+        for fqn in group["params"]:
+            numbers[fqn] = len(numbers)
+    groups = [
+        {**old, **_rates_like(old, new), "params": [numbers[fqn] for fqn in new["params"]]}
+        for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict(
+        {"state": {numbers[fqn]: entry for fqn, entry in state_dict["state"].items()}, "param_groups": groups}
+    )
+
+
+def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
+    """Hyperparameters as tensors where the optimizer has them so (torchao's learning rate), else as numbers."""
+    values = dict(new)
+    for name, value in new.items():
+        if isinstance(old.get(name), Tensor) and isinstance(value, (int, float)):
+            values[name] = torch.full_like(old[name], value)
+        elif isinstance(old.get(name), float) and isinstance(value, Tensor):
+            values[name] = value.item()
+    return values
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` of every tensor in its dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, v) for v in value)
+    return value
+
+
+def _gathered(value: Any) -> Any:
+    gathered = map_tensors(whole, value)
+    if isinstance(gathered, Mapping) and lowbit.CLASS in gathered:
+        return lowbit.unpack(gathered, gathered["codes"])  # the class that torchao's optimizers load by themselves
+    return gathered
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """State that is a copy of a weight gathered as float8 is stored as its values."""
+    if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather"):
+        from lightning_lowprec.fsdp2.fp8_gather import plain
+
+        return plain(tensor)
+    return tensor
+
+
+def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    names = {id(p): fqn for fqn, p in named_parameters(model).items()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that is none of"
+                    f" {type(model).__name__}, so a checkpoint cannot name it. Save one model with its optimizers."
+                )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

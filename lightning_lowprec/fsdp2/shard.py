@@ -1,0 +1,235 @@
+"""Sharding a converted model by FSDP2, in the one order that works.
+
+    (convert) -> float8 weights -> tensor parallel -> activation checkpointing -> compile -> fully_shard -> weights
+
+Conversion after ``fully_shard`` would mix tensors and DTensors; compiling before checkpointing would trace the wrong
+function. Everything happens in place: module objects and fqns stay, parameters are replaced by DTensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowprec.fsdp2 import meshes
+from lightning_lowprec.fsdp2.checks import check_model, check_shared
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.traffic import Wire
+from lightning_lowprec.fsdp2.visits import Visits, guard
+from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
+from lightning_lowprec.fsdp2.wrapping import chosen
+from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
+from lightning_lowprec.msamp.linear import scaled_linears
+
+if TYPE_CHECKING:
+    from lightning_lowprec.fsdp2.fp8_gather import GatherScales
+
+
+TE_LAYERS = ("transformer_engine.", "lightning_lowprec.te.")
+"""Modules of classes from here compute by Transformer Engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """What sharding has made of a model."""
+
+    groups: Mapping[str, FSDPModule]
+    """By fqn: what is gathered as one; the root is ``""``."""
+    wire: Wire
+    """What goes over the wire."""
+    scales: GatherScales | None
+    """Of the weights that are gathered as float8."""
+    visits: Visits
+    """What computes it just now."""
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: ShardOptions,
+    *,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+    fp8_all_gather: bool,
+    methods: tuple[str, ...] = (),
+) -> Sharded:
+    """Shard ``model`` in place.
+
+    Args:
+        model: converted, on any device, on meta, or on meta on all ranks but 0.
+        mesh: see :func:`~lightning_lowprec.fsdp2.meshes.make_mesh`.
+        options: what the user chose.
+        device: what this rank computes on.
+        param_dtype: what weights are gathered as and computed in, unless ``options`` says otherwise.
+        fp8_all_gather: gather the weights of FP8 layers as float8.
+        methods: names of methods that compute without calling the module itself.
+
+    Raises:
+        ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size.
+        TypeError: a model that is sharded already.
+    """
+    check_model(model)
+    wrapped = chosen(model, options.wrap, "wrap")
+    check_shared(model, wrapped)
+    data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
+    if fp8_all_gather:
+        _check_even(model, data_mesh)  # before the first collective, which is in `origin`
+    has_codes = bool(scaled_linears(model))
+    if has_codes:
+        check_codes(model, data_mesh.size(data_mesh.ndim - 1))
+        _check_options_for_codes(options, model)
+    source = origin(model)
+    if options.sync_module_states and source == "every rank":
+        send_all(model, device)
+    values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
+    scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
+    coded = code_shards(model, data_mesh.size(data_mesh.ndim - 1)) if has_codes else None
+    if tensor is not None:
+        _parallelize(model, tensor, options)
+    _checkpoint(model, wrapped, options)
+    if options.compile is not False:
+        for module in wrapped.values() or [model]:
+            module.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
+    groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device)
+    fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
+    if options.buffer_dtype is not None:
+        cast_buffers(model, options.buffer_dtype)
+    if scales is not None:
+        scales.collect(model)
+    if coded is not None:
+        coded.collect(data_mesh)
+    visits = guard(model, scales, methods)
+    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
+
+
+def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:
+    """Raise ValueError for what does not go with weights that are kept as codes (MS-AMP)."""
+    wrong = {
+        "tensor_parallel": options.tensor_parallel is not None,
+        "cpu_offload": options.cpu_offload,
+        "compile": options.compile is not False,
+        "sync_module_states": options.sync_module_states,
+    }
+    for name in (name for name, given in wrong.items() if given):
+        raise ValueError(
+            f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
+            " it out; build the same weights on every rank."
+        )
+    if any(t.is_meta for t in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
+            " Build it on a real device on every rank, from one seed or one checkpoint."
+        )
+
+
+def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:
+    from lightning_lowprec.fsdp2.fp8_gather import check_even
+
+    check_even(model, shards=mesh.size(mesh.ndim - 1))
+
+
+def _gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> GatherScales | None:
+    from lightning_lowprec.fsdp2.fp8_gather import gather_in_fp8  # imports torchao, which takes seconds
+
+    return gather_in_fp8(model, shards=mesh.size(mesh.ndim - 1))
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> None:
+    if isinstance(options.tensor_parallel, Mapping):
+        parallelize_module(model, mesh, dict(options.tensor_parallel))
+    elif options.tensor_parallel is not None:
+        options.tensor_parallel(model, mesh)
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(f"`tensor_parallel={options.tensor_parallel!r}` left every parameter as it was.")
+    for fqn, module in model.named_modules():
+        if _is_te(module) and any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"`tensor_parallel` cuts {fqn!r}, a layer of Transformer Engine, whose kernels take no DTensors. Use"
+                " torchao ('fp8-tensorwise'), or keep what is cut out of FP8 (`FP8TE(keep=[...])`)."
+            )
+
+
+def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: ShardOptions) -> None:
+    if options.activation_checkpointing is False:
+        return
+    if options.activation_checkpointing is True:
+        modules = dict(wrapped)
+        if not modules:
+            raise ValueError(
+                f"`activation_checkpointing=True` takes the modules of `wrap`, and `wrap={options.wrap!r}` found no"
+                f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
+            )
+    else:
+        modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
+    for module in modules.values():  # an instance attribute keeps every fqn, which a wrapping module does not
+        module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
+
+
+def _is_te(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(TE_LAYERS)
+
+
+def _checkpoint_for(module: nn.Module) -> Any:
+    """Torch's checkpoint, or Transformer Engine's for its layers, which restores their scales too."""
+    if any(_is_te(m) for m in module.modules()):
+        return importlib.import_module("transformer_engine.pytorch").checkpoint
+    return checkpoint
+
+
+def _recomputed(recompute: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return recompute(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _fully_shard(
+    model: nn.Module,
+    wrapped: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    options: ShardOptions,
+    param_dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, FSDPModule]:
+    dtypes: dict[str, Any] = {
+        "param_dtype": options.param_dtype or param_dtype,
+        "reduce_dtype": options.reduce_dtype or torch.float32,
+    }
+    # the root's own inputs are the user's batch, targets included: autocast and the plugin see to them
+    root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": offload,
+        "reshard_after_forward": options.reshard_after_forward,
+    }
+    norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
+    for norm in norms.values():  # float32, like their running statistics; a group has one dtype
+        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
+        fully_shard(norm, mp_policy=policy, **arguments)
+    for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
+        fully_shard(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes), **arguments)
+    fully_shard(model, mp_policy=root, **arguments)
+    return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
+
+
+def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is under FSDP2, or holds DTensors."""
+    tensors: list[Tensor] = list(model.parameters())
+    return any(isinstance(t, DTensor) for t in tensors) or any(isinstance(m, FSDPModule) for m in model.modules())

@@ -1,1 +1,0 @@
-"""Which layers of a model convert, and what becomes of them."""

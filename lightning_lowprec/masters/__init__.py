@@ -1,0 +1,1 @@
+"""Keep float32 masters for half-precision weights, inside the user's own optimizer."""

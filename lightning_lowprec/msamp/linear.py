@@ -1,0 +1,223 @@
+"""Linear layers whose weight is codes of a small format and whose three GEMMs run in FP8 (MS-AMP, arXiv 2310.18313).
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]    e4m3 x e4m3
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]    e5m2 x e4m3
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]    e5m2 x e4m3
+
+One power-of-two scale per tensor, from its own amax. Between forward and backward a layer keeps the input's codes, one
+byte per element. The weight's gradient is a ``ScaledGradient``, one byte per element too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.weight import (
+    Level,
+    ScaledWeight,
+    attach_,
+    codes_of,
+    encode,
+    scale_weight_,
+    scaled_of,
+    set_values_,
+    values_of,
+)
+from lightning_lowprec.numerics.formats import E4M3, E5M2
+
+_ALIGNMENT: Final = 16
+"""FP8 kernels want every inner dimension to be a multiple of this."""
+
+
+@final
+class ScaledLinear(nn.Linear):
+    """What :func:`scale_linears` makes of a Linear; its state dict is that of the Linear, in float32."""
+
+    emulate: bool
+    """Whether products are those of dequantised codes in float32 instead of FP8 kernels'."""
+    fp8_eval: bool
+    """Whether evaluation without gradients multiplies in FP8 too, instead of with the weight's exact values."""
+    float32_gradients: bool
+    """Whether the weight's gradient is a float32 tensor instead of a ScaledGradient."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
+            return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        rows = input.reshape(-1, self.in_features)
+        padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % _ALIGNMENT))
+        output: Tensor = _matmul(padded, self.weight, self.emulate, self.float32_gradients)[: rows.shape[0]]
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = values_of(self.weight)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # not assigned: the parameter stays, with its codes
+        metadata = {key: value for key, value in local_metadata.items() if key != "assign_to_params_buffers"}
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)  # reports wrong shapes
+        given = state_dict.get(prefix + "weight")
+        if given is not None and given.shape == self.weight.shape:
+            set_values_(self.weight, given.to(self.weight.device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
+        """Codes move to another device with their scales; they never change dtype."""
+        weight = self._parameters.pop("weight")
+        assert weight is not None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters = {"weight": weight, **self._parameters}
+        device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
+        if device != weight.device:
+            scaled, moved, gradient = _scaled(weight), weight.data.to(device), weight.grad
+            weight.grad = None
+            scaled.to_(device)
+            if torch._has_compatible_shallow_copy_type(weight, moved):
+                weight.data = moved
+            else:  # to or from meta: a new Parameter, as in every module
+                self.weight = nn.Parameter(moved, weight.requires_grad)
+                attach_(self.weight, scaled)
+            if gradient is not None and not moved.is_meta:
+                self.weight.grad = gradient.to(device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the scales, which a copied Parameter loses."""
+        return {**self.__dict__, "_scaled_weight": _scaled(self.weight)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give the Parameter its scales again."""
+        state = dict(state)
+        scaled = state.pop("_scaled_weight")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        attach_(self.weight, scaled)
+
+
+def scale_linears(
+    model: nn.Module,
+    fqns: Sequence[str],
+    level: Level,
+    *,
+    emulate: bool | None = None,
+    fp8_eval: bool = True,
+    float32_gradients: bool = False,
+) -> None:
+    """Turn the Linears named by ``fqns`` into ScaledLinear, in place; Parameters stay the same objects.
+
+    Args:
+        model: holds them.
+        fqns: as in ``model.named_modules()``; ``""`` is the model itself.
+        level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
+        emulate: multiply dequantised codes in float32; None: on CPU yes, elsewhere no.
+        fp8_eval: whether evaluation without gradients multiplies in FP8 too.
+        float32_gradients: keep the weights' gradients in float32, in which micro-batches then add up.
+
+    Raises:
+        TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
+        ValueError: features that are no multiples of 16, or a weight that another module shares.
+    """
+    owners: dict[int, set[str]] = {}
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(fqn)
+    for fqn in fqns:  # all are checked before one is changed
+        linear = model.get_submodule(fqn)
+        if type(linear) is not nn.Linear:
+            raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
+        if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
+            shape = f"{linear.in_features} -> {linear.out_features}"
+            raise ValueError(
+                f"{fqn!r} has features {shape}; expected multiples of {_ALIGNMENT}. Leave it out of `fqns`."
+            )
+        others = sorted(owners[id(linear.weight)] - {fqn})
+        if others:
+            raise ValueError(f"the weight of {fqn!r} is that of {others[0]!r} too; expected an untied one.")
+    for fqn in fqns:
+        linear = model.get_submodule(fqn)
+        assert isinstance(linear.weight, nn.Parameter)
+        scale_weight_(linear.weight, level)
+        linear.__class__ = ScaledLinear
+        assert isinstance(linear, ScaledLinear)
+        linear.emulate = linear.weight.device.type == "cpu" if emulate is None else emulate
+        linear.fp8_eval, linear.float32_gradients = fp8_eval, float32_gradients
+
+
+def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
+    """The layers of ``model`` that are converted, by fqn."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, ScaledLinear)}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _matmul(rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
+    output: Tensor = _ScaledMatmul.apply(rows, weight, emulate, float32_gradient)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _ScaledMatmul(torch.autograd.Function):
+    """[M, K] @ [K, N] -> [M, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
+        codes, scale = encode(rows.float(), E4M3)
+        # the weight is saved so that autograd notices when a step changes it before this backward
+        ctx.save_for_backward(codes, scale, weight)
+        ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
+        ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
+        ctx.scaled.check_writes()
+        weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+        return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scale, weight = ctx.saved_tensors
+        grad_codes, grad_scale = encode(grad_output.float(), E5M2)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+            grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
+            return grad_input, grad_weight if ctx.float32_gradient else ScaledGradient.of(grad_weight), None, None
+        return grad_input, None, None, None
+
+
+def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:
+    codes = codes_of(weight).detach()
+    return (codes, scaled.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scaled.scale, E4M3)
+
+
+def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
+    """Codes [m, k] @ codes [k, n], divided by the product of their scales: -> [m, n] of ``dtype``."""
+    inv_scale = scale.reciprocal()
+    if emulate:
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.mm(a.float(), b.float()).mul_(inv_scale).to(dtype)
+    a, b = a.contiguous(), b.t().contiguous().t()  # what the kernels take: rows of a, columns of b
+    return torch._scaled_mm(a, b, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
+
+
+def _scaled(weight: Any) -> ScaledWeight:
+    scaled = scaled_of(weight)
+    if scaled is None:
+        raise TypeError(
+            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"
+            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
+            " the layer as it is; give `torch.func.functional_call` the parameters, not a state dict."
+        )
+    return scaled

@@ -1,0 +1,1 @@
+"""Number formats, scaling, rounding and flat buffers: pure functions and small dataclasses."""

@@ -1,0 +1,168 @@
+"""How a float32 value is kept in 16 bits: an exact remainder beside a bf16, or stochastic rounding.
+
+A bf16 is the upper half of a float32, so float32 -> bf16 is integer arithmetic on the bits.
+
+* Remainder. Adding 0x8000 and dropping the lower half rounds to nearest, ties away from zero. What was dropped lies
+  in [-0x8000, 0x7FFF] of the last place, which is exactly an int16: (bf16, int16) <-> float32 is a bijection. Ties to
+  even, torch's own rounding, needs one value more (a tie may go either way) and does not fit.
+* Stochastic. Adding 16 random bits before dropping the lower half rounds up with a probability equal to the
+  distance, so the expected value is the float32 (Gupta et al., arXiv 1502.02551, sec. 3.1). The bits come from a
+  counter and not from a generator: equal on every replica and every device, and nothing to save.
+
+A NaN has a free lower half, and adding to it can carry into the sign; it is made the one NaN 0x7FC00000 first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.numerics.scaling import power_of_two
+
+_HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
+_UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
+_LOWER: Final = 0xFFFF
+_CHUNK: Final = 1 << 22  # elements that are handled at once where that takes temporary memory
+_MASK64: Final = (1 << 64) - 1
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bf16 (ties away from zero) and what it lacks: (...) float32 -> (...) bfloat16, (...) int16.
+
+    NaN stays NaN; a value beyond the largest bf16 becomes inf, and its remainder brings it back.
+
+    Raises:
+        TypeError: ``master`` is not float32.
+    """
+    upper = _float32(master).clone()
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    split_(upper, remainder)
+    return upper.to(torch.bfloat16), remainder
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 that :func:`split` took apart: (...) bfloat16, (...) int16 -> (...) float32.
+
+    Raises:
+        TypeError: the two are not bfloat16 and int16.
+    """
+    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise TypeError(f"expected bfloat16 and int16, got {weight.dtype} and {remainder.dtype}.")
+    return join_(weight.float().contiguous(), remainder.contiguous())
+
+
+def split_(master: Tensor, remainder: Tensor) -> None:
+    """:func:`split` in place: ``master`` keeps the bf16 values (float32), ``remainder`` (int16) gets the rest."""
+    bits = _canonical_nan_(master).view(torch.int32)
+    remainder.copy_(bits)  # int32 -> int16 keeps the lower half
+    bits.add_(_HALF).bitwise_and_(_UPPER)
+
+
+def join_(upper: Tensor, remainder: Tensor) -> Tensor:
+    """:func:`join` in place: ``upper`` (float32, bf16 values, contiguous) becomes the master; returns it.
+
+    A zero never leaves a negative remainder. If it has one, the weight was set to zero since (pruned), and adding it
+    would borrow from the sign and make a NaN: it counts as nothing.
+    """
+    flat, rest = upper.view(-1), remainder.view(-1)
+    for offset in range(0, flat.numel(), _CHUNK):
+        part, low = flat[offset : offset + _CHUNK], rest[offset : offset + _CHUNK]
+        part.view(torch.int32).add_(torch.where(part == 0, low.clamp(min=0), low))
+    return upper
+
+
+def reconcile(master: Tensor, weight: Tensor) -> Tensor:
+    """``master`` where it rounds to ``weight`` (either way at a tie), elsewhere the weight: what an edit leaves of it.
+
+    Args:
+        master: (...) float32.
+        weight: (...) float16 or bfloat16, on the same device.
+    """
+    agrees = master.to(weight.dtype) == weight
+    if weight.dtype == torch.bfloat16:
+        agrees |= split(master)[0] == weight
+    return torch.where(agrees, master, weight.float())
+
+
+def stochastic_round(values: Tensor, *, seed: int, step: int, start: int = 0) -> Tensor:
+    """Unbiased rounding: (...) float32 -> (...) bfloat16, one of the two neighbours; bf16 values stay as they are.
+
+    inf stays inf, NaN stays NaN; as in a cast, a value beyond the largest bf16 may become inf.
+
+    Args:
+        values: (...) float32.
+        seed: of the run.
+        step: counts the roundings; the same step gives the same bits.
+        start: position of the first element in the numbering of all elements that share ``seed``.
+
+    Raises:
+        TypeError: ``values`` is not float32.
+    """
+    flat = _float32(values).reshape(-1).clone()
+    stochastic_round_(flat, seed=seed, step=step, start=start)
+    return flat.to(torch.bfloat16).view(values.shape)
+
+
+def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
+    """:func:`stochastic_round` in place: ``flat``, (N,) float32, gets bf16 values."""
+    bits = _canonical_nan_(flat).view(torch.int32)
+    for offset in range(0, flat.numel(), _CHUNK):
+        chunk = bits[offset : offset + _CHUNK]
+        chunk.add_(random_bits(chunk.numel(), seed, step, start + offset, flat.device)).bitwise_and_(_UPPER)
+
+
+def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
+    """Unbiased rounding in place: ``flat``, (N,) float32, gets float16 values; float16 values stay as they are.
+
+    |values| up to 65504, float16's largest. Arguments as in :func:`stochastic_round`. The grid is 2**(e - 10) wide
+    where 2**e <= |value| < 2**(e + 1), and no narrower than the smallest float16, 2**-24.
+    """
+    for offset in range(0, flat.numel(), _CHUNK):
+        part = flat[offset : offset + _CHUNK]
+        exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
+        per_grid = power_of_two(11 - exponent)
+        bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
+        # 13 bits are what float16 lacks of float32: the sum of a normal value and these is exact
+        part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
+
+
+def random_bits(count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu") -> Tensor:
+    """``count`` uniform values in [0, 65536): (count,) int32, a pure function of its arguments on every device.
+
+    A 32-bit hash of the counter, keyed before and between its two rounds by (seed, step, start); every hash gives two
+    values. The rounds are ``lowbias32`` of C. Wellons (nullprogram.com/blog/2018/07/31).
+    """
+    key, second_key = _keys(seed, step, start)
+    x = torch.arange((count + 1) // 2, dtype=torch.int32, device=device).add_(key)
+    _xor_shift_(x, 16).mul_(0x7FEB352D)
+    _xor_shift_(x, 15).add_(second_key).mul_(0x846CA68B - (1 << 32))
+    _xor_shift_(x, 16)
+    return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(_LOWER)
+
+
+def _xor_shift_(x: Tensor, shift: int) -> Tensor:
+    # >> on int32 copies the sign; the mask makes it a logical shift
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _keys(*numbers: int) -> tuple[int, int]:
+    """Two int32 keys of a few integers, by the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    z = 0
+    for number in numbers:
+        z = (z + number + 0x9E3779B97F4A7C15) & _MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+        z ^= z >> 31
+    return (z & 0xFFFFFFFF) - (1 << 31), (z >> 32) - (1 << 31)
+
+
+def _canonical_nan_(x: Tensor) -> Tensor:
+    return torch.nan_to_num_(x, nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
+
+
+def _float32(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError(f"expected float32, got {x.dtype}.")
+    return x

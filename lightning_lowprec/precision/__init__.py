@@ -1,0 +1,1 @@
+"""The precision plugins that Trainer and Fabric share: base, half precision, loss scaling."""

@@ -1,0 +1,68 @@
+"""The experts of a mixture as two grouped GEMMs of Transformer Engine.
+
+transformers stacks the experts of a layer in two Parameters, and these stay: the engines are lent views of them, one
+per expert. The router is not touched and stays in high precision; so does the activation between the GEMMs, which is
+the model's own (``_apply_gate``).
+
+Importing this module imports Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_lowprec.te.fusion.deferred import UNIT, InPlace
+from lightning_lowprec.te.fusion.routing import mix
+from lightning_lowprec.te.fusion.units import GroupedEngine, Options, build, eagerly
+
+
+class ExpertsUnit:
+    """Two grouped GEMMs.
+
+    Args:
+        experts: with ``gate_up_proj`` [E, 2I, K] and ``down_proj`` [E, K, I].
+        options: of the model.
+    """
+
+    def __init__(self, experts: Any, options: Options) -> None:
+        self.options = options
+        (count, doubled, width), inner = experts.gate_up_proj.shape, experts.down_proj.shape[-1]
+        dtype = experts.gate_up_proj.dtype
+        self.up = build(GroupedEngine, experts, count, width, doubled, bias=False, params_dtype=dtype)
+        self.down = build(GroupedEngine, experts, count, inner, width, bias=False, params_dtype=dtype)
+
+    def engines(self) -> dict[str, Any]:
+        """By the part they have in it."""
+        return {"up": self.up, "down": self.down}
+
+    @eagerly
+    def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
+
+        def expert(rows: Tensor, splits: list[int]) -> Tensor:
+            with self.options.precision(experts.training):
+                doubled = _grouped(self.up, experts.gate_up_proj, rows, splits)
+                inner = experts._apply_gate(doubled)
+                return _grouped(self.down, experts.down_proj, inner, splits)
+
+        return mix(
+            hidden_states, top_k_index, top_k_weights, num_experts=self.up.num_gemms,
+            alignment=self.options.expert_alignment, expert=expert,
+        )  # fmt: skip
+
+
+def _grouped(engine: Any, stacked: Tensor, rows: Tensor, splits: list[int]) -> Tensor:
+    lent = {f"weight{i}": weight for i, weight in enumerate(stacked.unbind())}
+    output: Tensor = engine.compute([stacked], lent, rows, splits)
+    return output
+
+
+class FusedExperts(InPlace):
+    """Stacked experts of transformers with grouped GEMMs."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K], [T, k], [T, k] -> [T, K]."""
+        output: Tensor = self.__dict__[UNIT](self, hidden_states, top_k_index, top_k_weights)
+        return output

@@ -1,0 +1,1 @@
+"""The ``lowprec`` command line and what it runs."""

@@ -1,0 +1,141 @@
+"""``lowprec plan``: what would convert, why not, and what it means in FLOPs and bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.msamp.plugin import MSAMP
+from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.te.recipes import ALIGNMENT
+from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
+from lightning_lowprec.tools.planning.render import Report, page, text
+from lightning_lowprec.tools.planning.source import load
+from lightning_lowprec.torchao.plugin import FP8TorchAO
+
+ONE_SCALE = ("tensorwise", "delayed", "current")
+"""Recipes with one scale per weight, which FSDP2 gathers as float8."""
+OPTIONS = tuple(LayerOptions.__dataclass_fields__)
+
+
+def run(argv: list[str]) -> int:
+    """Print the plan; 1 if nothing converts."""
+    args = _parser().parse_args(argv)
+    if args.precisions:
+        return _show_widths(args.json)
+    if args.source is None:
+        raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
+    entry = _entry(args.precision)
+    by_te, level = entry.plugin is FP8TE, entry.options.get("level")
+    recipe = entry.options.get("recipe", "delayed" if by_te else "tensorwise")
+    options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
+    source = load(args.source, args.args or {})
+    plan = make_plan(
+        source.model,
+        options,
+        recipe="tensorwise" if by_te else recipe,  # nobody has published Transformer Engine's gains by shape
+        alignment=ALIGNMENT.get(recipe, 16),
+    )
+    fp8_all_gather = recipe in ONE_SCALE and level is None
+    report = Report(
+        title=source.origin,
+        precision=args.precision,
+        plan=plan,
+        flops=flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length),
+        bytes=footprints(source.model, plan, args.precision, fp8_all_gather=fp8_all_gather, level=level),
+    )
+    _show(report, args)
+    return 0 if plan.converted else 1
+
+
+def _show_widths(as_json: bool) -> int:
+    from lightning_lowprec.tools.planning import widths  # imports strategies and trains
+
+    rows = widths.survey()
+    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else widths.text(rows))
+    return 0
+
+
+def _entry(precision: str) -> precisions.Entry:
+    converting = (FP8TE, FP8TorchAO, MSAMP)
+    entry = precisions.TABLE.get(precision)
+    if entry is None or entry.plugin not in converting:
+        allowed = [name for name, entry in precisions.TABLE.items() if entry.plugin in converting]
+        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(allowed)}.")
+    return entry
+
+
+def _show(report: Report, args: Namespace) -> None:
+    if args.html is not None:
+        Path(args.html).write_text(page(report), encoding="utf-8")
+    if args.json:
+        data = {
+            "source": report.title,
+            "precision": report.precision,
+            "plan": report.plan.to_dict()["rows"],
+            "flops_per_token": {**asdict(report.flops), "fp8_share": report.flops.fp8_share},
+            "bytes": [asdict(row) for row in report.bytes],
+        }
+        print(json.dumps(data, indent=1))
+        return
+    print(text(report, color=sys.stdout.isatty(), all_rows=args.all))
+    if args.html is not None:
+        print(f"\nwrote {args.html}")
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lowprec plan",
+        description="Which layers of a model would run in FP8, why the others would not, and what that means in FLOPs"
+        " and bytes. The model is built without weights; nothing is downloaded.",
+    )
+    parser.add_argument(
+        "source",
+        type=str | None,
+        nargs="?",
+        help="a class path (my.Model, file.py:Model), a transformers config.json or the folder it lies in, a model type"
+        " of transformers (llama), or a checkpoint (.ckpt, .pt, .safetensors)",
+    )
+    parser.add_argument(
+        "--precisions",
+        action="store_true",
+        help="the bit widths of every precision instead: GEMMs, weight, gradient, master, moments, communication; read"
+        " from a small layer that each trains for a step, in a few seconds",
+    )
+    parser.add_argument("--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config")
+    parser.add_argument("--precision", type=str, default="fp8-hybrid", help="an FP8 precision")
+    _add_options(parser)
+    parser.add_argument(
+        "--sequence_length", "--sequence-length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs"
+    )
+    parser.add_argument("--all", action="store_true", help="one line per layer, not one per kind of block")
+    parser.add_argument("--json", action="store_true", help="print JSON, every row")
+    parser.add_argument("--html", type=str | None, help="write a page there")
+    return parser
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--keep", nargs="+", type=str, default=[], help="Linears that stay in bf16: names or patterns")
+    parser.add_argument("--only", nargs="+", type=str, help="just these may convert, and no built-in rule applies")
+    parser.add_argument(
+        "--first_last_layers_bf16", "--first-last-layers-bf16", action="store_true", help="keep both ends"
+    )
+    for end in ("start", "end"):
+        names = f"--num_layers_at_{end}_in_bf16", f"--num-layers-at-{end}-in-bf16"
+        parser.add_argument(*names, type=int, default=1, help=f"how many blocks at the {end}")
+    parser.add_argument(
+        "--min_gain", "--min-gain", type=float | str | None, help="'auto' or a ratio: keep what gains less"
+    )
+    parser.add_argument(
+        "--frozen", type=Literal["convert", "keep"], default="convert", help="Linears that do not train"
+    )
+    parser.add_argument("--tokens", type=int | None, help="tokens per step and device that min_gain assumes")

@@ -1,0 +1,127 @@
+"""What a plan means in FLOPs and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_lowprec.conversion.plan import Plan, PlanRow
+from lightning_lowprec.tools.planning.volume import Weights, gathered
+
+SEQUENCE_LENGTH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Matrix FLOPs of one training step, per token (forward 2, backward 4 per weight that trains)."""
+
+    fp8: float
+    high_precision: float
+    """Linears that are kept, and other weights that tokens are multiplied with."""
+    attention: float
+    """Scores and their sum over values, causal; 0 if the model's attention is not known."""
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of all matrix FLOPs that runs in FP8."""
+        total = self.fp8 + self.high_precision + self.attention
+        return self.fp8 / total if total else 0.0
+
+
+def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUENCE_LENGTH) -> Flops:
+    """The FLOPs of a plan.
+
+    Args:
+        plan: the plan.
+        attention_width: heads x head_dim x layers.
+        sequence_length: tokens per sequence; a causal token attends to half of them on average.
+    """
+    fp8 = sum(_of(row) for row in plan.rows if row.kept is None)
+    kept = sum(_of(row) for row in plan.rows if row.kept is not None)
+    # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
+    attention = 6.0 * sequence_length * attention_width
+    return Flops(fp8=fp8, high_precision=kept, attention=attention)
+
+
+def _of(row: PlanRow) -> float:
+    gemms = 3 if row.trains else 2
+    return 2.0 * gemms * row.per_token * row.in_features * row.out_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of a model under one precision, before any sharding, with AdamW."""
+
+    precision: str
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW's two moments, in the dtype of the weights; MS-AMP's in theirs, with its masters."""
+    gathered: int
+    """All weights in the dtype in which ``strategy="fsdp2"`` gathers them, once; 0 where it does not run."""
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer together."""
+        return self.weights + self.gradients + self.optimizer
+
+
+# bytes of a weight, a gradient and each of AdamW's moments; what FSDP2 gathers of a weight that does not convert
+LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
+    "32-true": (4, torch.float32),
+    "bf16-true": (2, torch.bfloat16),
+    "bf16-mixed": (4, torch.bfloat16),
+    "fp8": (4, torch.bfloat16),
+}
+
+
+# bytes of a converted weight, its gradient, its moments and master together
+LEVEL_BYTES: Mapping[str, tuple[int, int, int]] = {"O1": (2, 1, 8), "O2": (2, 1, 3), "O3": (1, 1, 5)}
+
+
+def footprints(
+    model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True, level: str | None = None
+) -> list[Bytes]:
+    """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan.
+
+    Args:
+        model: what the plan is of.
+        plan: which layers convert.
+        precision: its name.
+        fp8_all_gather: whether its recipe allows that converted weights are gathered as float8 (tensorwise does).
+        level: MS-AMP's, if ``precision`` is one of those.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept is None)
+    rows = []
+    for name, (size, wire) in LAYOUT.items():
+        ours = name == "fp8"
+        in_fp8 = converted if ours and fp8_all_gather else 0
+        rows.append(
+            Bytes(
+                precision=precision if ours else name,
+                weights=size * total,
+                gradients=size * trained,
+                optimizer=2 * size * trained,
+                gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), wire),
+            )
+        )
+    return rows if level is None else [*rows[:-1], _at_level(rows[-1], plan, level)]
+
+
+def _at_level(in_float32: Bytes, plan: Plan, level: str) -> Bytes:
+    """What becomes of a model's bytes when the plan's weights are kept as codes."""
+    converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
+    total, trained = sum(n for n, _ in converted), sum(n for n, trains in converted if trains)
+    weight, gradient, moments = LEVEL_BYTES[level]
+    return Bytes(
+        precision=in_float32.precision,
+        weights=in_float32.weights - (4 - weight) * total,
+        gradients=in_float32.gradients - (4 - gradient) * trained,
+        optimizer=in_float32.optimizer - (8 - moments) * trained,
+        gathered=0,
+    )

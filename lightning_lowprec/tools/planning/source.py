@@ -1,0 +1,142 @@
+"""A model on the meta device from what a user has at hand: a class path, a transformers config, a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowprec.extras import require
+from lightning_lowprec.tools.compare.loading import load_class
+
+EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model without weights, and what else is known about it."""
+
+    model: nn.Module
+    origin: str
+    """Where it comes from, in words."""
+    attention_width: int = 0
+    """heads x head_dim x layers: what attention multiplies each token with, per position; 0 if unknown."""
+
+
+def load(source: str, arguments: Mapping[str, Any]) -> Source:
+    """The model that ``source`` names; nothing is downloaded and no weight is allocated.
+
+    Args:
+        source: a class path (``my.Model``, ``file.py:Model``), a transformers ``config.json`` or the folder that holds
+            one, a model type that transformers knows (``llama``), or a checkpoint of torch, Lightning or safetensors.
+        arguments: keyword arguments of the class, or changes to the config's fields.
+
+    Raises:
+        ValueError: ``source`` is none of these.
+    """
+    path = Path(source)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.suffix == ".json" and path.is_file():
+        return _from_config(_read_config(path, arguments), f"transformers config {path.name}")
+    if path.is_file() and path.suffix != ".py":
+        return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
+    if "." in source or ":" in source:
+        return _from_class(source, arguments)
+    return _from_config(_known_config(source, arguments), f"transformers defaults of {source!r}")
+
+
+def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
+    factory = load_class(path)
+    with torch.device("meta"):
+        model = factory(**arguments)
+        if hasattr(model, "configure_model"):
+            model.configure_model()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`source={path!r}` makes a {type(model).__name__}; expected a LightningModule or a Module.")
+    return Source(model=model, origin=path)
+
+
+def _read_config(path: Path, changes: Mapping[str, Any]) -> Any:
+    transformers = require("transformers", "a transformers config")
+    values = json.loads(path.read_text()) | dict(changes)
+    if "model_type" not in values:
+        raise ValueError(f"{str(path)!r} has no `model_type`; expected the config.json of a transformers model.")
+    return transformers.AutoConfig.for_model(**values)
+
+
+def _known_config(model_type: str, changes: Mapping[str, Any]) -> Any:
+    transformers = require("transformers", f"`source={model_type!r}`")
+    try:
+        return transformers.AutoConfig.for_model(model_type, **changes)
+    except ValueError as error:
+        raise ValueError(
+            f"`source={model_type!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a config.json,"
+            " a checkpoint file, or a model type of transformers such as 'llama'."
+        ) from error
+
+
+def _from_config(config: Any, origin: str) -> Source:
+    transformers = require("transformers", origin)
+    names = [*(config.architectures or []), None]
+    factory = getattr(transformers, names[0], None) if names[0] else None
+    with torch.device("meta"):
+        if factory is not None:
+            model = factory(config)
+        elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = transformers.AutoModel.from_config(config)
+    return Source(model=model, origin=origin, attention_width=_attention_width(config))
+
+
+def _attention_width(config: Any) -> int:
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(hidden, int)):
+        return 0
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    return int(heads * head_dim * layers)
+
+
+def _read_shapes(path: Path) -> dict[str, torch.Size]:
+    if path.suffix == ".safetensors":
+        safetensors = require("safetensors", "a safetensors checkpoint")
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    loaded = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    state = next((loaded[key] for key in ("state_dict", "model") if isinstance(loaded.get(key), dict)), loaded)
+    shapes = {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
+    if not shapes:
+        raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
+    return shapes
+
+
+def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
+    """Modules that have the checkpoint's names: a 2-D ``weight`` is a Linear, or an Embedding if its name says so."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, parameter = name.split(".")
+        if parameter == "weight" and len(shape) == 2 and path:
+            _place(root, path, _layer(path, shape, bias=".".join([*path, "bias"]) in shapes))
+    return root
+
+
+def _layer(path: list[str], shape: torch.Size, *, bias: bool) -> nn.Module:
+    rows, columns = shape
+    if any(name in path[-1] for name in EMBEDDING_NAMES) and path[-1] != "embed_out":
+        return nn.Embedding(rows, columns, device="meta")
+    return nn.Linear(columns, rows, bias=bias, device="meta")
+
+
+def _place(root: nn.Module, path: list[str], layer: nn.Module) -> None:
+    for part in path[:-1]:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(path[-1], layer)

@@ -1,0 +1,32 @@
+"""The published gains, as long as this project has measured none."""
+
+import pytest
+
+from lightning_lowprec.conversion import gains, measured_gains
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(measured_gains, "GAINS", {})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "gain"),
+    [  # torchao's README and the thresholds of its automatic filter
+        ("tensorwise", (1024, 8192, 16384), 1.43),
+        ("tensorwise", (8192, 7168, 16384), 1.73),
+        ("tensorwise", (3584, 8192, 16384), 1.71),
+        ("tensorwise", (4096, 1024, 16384), None),
+        ("tensorwise", (4097, 1024, 1024), 0.80),
+        ("rowwise", (8192, 7168, 16384), 1.73),
+        ("rowwise", (1024, 8192, 16384), None),
+        ("rowwise", (8192, 2048, 16384), None),
+        ("rowwise", (2048, 4096, 16384), None),
+    ],
+)
+def test_published_figures_and_thresholds(recipe, shape, gain):
+    assert gains.expected_gain(recipe, *shape) == gain
+
+
+def test_no_shape_is_too_small_to_ask_for():
+    assert gains.expected_gain("tensorwise", 0, 5000, 0) in gains.PUBLISHED.values()

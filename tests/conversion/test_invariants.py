@@ -1,0 +1,189 @@
+"""What conversion keeps: checked over random module trees, and each check is shown to fail on a broken swap."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.torchao.linear import FP8Linear, fp8_linears, revert
+
+
+class Scaled(nn.Linear):
+    """A subclass: not ours to convert."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Node(nn.Module):
+    """Children of any kind, one after the other; every child maps [*, 16] to [*, 16]."""
+
+    def __init__(self, children):
+        super().__init__()
+        for i, child in enumerate(children):
+            self.add_module(f"child{i}", child)
+
+    def forward(self, x):
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def leaf(kind: str) -> nn.Module:
+    if kind == "subclass":
+        return Scaled(16, 16)
+    if kind == "norm":
+        return nn.LayerNorm(16)
+    if kind == "odd":
+        return nn.Sequential(nn.Linear(16, 10), nn.Linear(10, 16))
+    linear = nn.Linear(16, 16, bias=kind != "no bias")
+    if kind == "frozen":
+        linear.requires_grad_(False)
+    if kind == "hooked":
+        linear.register_forward_hook(lambda module, args, output: output)
+        linear.register_forward_pre_hook(lambda module, args: None)
+        linear.register_state_dict_post_hook(lambda module, state, prefix, meta: None)
+        linear.register_load_state_dict_pre_hook(lambda *args: None)
+        linear.register_full_backward_hook(lambda *args: None)
+    if kind == "eval":
+        linear.eval()
+    if kind == "normed":
+        nn.utils.parametrizations.weight_norm(linear)
+    return linear
+
+
+KINDS = ["linear", "no bias", "frozen", "hooked", "eval", "normed", "subclass", "norm", "odd"]
+TREES = st.recursive(st.sampled_from(KINDS), lambda child: st.lists(child, min_size=1, max_size=3), max_leaves=8)
+
+
+def build(tree) -> nn.Module:
+    return leaf(tree) if isinstance(tree, str) else Node([build(child) for child in tree])
+
+
+def tie(model: nn.Module, share_module: bool, share_weight: bool) -> None:
+    plain = [m for m in model.modules() if type(m) is nn.Linear and m.in_features == m.out_features]
+    if share_module and plain:
+        model.add_module("again", plain[0])
+    if share_weight and len(plain) > 1:
+        plain[-1].weight = plain[0].weight
+
+
+def facts(model):
+    """The invariants, written once more and otherwise than in the package."""
+    return {
+        "parameters": [id(p) for p in model.parameters()],
+        "names": [name for name, _ in model.named_parameters(remove_duplicate=False)],
+        "flags": [(p.requires_grad, p.device, p.dtype) for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "hooks": [
+            [
+                len(m._forward_hooks),
+                len(m._forward_pre_hooks),
+                len(m._backward_hooks),
+                len(m._load_state_dict_pre_hooks),
+            ]
+            for m in model.modules()
+        ],
+        "state": list(model.state_dict()),
+        "modules": [id(m) for m in model.modules()],
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=TREES, share_module=st.booleans(), share_weight=st.booleans(), meta=st.booleans())
+def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
+    model = Node([build(tree), nn.Linear(16, 16)])
+    tie(model, share_module, share_weight)
+    if meta:
+        model = model.to("meta")
+    before, plain = facts(model), [m for m in model.modules() if type(m) is nn.Linear]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plugin = FP8TorchAO()
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model)
+    assert facts(model) == before
+    converted = fp8_linears(model)
+    assert {id(m) for m in converted} == {id(m) for m in plain if m.in_features == m.out_features == 16}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert all(id(p) in held for m in converted for p in m.parameters() if p.requires_grad)
+    if not meta:
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        output = model(torch.randn(5, 16))
+        assert output.shape == (5, 16)
+        if "hooked" not in str(tree) and "normed" not in str(tree):  # lambdas and parametrizations do not pickle
+            assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == [type(m) for m in model.modules()]
+            assert len(fp8_linears(copy.deepcopy(model))) == len(converted)
+    plugin.convert_module(model)
+    assert facts(model) == before
+    revert(model)
+    assert not fp8_linears(model)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False))
+    model[0].register_forward_hook(lambda *_: None)
+    model[2].weight = model[0].weight
+    model[2].eval()
+    return model
+
+
+def replace(model, change):
+    """A swap as others do it: a new module in the place of the old one, then spoil one thing."""
+    old = model[0]
+    new = nn.Linear(16, 16)
+    new.weight, new.bias, new._forward_hooks = old.weight, old.bias, old._forward_hooks
+    model[0] = new
+    change(model)
+
+
+BROKEN = {
+    "the module object": lambda m: replace(m, lambda m: None),
+    "the Parameter or buffer object": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
+    "the place in parameters()": lambda m: m[0].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "requires_grad": lambda m: m[0].weight.requires_grad_(False),
+    "the dtype": lambda m: setattr(m[1].weight, "data", m[1].weight.data.double()),
+    "the device": lambda m: m[1].to("meta"),
+    "the shape": lambda m: setattr(m[1].weight, "data", torch.ones(4)),
+    "train or eval": lambda m: m[2].train(),
+    "the hooks": lambda m: m[0]._forward_hooks.clear(),
+    "the place in the state dict": lambda m: m[0].register_buffer("scale", torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_swap_is_caught_and_named(what):
+    model = hooked()
+    with (
+        pytest.raises(RuntimeError, match=r"Conversion of Sequential changed .* of '.*keep=\[\.\.\.\]") as caught,
+        unchanged(model),
+    ):
+        BROKEN[what](model)
+    named = {"the device": ("the Parameter or buffer object", "the device")}.get(what, (what,))
+    named += ("the Parameter or buffer object",) if what.startswith("the place in") else ()
+    assert any(f"changed {name} of " in str(caught.value) for name in named)
+
+
+def test_an_untied_head_is_caught():
+    model = hooked()
+    with pytest.raises(RuntimeError, match=r"changed the Parameter or buffer object of '2\.weight'"), unchanged(model):
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+
+
+def test_nothing_changed_is_nothing_raised():
+    model = hooked()
+    with unchanged(model):
+        model(torch.ones(2, 16)).sum().backward()
+
+
+def test_a_root_linear_converts_in_place():
+    linear = nn.Linear(16, 32)
+    plugin = FP8TorchAO()
+    assert plugin.convert_module(linear) is linear
+    assert type(linear) is FP8Linear

@@ -1,0 +1,164 @@
+"""The plan: what converts, what is kept and why."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.plan import make_plan
+
+
+class Decoder(nn.Module):
+    def __init__(self, tie=False):
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"attn": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+            for _ in range(2)
+        )
+        self.lm_head = nn.Linear(32, 64, bias=False)
+        if tie:
+            self.lm_head.weight = self.embed.weight
+
+
+def reasons(model, **kwargs):
+    return {row.fqn: row.kept for row in make_plan(model, LayerOptions(**kwargs)).rows}
+
+
+def test_every_linear_has_a_row_and_subclasses_are_kept():
+    kept = reasons(Decoder())
+    assert kept["blocks.0.attn.out_proj"] == "out_proj of a MultiheadAttention, which never calls it"
+    assert kept["lm_head"] == "output head (by name)"
+    assert [fqn for fqn, reason in kept.items() if reason is None] == [
+        "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down",
+    ]  # fmt: skip
+
+
+def test_a_tied_head_goes_by_its_tie():
+    assert reasons(Decoder(tie=True))["lm_head"] == "output head (tied to the embedding 'embed')"
+
+
+def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
+    class Declared(Decoder):
+        def get_output_embeddings(self):
+            return self.blocks[0]["up"]
+
+    kept = reasons(Declared(tie=True))
+    assert kept["blocks.0.up"] == "output head (get_output_embeddings())"
+    assert kept["lm_head"] is None
+    tied = Decoder(tie=True)
+    tied.head = nn.Linear(32, 32)
+    assert reasons(tied)["head"] is None
+
+
+@pytest.mark.parametrize("name", ["lm_head", "output", "head", "embed_out"])
+def test_heads_by_name_at_any_depth(name):
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(16, 16))
+    model.add_module("wrap", nn.Module())
+    model.wrap.add_module(name, nn.Linear(16, 16))
+    assert reasons(model) == {"body": None, f"wrap.{name}": "output head (by name)"}
+
+
+def test_the_last_linear_is_no_head():
+    assert reasons(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))) == {"0": None, "1": None}
+
+
+@pytest.mark.parametrize(("k", "n"), [(17, 16), (16, 8), (8, 32)])
+def test_features_that_the_kernels_do_not_take(k, n):
+    assert reasons(nn.Linear(k, n)) == {"": "features are no multiples of 16"}
+
+
+def test_other_reasons():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double(), nn.LazyLinear(16), nn.Linear(16, 16))
+    model[0].forward = lambda x: x
+    nn.utils.parametrizations.weight_norm(model[3])
+    assert reasons(model) == {
+        "0": "its forward is replaced on the instance",
+        "1": "weights of torch.float64",
+        "2": "a subclass of Linear (LazyLinear)",
+        "3": "a subclass of Linear (ParametrizedLinear)",
+    }
+
+
+def test_frozen_layers_convert_unless_told_otherwise():
+    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    assert reasons(model) == {"0": None, "1": None}
+    assert reasons(model, frozen="keep") == {"0": "frozen", "1": None}
+    assert [row.trains for row in make_plan(model).rows] == [False, True]
+    with pytest.raises(ValueError, match=r"`frozen='never'` is not valid; expected one of: convert, keep\."):
+        LayerOptions(frozen="never")
+
+
+def test_routers_gates_beside_experts_and_adapters():
+    class MoE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(16, 16)
+            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    model = nn.Module()
+    model.moe = MoE()
+    model.router = nn.Sequential(nn.Linear(16, 16))
+    model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
+    assert reasons(model) == {
+        "moe.gate": "gate beside experts", "moe.experts.0": None, "moe.experts.1": None,
+        "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
+    }  # fmt: skip
+    assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
+    assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
+
+
+def test_first_and_last_blocks():
+    kept = reasons(Decoder(), first_last_layers_bf16=True)
+    assert kept["blocks.0.up"] == kept["blocks.1.down"] == "first or last block (first_last_layers_bf16)"
+    kept = reasons(Decoder(), first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
+    assert (kept["blocks.0.up"] is None, kept["blocks.1.up"] is None) == (False, True)
+    with pytest.raises(ValueError, match=r"`first_last_layers_bf16=True` needs a stack of blocks.*`keep=\[\.\.\.\]`"):
+        reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (["up"], {"blocks.0.up", "blocks.1.up"}),
+        (["blocks.0"], {"blocks.0.up", "blocks.0.down"}),
+        (["blocks.0.up"], {"blocks.0.up"}),
+        (["*.down", "blocks.1.up"], {"blocks.0.down", "blocks.1.down", "blocks.1.up"}),
+        (["blocks.[01].u?"], {"blocks.0.up", "blocks.1.up"}),
+    ],
+)
+def test_keep_takes_names_parts_and_patterns(keep, expected):
+    kept = {fqn for fqn, reason in reasons(Decoder(), keep=keep).items() if (reason or "").startswith("kept by")}
+    assert kept == expected
+
+
+@pytest.mark.parametrize("pattern", ["block", "p", "blocks.2", "*.gate", "blocks.0.ups"])
+def test_keep_that_matches_nothing_raises_with_the_nearest(pattern):
+    with pytest.raises(ValueError, match="matches no Linear of the model; the nearest are: '") as caught:
+        make_plan(Decoder(), LayerOptions(keep=[pattern]))
+    assert repr(pattern) in str(caught.value)
+    if pattern == "blocks.0.ups":
+        assert "'blocks.0.up'" in str(caught.value)
+
+
+def test_the_plan_is_a_value_and_meta_will_do():
+    with torch.device("meta"):
+        meta = Decoder()
+    assert make_plan(meta) == make_plan(Decoder())
+    assert make_plan(meta, LayerOptions(keep=["up"])) != make_plan(meta)
+
+
+def test_summary_and_table():
+    plan = make_plan(Decoder(), LayerOptions(keep=["blocks.1"]))
+    assert plan.summary() == (
+        "converted 2 of 7 linear layers, kept 5: out_proj of a MultiheadAttention, which never calls it"
+        " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
+        " output head (by name) ('lm_head')"
+    )
+    lines = str(plan).split("\n")
+    assert len(lines) == 7
+    assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
+    assert lines[-1].endswith("kept: output head (by name)")
+    assert make_plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"

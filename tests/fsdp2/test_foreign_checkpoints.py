@@ -1,0 +1,180 @@
+"""Sharded checkpoints that Lightning's FSDPStrategy (FSDP1) and ModelParallelStrategy wrote, under ours."""
+
+import contextlib
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import distributed as dist
+
+from tests.fsdp2.test_resume_trainer import fit
+from tests.fsdp2.toy import Toy, adamw, assert_same, full, setup, train
+from tests.fsdp2.worlds import run
+
+pytestmark = pytest.mark.distributed
+
+
+class OnCPU(FabricFSDP):
+    """Lightning's own saving code; its connector refuses CPU, and it casts nothing here."""
+
+    @property
+    def root_device(self):
+        return torch.device("cpu")
+
+    def broadcast(self, value, src=0):
+        return value
+
+
+def by_fsdp1(folder):
+    """A model trained by FSDP1, and its checkpoints as Fabric and as the Trainer write them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    module = Toy(1)
+    decayed = [fqn for fqn, p in module.named_parameters() if p.ndim > 1]  # FSDP1 flattens
+    model = FSDP(module, use_orig_params=True, device_id=torch.device("cpu"))
+    groups = {True: [], False: []}
+    for fqn, p in model.named_parameters():
+        groups[fqn.removeprefix("_fsdp_wrapped_module.") in decayed].append(p)
+    optimizer = torch.optim.AdamW([{"params": groups[False], "weight_decay": 0.0}, {"params": groups[True]}], lr=1e-2)
+    for step in range(3):
+        rows = slice(8 * (2 * step + dist.get_rank()), 8 * (2 * step + dist.get_rank()) + 8)
+        from tests.fsdp2.toy import X, Y
+
+        torch.nn.functional.cross_entropy(model(X[rows]), Y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy = OnCPU(state_dict_type="sharded")
+    strategy.save_checkpoint(folder / "fabric.ckpt", {"model": model, "optimizer": optimizer, "step": 3})
+    with contextlib.suppress(FileExistsError):
+        (folder / "trainer.ckpt").mkdir()
+    dist.barrier()
+    from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context
+
+    with _get_sharded_state_dict_context(model):
+        shards = {"model": model.state_dict(), "optimizer_0": FSDP.optim_state_dict(model, optimizer)}
+    from torch.distributed.checkpoint import save
+
+    save(shards, checkpoint_id=folder / "trainer.ckpt")  # as its `save_checkpoint` does
+    return read_by_torch(folder / "fabric.ckpt")
+
+
+def read_by_torch(path):
+    """By torch's own converter. (FSDP1's `full_optim_state_dict` mixes up the moments on CPU.)"""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    whole = path.with_name(f"whole.{dist.get_rank()}")
+    dcp_to_torch_save(path, whole)
+    content = torch.load(whole, weights_only=True)
+    assert any((entry["exp_avg"] < 0).any() for entry in content["optimizer"]["state"].values())
+    assert [len(group["params"]) for group in content["optimizer"]["param_groups"]] == [9, 5]
+    return content["model"], content["optimizer"]["state"]
+
+
+def trainers_rest(folder):
+    """What else the Trainer stores, from a run of its own."""
+    trainer, _, _ = fit("32-true", 2, 1)
+    trainer.save_checkpoint(folder / "any.ckpt")
+    if dist.get_rank() == 0:
+        rest = torch.load(folder / "any.ckpt" / "meta.pt", weights_only=True)
+        torch.save(rest, folder / "trainer.ckpt" / "meta.pt")
+    dist.barrier()
+
+
+def check(model, optimizer, truth, name):
+    weights, moments = truth
+    loaded = full(dict(model.state_dict()))
+    names = {id(p): fqn for fqn, p in model.named_parameters()}
+    for fqn, weight in weights.items():
+        assert torch.equal(loaded[fqn].float(), weight.float()), f"{name}: {fqn}"
+    for p, entry in optimizer.state.items():
+        fqn = names[id(p)].removeprefix("_forward_module.")
+        assert_same({k: full(v) for k, v in entry.items()}, dict(moments[fqn]), f"{name}: {fqn}")
+
+
+def fsdp1(rank, ranks, folder):
+    fabric, *_ = setup("32-true", ranks)  # makes the process group
+    truth = by_fsdp1(folder)
+    trainers_rest(folder)
+    for precision in ("32-true", "fp8-hybrid"):
+        fabric, model, optimizer = setup(precision, ranks, seed=5)
+        received = {"model": model, "optimizer": optimizer, "step": 0}
+        fabric.load(folder / "fabric.ckpt", received)
+        assert received["step"] == 3
+        check(model.module, optimizer.optimizer, truth, precision)
+        train(fabric, model, optimizer, range(3, 4), ranks)
+    look = fit("fp8-hybrid", ranks, 2, seed=5, path=folder / "trainer.ckpt")[2]
+    for fqn, weight in truth[0].items():
+        assert torch.equal(look.restored["model"][fqn], weight), fqn
+    steps = {entry["step"].item() for entry in look.restored["optimizer"]["state"].values()}
+    assert steps == {3.0}
+    model_parallel(rank, ranks, folder)
+    says_what_is_wrong(rank, ranks, folder)
+
+
+def model_parallel(rank, ranks, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(module, mesh):
+        for block in module.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(module, mesh=mesh["data_parallel"])
+
+    for kind in (True, False):
+        strategy = ModelParallelStrategy(
+            shard, data_parallel_size=ranks, tensor_parallel_size=1, save_distributed_checkpoint=kind
+        )
+        fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+        fabric.launch()
+        module = fabric.setup_module(Toy(2))
+        optimizer = fabric.setup_optimizers(adamw(module.module))
+        train(fabric, module, optimizer, range(3), ranks)
+        path = folder / f"model_parallel.{kind}.ckpt"
+        fabric.save(path, {"model": module, "optimizer": optimizer, "step": 3})
+        names = {id(p): fqn for fqn, p in module.module.named_parameters()}
+        weights = full(dict(module.module.state_dict()))
+        moments = {names[id(p)]: full(dict(entry)) for p, entry in optimizer.optimizer.state.items()}
+        losses = train(fabric, module, optimizer, range(3, 5), ranks)
+        fabric, model, optimizer = setup("32-true", ranks, seed=5)
+        received = {"model": model, "optimizer": optimizer, "step": 0}
+        fabric.load(path, received)
+        check(model.module, optimizer.optimizer, (weights, moments), path.name)
+        assert train(fabric, model, optimizer, range(3, 5), ranks) == losses
+
+
+def says_what_is_wrong(rank, ranks, folder):
+    fabric, model, optimizer = setup("32-true", ranks)
+    path = folder / "fabric.ckpt"
+    with pytest.raises(KeyError, match="holds nothing under 'net'; it holds: model, optimizer"):
+        fabric.load(path, {"net": model})
+    with pytest.raises(KeyError, match="holds nothing under 'adam'; it holds: model, optimizer"):
+        fabric.load(path, {"model": model, "adam": optimizer})
+    with pytest.raises(KeyError, match="nothing under 'epoch'; it holds: step"):
+        fabric.load(path, {"model": model, "epoch": 0})
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        fabric.load(folder / "nowhere.ckpt", {"model": model})
+    with pytest.raises(ValueError, match="is no sharded checkpoint of Lightning or of this package"):
+        fabric.load(folder, {"model": model})
+    with pytest.raises(ValueError, match="found no sharded model in the state"):
+        fabric.load(path, {"optimizer": optimizer})
+    _, other, _ = setup("32-true", ranks)
+    with pytest.raises(ValueError, match=r"2 sharded models \(a, b\)"):
+        fabric.save(folder / "two.ckpt", {"a": model, "b": other})
+    with pytest.raises(NotImplementedError, match="state_dict_type='full'"):
+        fabric.save(folder / "filtered.ckpt", {"model": model}, filter={"model": lambda k, v: True})
+    headless = torch.optim.AdamW([p for n, p in model.named_parameters() if "head" not in n])
+    headless = fabric.setup_optimizers(headless)
+    with pytest.raises(ValueError, match=r"does not hold the parameters of the optimizer.*'head.bias'"):
+        fabric.load(path, {"model": model, "optimizer": headless})
+    one_group = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="are in 2 groups of 'optimizer'"):
+        fabric.load(path, {"model": model, "optimizer": one_group})
+    fabric, wider, _ = setup("32-true", ranks, width=16)
+    with pytest.raises(ValueError, match=r"in the checkpoint and .* in the model"):
+        fabric.load(path, {"model": wider})
+
+
+def test_under_fsdp2(tmp_path):
+    run(fsdp1, 2, tmp_path, tmp_path)

@@ -1,0 +1,348 @@
+"""What cannot be sharded says so, before any collective runs; one process."""
+
+import lightning as L
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
+from lightning_lowprec.fsdp2.checks import check_model, check_shared
+from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.strategy import gathers_fp8
+from lightning_lowprec.fsdp2.visits import reshard
+from lightning_lowprec.fsdp2.weights import origin
+from lightning_lowprec.fsdp2.wrapping import blocks, chosen
+from tests.fsdp2.models import Net, batch, loss_of
+
+CPU = torch.device("cpu")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),  # torch's advice
+    pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning"),
+]
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield make_mesh(CPU, 1, 1, 1)
+    dist.destroy_process_group()
+
+
+def shard_alone(model, mesh, fp8_all_gather=False, **options):
+    from lightning_lowprec.fsdp2.shard import shard
+
+    return shard(
+        model, mesh, ShardOptions(**options), device=CPU, param_dtype=torch.bfloat16, fp8_all_gather=fp8_all_gather
+    )
+
+
+def fp8_net(**options):
+    model = Net()
+    plugin = FP8TorchAO(**options)
+    plugin.bind_device(CPU)
+    plugin.convert_module(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicate": 0}, r"`replicate=0` is not valid; expected an int of at least 1"),
+        ({"replicate": 1.5}, r"`replicate=1.5` is not valid"),
+        ({"wrap": "blocks"}, r"`wrap='blocks'` is not valid; expected 'auto', a collection of nn.Module classes"),
+        ({"wrap": []}, r"`wrap=\[\]` is not valid"),
+        ({"wrap": nn.Linear}, r"`wrap=<class .*Linear'>` is not valid"),
+        ({"wrap": [int]}, r"is not valid; expected 'auto', a collection"),
+        ({"activation_checkpointing": "yes"}, r"`activation_checkpointing='yes'` is not valid; expected True, False"),
+        ({"compile": "auto"}, r"`compile='auto'` is not valid; expected True, False or a mapping"),
+        ({"fp8_all_gather": None}, r"`fp8_all_gather=None` is not valid; expected 'auto', True or False"),
+        ({"param_dtype": "bf16"}, r"`param_dtype='bf16'` is not valid; expected a floating-point torch.dtype"),
+        ({"reduce_dtype": torch.int8}, r"`reduce_dtype=torch.int8` is not valid"),
+        ({"tensor_parallel_size": 2}, r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"),
+        ({"tensor_parallel": {"up": 1}}, r"`tensor_parallel_size=1` with .* needs both"),
+        ({"state_dict_type": "half"}, r"`state_dict_type='half'` is not valid; expected one of: sharded, full"),
+    ],
+)
+def test_options_are_checked_when_given(options, message):
+    for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
+        with pytest.raises(ValueError, match=message):
+            strategy(**options)
+
+
+def test_an_unknown_option_is_a_type_error():
+    with pytest.raises(TypeError, match="sharding_strategy"):
+        FSDP2Strategy(sharding_strategy="FULL_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason"),
+    [
+        (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
+        (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
+        ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
+        ("32-true", r"`precision='32-true'` has no FP8 weights"),
+    ],
+)
+def test_fp8_all_gather_that_cannot_be(plugin, reason):
+    kwargs = {"precision": plugin} if isinstance(plugin, str) else {"plugins": plugin}
+    with pytest.raises(ValueError, match=rf"`fp8_all_gather=True` is not possible: {reason}"):
+        L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=True), **kwargs)
+    assert not dist.is_initialized()
+
+
+def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
+    plugin, some = FP8TorchAO("tensorwise", emulate=True), {"reshard_after_forward": 2}
+    assert gathers_fp8(plugin, ShardOptions())
+    assert not gathers_fp8(plugin, ShardOptions(**some))
+    with pytest.raises(ValueError, match=r"`reshard_after_forward=2` goes with weights in high precision only"):
+        gathers_fp8(plugin, ShardOptions(**some, fp8_all_gather=True))
+    with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
+        gathers_fp8(MSAMP("O3"), ShardOptions(**some))
+
+
+def test_sizes_must_divide_the_world():
+    with pytest.raises(ValueError, match=r"`replicate=3` times `tensor_parallel_size=1` does not divide .* \(4\)"):
+        shards(4, 3, 1)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(replicate=2), precision="bf16-mixed")
+    with pytest.raises(ValueError, match=r"does not divide the number of processes \(1\)"):
+        fabric.launch()
+    assert not dist.is_initialized()
+
+
+def test_a_plugin_of_somebody_else():
+    from lightning.fabric.plugins.precision import DoublePrecision
+
+    with pytest.raises(ValueError, match=r"`DoublePrecision` \(precision='64-true'\) does not run under 'fsdp2'"):
+        L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=DoublePrecision())
+    assert not dist.is_initialized()
+
+
+def test_uneven_shards_of_fp8_weights(alone):
+    from lightning_lowprec.fsdp2.fp8_gather import gather_in_fp8
+
+    with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features, which do not divide into 3 equal"):
+        gather_in_fp8(fp8_net(), shards=3)
+    with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features .* 128 FP8 weights|do not divide"):
+        gather_in_fp8(fp8_net(), shards=256)
+
+
+def test_wraps_that_match_nothing(alone):
+    with pytest.raises(ValueError, match=r"`wrap=\['Conv2d'\]` matches no module of Net; .* Block, Embedding, "):
+        shard_alone(Net(), alone, wrap=[nn.Conv2d])
+    with pytest.raises(ValueError, match=r"`activation_checkpointing=<function .*>` matches no module of Net"):
+        shard_alone(Net(), alone, activation_checkpointing=lambda fqn, module: False)
+    with pytest.raises(ValueError, match=r"`activation_checkpointing=True` takes the modules of `wrap`"):
+        shard_alone(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), alone, activation_checkpointing=True)
+
+
+def test_a_wrap_that_would_untie_weights(alone):
+    model = Net()
+    model.lm_head.weight = model.embedding.weight
+    shard_alone(model, alone)  # both in the root
+    tied = Net()
+    tied.lm_head.weight = tied.embedding.weight
+    message = r"embedding.weight and lm_head.weight are one parameter, .* \('the root' and 'lm_head'\)"
+    with pytest.raises(ValueError, match=message):
+        shard_alone(tied, alone, wrap=lambda fqn, module: fqn == "lm_head")
+    check_shared(tied, {"blocks.0": tied.blocks[0]})
+
+
+def test_models_that_are_sharded_already(alone):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU))
+    with pytest.raises(TypeError, match=r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"):
+        check_model(model)
+    by_hand = Net()
+    fully_shard(by_hand.blocks[1], mesh=alone["data_parallel"])
+    with pytest.raises(TypeError, match=r"Net is sharded already \('blocks.1'\).*parallelize\(model, mesh, plugin\)"):
+        shard_alone(by_hand, alone)
+    with pytest.raises(TypeError, match=r"`precision='fp8-tensorwise'`: Net is sharded already \('blocks.1.norm"):
+        FP8TorchAO().convert_module(by_hand)
+
+
+def test_models_in_part_on_meta(alone):
+    model = Net()
+    model.lm_head.to("meta")
+    with pytest.raises(RuntimeError, match=r"Net has 2 of 15 parameters and buffers on the meta device here.*mixed"):
+        origin(model)
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scale())
+    with pytest.raises(RuntimeError, match=r"Scale have parameters or buffers but no `reset_parameters\(\)`"):
+        shard_alone(model, alone)
+
+
+def test_more_bytes_than_promised_raise(alone):
+    made = shard_alone(fp8_net(), alone, fp8_all_gather=True)
+    gather = made.wire.gathers["blocks.0"]
+    gather.traffic.note(torch.zeros(2 * 64 * 128 + 320, dtype=torch.bfloat16))  # the block's weights in bf16
+    with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8 \(17\d\d\d .* but 33408 bytes"):
+        made.wire.check()
+
+
+def test_a_tensor_parallel_plan_that_does_nothing(alone):
+    from lightning_lowprec.fsdp2.shard import _parallelize
+
+    options = ShardOptions(tensor_parallel=lambda model, mesh: None, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="left every parameter as it was"):
+        _parallelize(Net(), alone["tensor_parallel"], options)
+
+
+def test_half_weights_sharded_by_hand_in_fabric(alone):
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def by_hand(model, mesh):
+        fully_shard(model, mesh=mesh["data_parallel"])
+        return model
+
+    fabric = L.Fabric(
+        accelerator="cpu", devices=1, precision="bf16-remainder", strategy=ModelParallelStrategy(by_hand, 1, 1)
+    )
+    fabric.launch()
+    model = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(loss_of(model, batch(0, 0)))
+    with pytest.raises(RuntimeError, match=r"`precision='bf16-remainder'` .* sharded without it. Use `strategy='fsdp2"):
+        optimizer.step()
+
+
+def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
+    from lightning_lowprec.fsdp2.strategy import Sharding
+
+    model = parallelize(Net(), alone, FP8TorchAO())
+    sharding = Sharding(ShardOptions())
+    assert sharding.knows(model, FP8TorchAO())
+    for other in (FP8TorchAO(keep=["up"]), FP8TorchAO(fp8_eval=False), FP8TorchAO(fp8_format="e4m3")):
+        assert not sharding.knows(model, other)
+        with pytest.raises(TypeError, match="sharded already"):
+            parallelize(model, alone, other)
+
+
+def test_parallelize_in_fabric_and_on_a_mesh_of_ones_own(alone):
+    plugin = FP8TorchAO()
+    model = Net()
+    assert parallelize(model, dist.device_mesh.init_device_mesh("cpu", (1,)), plugin) is model
+    assert parallelize(model, alone, plugin) is model, "a second call changes nothing"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.blocks[0].up.weight.full_tensor().clone()
+    with plugin.forward_context():
+        loss_of(model, batch(0, 0)).backward()
+    optimizer.step()
+    assert not torch.equal(before, model.blocks[0].up.weight.full_tensor())
+    three = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"the dimensions \('a', 'b', 'c'\) has none named 'data_parallel'"):
+        parallelize(Net(), three, FP8TorchAO())
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder"])
+def test_dtypes_of_buffers_and_outputs(alone, name):
+    from lightning_lowprec import HalfMixed
+
+    class Rotary(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(64))
+
+    form = True if name == "bf16-master" else "remainder"
+    plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin, strategy="fsdp2")
+    fabric.launch()
+    model = fabric.setup_module(Rotary())
+    assert model.module.table.dtype == torch.float16
+    fabric = L.Fabric(
+        accelerator="cpu", devices=1, precision=name, strategy=FabricFSDP2Strategy(output_dtype=torch.float64)
+    )
+    fabric.launch()
+    model = fabric.setup_module(Rotary())
+    assert model.module.table.dtype == torch.float32
+    assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
+
+
+def test_weights_computed_in_another_dtype(alone):
+    made = shard_alone(Net(), alone)
+    other = shard_alone(Net(), alone, param_dtype=torch.float16)
+    seen = []
+    for sharded in (made, other):
+        block = sharded.groups["blocks.0"]
+        block.up.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+        loss_of(sharded.groups[""], batch(0, 0)).backward()
+    assert seen == [torch.bfloat16, torch.float16]
+
+
+def test_blocks_are_the_outermost_repeated_modules():
+    model = Net()
+    assert list(blocks(model)) == ["blocks.0", "blocks.1"]
+    assert list(blocks(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]))) == [
+        "0",
+        "1",
+        "2",
+    ]
+    assert blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}, "layers are no blocks"
+    assert list(chosen(model, {nn.Linear}, "wrap")) == [
+        "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "lm_head",
+    ]  # fmt: skip
+
+
+def test_alone_works_too(alone):
+    """One device: nothing is sent, and everything else is as on many."""
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-hybrid")
+    fabric.launch()
+    model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(5):
+        loss = loss_of(model, batch(0, 0))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert data_ranks(fabric.strategy.device_mesh) == {"num_replicas": 1, "rank": 0}
+    reshard(None)
+
+
+def test_float32_accumulation_of_half_shards(alone):
+    from lightning_lowprec import HalfMixed
+
+    plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin, strategy="fsdp2")
+    with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
+        fabric.launch()
+
+
+def test_float32_gradients_are_what_float32_shards_have(alone):
+    from lightning_lowprec import recipes
+
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=recipes.bf16_mixed(), strategy="fsdp2")
+    fabric.launch()
+    model = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, batch(0, 0)).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    optimizer.step()
+
+
+def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch):
+    from lightning_lowprec.fsdp2 import meshes, shard
+
+    class Three:
+        """A mesh of which nothing but its size is known: whoever asks it for more fails."""
+
+        ndim = 1
+
+        def size(self, dim):
+            return 3
+
+    monkeypatch.setattr(meshes, "shard_mesh", lambda mesh: Three())
+    monkeypatch.setattr(shard, "origin", lambda model: pytest.fail("a collective ran first"))
+    with pytest.raises(ValueError, match="do not divide into 3 equal"):
+        shard_alone(fp8_net(), alone, fp8_all_gather=True)

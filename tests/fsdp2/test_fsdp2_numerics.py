@@ -1,0 +1,182 @@
+"""FP8 all-gather changes nothing but the bytes: against torchao by hand, and one process; two gloo ranks."""
+
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of
+from tests.fsdp2.ranks import run
+
+STEPS = 20
+pytestmark = pytest.mark.distributed
+
+
+def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, lr=1e-2):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        step_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+    return full(model)
+
+
+def converted(**options):
+    from lightning_lowprec import FP8TorchAO
+
+    plugin = FP8TorchAO(emulate=True, **options)
+    model = Net()
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model)
+    return model
+
+
+def sharded(mesh, fp8_all_gather, param_dtype=None, model=None, **options):
+    from lightning_lowprec.fsdp2.options import ShardOptions
+    from lightning_lowprec.fsdp2.shard import shard
+
+    model = converted() if model is None else model
+    device = torch.device("cpu")
+    made = shard(
+        model, mesh, ShardOptions(**options), device=device, param_dtype=param_dtype, fp8_all_gather=fp8_all_gather
+    )
+    return model, made
+
+
+def runs(rank, mesh):
+    """The same training in several ways, under a float32 policy."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    weights = {}
+    model, made = sharded(mesh, True)
+    weights["ours"] = train(model, rank=rank)
+    reductions = made.scales.reductions
+    model, made = sharded(mesh, True)
+    made.scales.weights = []  # nothing to refresh: every weight reduces its own scale
+    weights["a scale reduced per weight"] = train(model, rank=rank)
+    weights["float32 gathered"] = train(sharded(mesh, False)[0], rank=rank)
+    model = hand_sharded(Net(), mesh, fp8=True, reduce_dtype=torch.float32)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    weights["torchao by hand"] = train(
+        model, rank=rank, after_step=lambda: precompute_float8_dynamic_scale_for_fsdp(model)
+    )
+    weights["one process"] = one_process()
+    return weights, reductions
+
+
+def one_process():
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for rank in range(2):
+            (loss_of(model, batch(step, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full(model)
+
+
+class Ops(TorchDispatchMode):
+    """Counts aten ops and collectives, with the bytes of the latter."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(t, "__torch_dispatch__") and t is not torch.Tensor for t in types):
+            return NotImplemented  # a DTensor: what it calls inside comes here next
+        name = str(func)
+        self.counts[name] += 1
+        if "c10d" in name:
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def counted_steps(rank, mesh):
+    """The ops of one step: Fabric with our strategy, and the same by hand."""
+    from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
+
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy(), plugins=FP8TorchAO(emulate=True))
+    fabric.launch()
+    model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ours = step_counts(lambda: fabric_step(fabric, model, optimizer, rank))
+
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    by_hand = hand_sharded(Net(), mesh, fp8=True, **policy)
+    hand_optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2)
+
+    def hand_step():
+        precompute_float8_dynamic_scale_for_fsdp(by_hand)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(by_hand, batch(0, rank))
+        loss.backward()
+        hand_optimizer.step()
+        hand_optimizer.zero_grad()
+
+    return ours, step_counts(hand_step)
+
+
+def fabric_step(fabric, model, optimizer, rank):
+    with torch.autocast("cpu", enabled=False):
+        loss = loss_of(model, batch(0, rank))
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_counts(step):
+    step()  # lazy set-up, and the optimizer's state
+    step()
+    with Ops() as ops:
+        step()
+    return ops.counts, ops.bytes
+
+
+def worker(rank):
+    from lightning_lowprec.fsdp2.meshes import make_mesh
+
+    mesh = make_mesh(torch.device("cpu"), 2, 1, 1)["data_parallel"]
+    return {"runs": runs(rank, mesh), "counted": counted_steps(rank, mesh)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_every_way_of_gathering_gives_the_same_bits(results):
+    weights = dict(results[0]["runs"][0])
+    ours = weights.pop("ours")
+    untrained = Net().state_dict()
+    assert all(not torch.equal(ours[name], untrained[name]) for name in ours)
+    for way, other in weights.items():
+        assert ours.keys() == other.keys()
+        for name in ours:
+            assert torch.equal(ours[name], other[name]), (way, name)
+
+
+def test_ranks_agree(results):
+    for name, weight in results[0]["runs"][0]["ours"].items():
+        assert torch.equal(weight, results[1]["runs"][0]["ours"][name])
+
+
+def test_one_reduction_of_scales_per_step(results):
+    assert results[0]["runs"][1] == STEPS
+
+
+def test_a_step_makes_the_collectives_and_ops_of_the_hand_written_loop(results):
+    (ours, our_bytes), (hand, hand_bytes) = results[0]["counted"]
+    assert our_bytes == hand_bytes
+    # ours takes the scales apart in one op, torchao one by one
+    allowance = Counter({"aten.unbind.int": 1}), Counter({"aten.select.int": 4})
+    assert (ours - hand, hand - ours) == allowance
+    assert ours["c10d._allgather_base_.default"] == 3 + 2, "root and blocks forward, blocks again backward"
+    assert ours["c10d._reduce_scatter_base_.default"] == 3
+    assert ours["_c10d_functional.all_reduce.default"] == 1, "the scales"

@@ -1,0 +1,214 @@
+"""Programs that a review broke: GANs, models without blocks, BatchNorm, two models in Fabric; two gloo ranks."""
+
+import gc
+import warnings
+import weakref
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from tests.fsdp2.models import Block
+from tests.fsdp2.ranks import run
+
+pytestmark = pytest.mark.distributed
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET["use_distributed_sampler"] = False
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+def fitted(model, strategy, precision="32-true", devices=2, **kwargs):
+    import lightning_lowprec  # noqa: F401
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, precision=precision, max_epochs=1,
+        **{**QUIET, **kwargs},
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(rows()[trainer.global_rank :: devices])
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8 // devices))
+    return model
+
+
+def full(model):
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in model.named_parameters()
+    }
+
+
+def difference(one, other):
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+class Manual(L.LightningModule):
+    """No blocks, no call of the module itself, nothing returned."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch[0]).pow(2).mean())
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Gan(L.LightningModule):
+    """A generator with blocks and a discriminator without, or the other way; G must not learn from D's loss."""
+
+    def __init__(self, blocks_in: str, toggle: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        deep = nn.Sequential(nn.Linear(64, 64), nn.Sequential(Block(), Block()), nn.Linear(64, 64))
+        flat = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+        self.g, self.d = (deep, flat) if blocks_in == "g" else (flat, deep)
+        self.toggle = toggle
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            made = self.g(batch[0])
+            made = made if self.toggle or sign < 0 else made.detach()
+            loss = sign * torch.tanh(self.d(made)).mean() + self.d(batch[0]).pow(2).mean() * (sign > 0)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in (self.g, self.d)]
+
+
+class Norms(L.LightningModule):
+    """BatchNorm first, and between layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.BatchNorm1d(64), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 64)
+        )
+        self.losses = []
+
+    def training_step(self, batch):
+        loss = self.net(batch[0]).float().sub(1).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def manual(rank):
+    weights = {strategy: full(fitted(Manual(), strategy)) for strategy in ("fsdp2", "ddp")}
+    start = full(Manual())
+    return difference(weights["fsdp2"], weights["ddp"]), difference(weights["ddp"], start)
+
+
+def gans(rank):
+    results = {}
+    for blocks_in in ("g", "d"):
+        for toggle in (False, True):
+            results[blocks_in, toggle] = full(fitted(Gan(blocks_in, toggle), "fsdp2"))
+    return results
+
+
+def norms(rank):
+    results = {}
+    for precision in ("bf16-mixed", "fp8-hybrid", "bf16-remainder"):
+        for strategy in ("fsdp2", "ddp"):
+            model = fitted(Norms(), strategy, precision)
+            dtypes = {p.dtype for p in (model.net[0].weight, model.net[2].weight)}
+            results[precision, strategy] = model.losses, dtypes, model.net[0].running_mean.dtype
+    return results
+
+
+def memory(rank):
+    """What is left of the unsharded weights after a fit."""
+    model = Norms()
+    before = [weakref.ref(p) for p in model.parameters()]
+    trainer_holds = fitted(model, "fsdp2", "bf16-remainder")
+    gc.collect()
+    return sum(p().untyped_storage().nbytes() for p in before if p() is not None), trainer_holds is model
+
+
+def two_models(rank):
+    """A forward whose backward comes later must not confuse the check of the other model's optimizer."""
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="fsdp2", precision="fp8-hybrid")
+    fabric.launch()
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+        made.append(fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    (a, _), (b, optimizer) = made
+    x = rows()
+    pending = a(x)
+    before = full(b.module)
+    fabric.backward((b(x) - pending.detach()).pow(2).mean())
+    optimizer.step()
+    return difference(full(b.module), before)
+
+
+def averaging(rank):
+    try:
+        fitted(Norms(), "fsdp2", callbacks=[L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)])
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def worker(rank):
+    warnings.simplefilter("ignore")
+    return {part.__name__: part(rank) for part in (manual, gans, norms, memory, two_models, averaging)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_manual_optimization_without_blocks_trains_as_ddp(results):
+    off, moved = results[0]["manual"]
+    assert off < 1e-6 < moved
+
+
+@pytest.mark.parametrize("blocks_in", ["g", "d"])
+@pytest.mark.parametrize("toggle", [False, True])
+def test_a_gan_trains_as_in_one_process(results, blocks_in, toggle):
+    alone = full(fitted(Gan(blocks_in, toggle), "auto", devices=1))
+    assert difference(results[0]["gans"][blocks_in, toggle], alone) < 1e-5
+    assert difference(full(Gan(blocks_in, toggle)), alone) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid", "bf16-remainder"])
+def test_batch_norm_stays_float32(results, precision):
+    losses, dtypes, running = results[0]["norms"][precision, "fsdp2"]
+    assert losses == pytest.approx(results[0]["norms"][precision, "ddp"][0], rel=0.02)
+    assert dtypes == {torch.float32}
+    assert running == torch.float32
+
+
+def test_no_unsharded_weight_stays_in_memory(results):
+    assert results[0]["memory"] == (0, True)
+
+
+def test_a_pending_forward_of_another_model(results):
+    assert results[0]["two_models"] > 0
+
+
+def test_callbacks_that_copy_the_model_are_refused(results):
+    kind, text = results[0]["averaging"]
+    assert kind == "MisconfigurationException"
+    assert "`StochasticWeightAveraging` copies the model" in text

@@ -1,0 +1,330 @@
+"""FSDP2 in the Trainer, wherever the model is defined, in every precision; two gloo ranks."""
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+from tests.fsdp2.models import Net, batch, full, loss_of
+from tests.fsdp2.ranks import run
+
+pytestmark = pytest.mark.distributed
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+PRECISIONS = (
+    "32-true", "bf16-mixed", "bf16-true", "16-mixed", "half-auto", "bf16-master", "fp16-master", "bf16-remainder",
+    "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp",
+)  # fmt: skip
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return batch(index // 4, 9)[index % 4]
+
+
+class Module(L.LightningModule):
+    """The net as a submodule; the loss goes around `forward`."""
+
+    def __init__(self, early_optimizer=False):
+        super().__init__()
+        self.net = Net()
+        self.losses, self.evaluated, self.grad_norms = [], [], []
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2) if early_optimizer else None
+
+    def training_step(self, tokens, _):
+        loss = loss_of(self.net, tokens)
+        self.losses.append(loss.item())
+        return {"loss": loss, "tokens": tokens}
+
+    def validation_step(self, tokens, _):
+        self.evaluated.append(loss_of(self.net, tokens).item())
+
+    test_step = predict_step = validation_step
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.grad_norms.append(sum(whole(grad).float().square().sum().item() for grad in grads) ** 0.5)
+
+    def configure_optimizers(self):
+        return self.optimizer or torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def whole(grad):
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+class InConfigureModel(Module):
+    def __init__(self):
+        super().__init__()
+        del self.net
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = Net()
+
+
+class ByHand(Module):
+    """What a user of ModelParallelStrategy writes, with our part and without it."""
+
+    def __init__(self, ours: bool):
+        super().__init__()
+        self.ours = ours
+
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        from lightning_lowprec import parallelize
+
+        if self.ours:
+            parallelize(self, self.device_mesh, self.trainer.precision_plugin)
+        else:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class Manual(Module):
+    """Two forwards, backwards and steps in one `training_step`, as a GAN has, through the module or around it."""
+
+    def __init__(self, through_forward):
+        super().__init__()
+        self.automatic_optimization = False
+        self.through_forward = through_forward
+
+    def forward(self, tokens):
+        return self.net(tokens)
+
+    def training_step(self, tokens):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = loss_of(self if self.through_forward else self.net, tokens)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.losses.append(loss.item())
+
+
+def trainer_for(precision, strategy="fsdp2", **kwargs):
+    import lightning_lowprec  # noqa: F401
+
+    return L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, precision=precision, **{**QUIET, "max_epochs": 1, **kwargs}
+    )
+
+
+def loader():
+    return torch.utils.data.DataLoader(Tokens(), batch_size=2)
+
+
+def fitted(precision, model=None, strategy="fsdp2", **kwargs):
+    model = Module() if model is None else model
+    trainer = trainer_for(precision, strategy, **kwargs)
+    trainer.fit(model, loader(), loader())
+    return model, trainer
+
+
+def every_precision(rank):
+    results = {}
+    for precision in PRECISIONS:
+        model, trainer = fitted(precision, gradient_clip_val=0.5)
+        dtypes = {p.dtype for p in model.parameters()}
+        gathered = {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        results[precision] = (model.losses, model.evaluated, dtypes, gathered, trainer.global_step)
+    return results
+
+
+def wire(model):
+    from lightning_lowprec.fsdp2.strategy import _sharded
+
+    return _sharded[model].sharded.wire
+
+
+def places(rank):
+    """The same model, defined in every place Lightning knows."""
+    weights = {"__init__": fitted("fp8-hybrid")[0]}
+    weights["configure_model"] = fitted("fp8-hybrid", InConfigureModel())[0]
+    weights["optimizer in __init__"] = fitted("fp8-hybrid", Module(early_optimizer=True))[0]
+    weights["parallelize"] = fitted("fp8-hybrid", ByHand(ours=True), parallel())[0]
+    return {name: full(model.net) for name, model in weights.items()}
+
+
+def parallel():
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+
+def by_hand(rank):
+    try:
+        fitted("fp8-hybrid", ByHand(ours=False), parallel())
+    except TypeError as error:
+        return str(error)
+
+
+def again(rank):
+    """Validated first, then fitted twice and tested, by one Trainer and by another."""
+    model = Module()
+    trainer = trainer_for("bf16-remainder")
+    trainer.validate(model, loader(), verbose=False)
+    trainer.fit(model, loader())
+    steps = len(model.losses)
+    trainer.test(model, loader(), verbose=False)
+    other = trainer_for("bf16-remainder")
+    other.test(model, loader(), verbose=False)
+    other.fit(model, loader())
+    try:
+        trainer_for("fp8-hybrid").test(model, loader(), verbose=False)
+    except TypeError as error:
+        refused = str(error)
+    return model.evaluated, steps, len(model.losses), refused
+
+
+def accumulated(rank):
+    """Two micro-batches of two a step against one of four: the same mean gradient."""
+    results = {}
+    for name, size, every in (("one", 4, 1), ("two", 2, 2)):
+        model = Module()
+        trainer = trainer_for("32-true", accumulate_grad_batches=every, gradient_clip_val=0.1)
+        rows = Tokens()
+        mine = torch.utils.data.DataLoader(torch.utils.data.Subset(rows, range(16)), batch_size=size)
+        trainer.fit(model, mine)
+        results[name] = full(model.net), model.grad_norms
+    return results
+
+
+def inference(rank):
+    """The code path of nccl: evaluation within fit in inference mode, which gloo alone would not get."""
+    results = []
+    for force in (False, True):
+        model = Module()
+        trainer = trainer_for("fp8-hybrid", val_check_interval=2)
+        if force:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            original = loop.run
+
+            def run_in_inference_mode(original=original):
+                with torch.inference_mode():
+                    return original()
+
+            loop.run = run_in_inference_mode
+        trainer.fit(model, loader(), loader())
+        results.append((model.losses, model.evaluated))
+    return results
+
+
+def compiled(rank):
+    from lightning_lowprec import FP8TorchAO, FSDP2Strategy
+
+    aot = {"backend": "aot_eager"}
+    results = {}
+    for name, by_strategy, by_plugin in (
+        ("eager", {}, False),
+        ("compiled", {"compile": aot}, False),
+        ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False),
+        ("compiled by the plugin", {"activation_checkpointing": True}, aot),
+    ):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        plugin = FP8TorchAO(compile=by_plugin)
+        model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, limit_train_batches=3)
+        gathered = {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        counters = torch._dynamo.utils.counters
+        results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return results
+
+
+def manual(rank):
+    return {
+        (precision, strategy, through_forward): fitted(precision, Manual(through_forward), strategy)[0].losses
+        for precision, strategy, through_forward in (
+            ("fp8-hybrid", "fsdp2", True),
+            ("fp8-hybrid", "fsdp2", False),
+            ("32-true", "fsdp2", False),
+            ("32-true", "ddp", True),
+        )
+    }
+
+
+def worker(rank):
+    warnings.simplefilter("ignore")
+    parts = (every_precision, places, by_hand, again, accumulated, inference, compiled, manual)
+    return {part.__name__: part(rank) for part in parts}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_trains(results, precision):
+    losses, evaluated, dtypes, gathered, steps = results[0]["every_precision"][precision]
+    reference = results[0]["every_precision"]["32-true"][0]
+    assert steps == 8
+    assert losses == pytest.approx(reference, rel=0.05)
+    assert (losses != reference) == (precision != "32-true")
+    assert len(evaluated) == 2 + 8
+    half_weights = precision in ("bf16-true", "bf16-remainder", "bf16-sr")
+    assert dtypes == {torch.bfloat16 if half_weights else torch.float32}
+    expected = torch.float16 if precision == "16-mixed" or "fp16" in precision else torch.bfloat16
+    if "fp8" in precision and "rowwise" not in precision:  # the root has no FP8 layer
+        assert gathered == {torch.uint8, expected}
+    else:
+        assert gathered == {torch.float32 if precision == "32-true" else expected}
+
+
+def test_the_model_may_be_defined_anywhere(results):
+    weights = results[0]["places"]
+    for name, other in weights.items():
+        assert same(weights["__init__"], other), name
+
+
+def test_a_model_sharded_without_us_raises(results):
+    assert "is sharded already" in results[0]["by_hand"]
+    assert "lightning_lowprec.parallelize" in results[0]["by_hand"]
+
+
+def test_a_sharded_model_goes_on_in_its_precision(results):
+    evaluated, first, both, refused = results[0]["again"]
+    assert (first, both) == (8, 16)
+    before, after, by_another = evaluated[:8], evaluated[8:16], evaluated[16:24]
+    assert sum(after) < sum(before)
+    assert by_another == after
+    assert "sharded already" in refused
+
+
+def test_accumulation_and_clipping(results):
+    one, two = results[0]["accumulated"]["one"], results[0]["accumulated"]["two"]
+    assert two[1] == pytest.approx(one[1], rel=1e-5)
+    assert min(one[1]) > 0.1, "clipping must have something to clip"
+    for name, weight in one[0].items():
+        torch.testing.assert_close(two[0][name], weight, rtol=0, atol=1e-3)
+
+
+def test_inference_mode_between_steps(results):
+    plain, inferred = results[0]["inference"]
+    assert plain == inferred
+    assert len(plain[1]) > 16
+
+
+@pytest.mark.parametrize("way", ["compiled", "compiled and recomputed", "compiled by the plugin"])
+def test_compiled_and_recomputed(results, way):
+    runs = results[0]["compiled"]
+    losses, gathered, graphs, breaks = runs[way]
+    assert losses == pytest.approx(runs["eager"][0], rel=2e-3)
+    assert gathered == runs["eager"][1]
+    assert (graphs > 0, breaks) == (True, {})
+    assert runs["eager"][2] == 0
+
+
+def test_manual_optimization(results):
+    losses = results[0]["manual"]
+    assert losses["32-true", "fsdp2", False] == pytest.approx(losses["32-true", "ddp", True], rel=1e-4)
+    assert losses["fp8-hybrid", "fsdp2", True] == losses["fp8-hybrid", "fsdp2", False]
+    assert len(losses["fp8-hybrid", "fsdp2", True]) == 16

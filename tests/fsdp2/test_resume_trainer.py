@@ -1,0 +1,125 @@
+"""The Trainer: resumes on one, two and four ranks; ModelCheckpoint's folders; checkpoints of one device and of DDP."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.fsdp2.toy import QUIET, Toy, X, Y, adamw, assert_same, everything
+from tests.fsdp2.worlds import run
+
+CASES = (
+    ("32-true", "sharded"), ("16-mixed", "full"), ("fp8-hybrid", "sharded"), ("fp8-hybrid-fp16", "full"),
+    ("bf16-remainder", "full"), ("bf16-sr", "sharded"),
+)  # fmt: skip
+ELSEWHERE = ("bf16-master", "bf16-remainder", "fp8-hybrid-fp16")
+PLUGIN = {"bf16-master": "HalfMixed", "bf16-remainder": "HalfMixed", "fp8-hybrid-fp16": "FP8TorchAO"}
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+
+
+class Look(L.Callback):
+    """What there is when training begins, after everything was restored."""
+
+    def on_train_start(self, trainer, module):
+        self.restored = everything(module, trainer.optimizers[0], trainer.precision_plugin)
+        self.rate = float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def fit(precision, ranks, epochs, strategy="fsdp2", seed=0, path=None, folder=None, make=adamw, **kwargs):
+    from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+
+    if strategy in ("sharded", "full"):
+        strategy = FSDP2Strategy(state_dict_type=strategy)
+    look = Look()
+    callbacks = [look, *kwargs.pop("callbacks", [])]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, precision=precision, max_epochs=epochs,
+        callbacks=callbacks, enable_checkpointing=len(callbacks) > 1, default_root_dir=folder, **QUIET, **kwargs,
+    )  # fmt: skip
+    model = Toy(seed, make=make)
+    dataset = torch.utils.data.TensorDataset(X, Y)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8 // ranks if ranks < 8 else 1)
+    trainer.fit(model, loader, ckpt_path=path)
+    return trainer, model, look
+
+
+def saves_and_goes_on(rank, ranks, folder):
+    for precision, kind in CASES:
+        path = folder / f"{precision}.{kind}.ckpt"
+        _, whole, _ = fit(precision, ranks, 2, kind)
+        trainer, begun, _ = fit(precision, ranks, 1, kind)
+        trainer.save_checkpoint(path)
+        saved = everything(begun, trainer.optimizers[0], trainer.precision_plugin)
+        if rank == 0:
+            torch.save(saved, path.with_suffix(".truth"))
+        resumed_trainer, resumed, look = fit(precision, ranks, 2, kind, seed=9, path=path)
+        assert_same(look.restored, saved, path.name)
+        assert begun.losses + resumed.losses == whole.losses, path.name
+        assert look.rate == pytest.approx(0.9e-2)
+        assert resumed_trainer.current_epoch == 2
+    keeps_two_folders(rank, ranks, folder)
+    resumes_from_elsewhere(rank, ranks, folder)
+
+
+def keeps_two_folders(rank, ranks, folder):
+    for kind in ("sharded", "full"):
+        place = folder / f"callback.{kind}"
+        callback = ModelCheckpoint(place, save_last=True, save_top_k=1, monitor="epoch", mode="max")
+        trainer, _, _ = fit("bf16-mixed", ranks, 3, kind, callbacks=[callback])
+        trainer.strategy.barrier()
+        names = sorted(f.name for f in place.iterdir())
+        assert names == ["epoch=2-step=24.ckpt", "last.ckpt"], names
+        _, resumed, _ = fit("bf16-mixed", ranks, 4, kind, path=place / "last.ckpt")
+        assert len(resumed.losses) == 8
+
+
+def resumes_from_elsewhere(rank, ranks, folder):
+    """Saved by one device and by DDP, in files of Lightning's own making."""
+    for precision in ELSEWHERE:
+        for source in ("auto", "ddp"):
+            path = folder / f"{precision}.{source}.ckpt"
+            if source == "ddp":
+                trainer, _, _ = fit(precision, ranks, 1, "ddp")
+                trainer.save_checkpoint(path)
+                trainer.strategy.barrier()
+            plain = torch.load(path, weights_only=True)
+            state = plain["optimizer_states"][0]["state"]
+            weights = dict(plain["state_dict"])
+            others = [n for n in weights if weights[n].ndim <= 1 and n != "seen"]
+            names = others + [n for n in weights if weights[n].ndim > 1]  # as `adamw` groups them
+            _, _, look = fit(precision, ranks, 2, "sharded", seed=4, path=path)
+            loaded = look.restored["optimizer"]["state"]
+            for i, name in enumerate(names):
+                expected = state[i].get("master_param", weights[name]).float()
+                held = loaded[i].get("master_param", look.restored["model"][name]).float()
+                assert torch.equal(held, expected), f"{path.name}: {name}"
+                assert torch.equal(loaded[i]["exp_avg_sq"], state[i]["exp_avg_sq"].float()), f"{path.name}: {name}"
+            assert look.restored["precision"] == plain.get(PLUGIN[precision], {}), path.name
+
+
+def from_one_device(rank, ranks, folder):
+    for precision in ELSEWHERE:
+        trainer, _, _ = fit(precision, 1, 1, "auto")
+        trainer.save_checkpoint(folder / f"{precision}.auto.ckpt")
+
+
+def loads_all(rank, ranks, folder):
+    for precision, kind in CASES[1:]:
+        path = folder / f"{precision}.{kind}.ckpt"
+        truth = torch.load(path.with_suffix(".truth"), weights_only=True)
+        _, _, look = fit(precision, ranks, 2, kind, seed=9, path=path, limit_train_batches=1)
+        assert_same(look.restored, truth, path.name)
+    if ranks == 1:  # a full one resumes a plain Trainer
+        path = folder / "bf16-remainder.full.ckpt"
+        _, _, look = fit("bf16-remainder", 1, 2, "auto", seed=9, path=path)
+        truth = torch.load(path.with_suffix(".truth"), weights_only=True)
+        assert_same(look.restored["optimizer"], truth["optimizer"], "one device")
+        plain = torch.load(path, weights_only=True)
+        Toy(seed=3).load_state_dict(plain["state_dict"])
+
+
+def test_what_two_ranks_saved(tmp_path):
+    run(from_one_device, 1, tmp_path, tmp_path)
+    run(saves_and_goes_on, 2, tmp_path, tmp_path)
+    run(loads_all, 1, tmp_path, tmp_path)
+    run(loads_all, 4, tmp_path, tmp_path)

@@ -1,0 +1,93 @@
+"""Bytes per step: the formula against what two ranks count, and against rings played through step by step."""
+
+import pytest
+import torch
+
+from lightning_lowprec.tools.planning.volume import Weights, all_gather, all_reduce, gathered, step
+from tests.fsdp2.two_ranks import run
+
+DEPTH, WIDTH, VOCABULARY = 2, 32, 256
+LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4
+REST = 3 * WIDTH + WIDTH + 4 * WIDTH + WIDTH + 4 * WIDTH  # their biases, and two norms
+ROOT_WEIGHTS = Weights(other=2 * VOCABULARY * WIDTH + 2 * WIDTH)  # embedding, head, norm
+WIRE = {
+    "fp8-hybrid": (Weights(fp8=DEPTH * LINEARS, fp8_weights=4 * DEPTH, other=DEPTH * REST), torch.bfloat16),
+    "fp8-rowwise-gw-hp": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
+    "bf16-mixed": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
+    "32-true": (Weights(other=DEPTH * (LINEARS + REST)), torch.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    return run("volume_script.py", tmp_path_factory.mktemp("volume"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("loop", ["fabric", "trainer"])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("precision", WIRE)
+def test_a_step_sends_what_the_formula_says(counted, loop, precision, reshard):
+    blocks, dtype = WIRE[precision]
+    volume = step(blocks, ROOT_WEIGHTS, shards=2, param_dtype=dtype, reshard_after_forward=reshard)
+    for rank in counted:
+        seen = rank[f"{loop} {precision} {reshard}"]
+        # what a rank puts in is its shard, which a ring passes on n - 1 = 1 time
+        assert sum(seen["gathered"].values()) == volume.all_gather_forward + volume.all_gather_backward
+        once = sum(size / seen["calls"][fqn] for fqn, size in seen["gathered"].items())
+        assert once == volume.all_gather_forward
+        # what a rank puts in is the whole gradient, of which a ring sends (n - 1) / n = 1 / 2
+        assert seen["scattered"] / 2 == volume.reduce_scatter
+        assert volume.all_reduce == 0
+
+
+@pytest.mark.distributed
+def test_scales_gradients_in_bf16_and_copies(counted):
+    for rank in counted:
+        blocks, dtype = WIRE["fp8-hybrid"]
+        volume = step(blocks, ROOT_WEIGHTS, shards=2, param_dtype=dtype)
+        # n = 2: a ring all-reduce sends 2 (n - 1) / n = 1 times what is reduced
+        assert rank["fabric fp8-hybrid None"]["scales"] == {"torch.float32": 32} == {"torch.float32": volume.scales}
+        assert rank["fabric bf16-mixed None"]["scales"] == {}
+        blocks, _ = WIRE["bf16-mixed"]
+        volume = step(blocks, ROOT_WEIGHTS, shards=2, reduce_dtype=torch.bfloat16)
+        assert rank["bf16 reduce"]["scattered"] / 2 == volume.reduce_scatter
+        volume = step(blocks, ROOT_WEIGHTS, shards=1, copies=2)
+        assert rank["copies"] == {"all_reduced": volume.all_reduce, "dtypes": ["torch.float32"]}
+        assert (volume.all_gather_forward, volume.reduce_scatter) == (0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_ring_played_through(ranks):
+    """Each rank passes on to its right neighbour what it got last; chunks of 6 bytes."""
+    size, chunk = 6 * ranks, 6
+    holds = [{rank} for rank in range(ranks)]
+    sent = 0
+    passing = list(range(ranks))
+    while any(len(held) < ranks for held in holds):
+        sent += chunk  # by every rank
+        passing = [passing[(rank - 1) % ranks] for rank in range(ranks)]
+        for rank, got in enumerate(passing):
+            holds[rank].add(got)
+    assert all_gather(size, ranks) == sent
+    assert all_reduce(size, ranks) == 2 * sent, "a reduce-scatter, then an all-gather"
+
+
+def test_frozen_weights_are_gathered_and_have_no_gradients():
+    blocks = Weights(fp8=100, other=20, frozen=100)
+    volume = step(blocks, Weights(), shards=4, copies=2)
+    assert volume.all_gather_forward == volume.all_gather_backward == (100 + 40) * 3 / 4
+    assert volume.reduce_scatter == 4 * 20 * 3 / 4
+    assert volume.all_reduce == 4 * 20 / 4
+    assert volume.total == 105 + 105 + 60 + 20
+    assert gathered(blocks, torch.float32) == 180
+
+
+def test_one_rank_sends_nothing():
+    assert step(Weights(fp8=16, fp8_weights=1), Weights(other=16), shards=1).total == 0
+
+
+@pytest.mark.parametrize("name", ["shards", "copies"])
+def test_sizes_are_checked(name):
+    with pytest.raises(ValueError, match=rf"`{name}=0` is not valid; expected an int of at least 1"):
+        step(Weights(), Weights(), **{"shards": 2, name: 0})

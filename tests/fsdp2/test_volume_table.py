@@ -1,0 +1,64 @@
+"""The table of docs/many-machines.md is what the formula gives, for what the plan of a real Llama says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowprec.tools.planning.volume import Weights, step
+
+DOCS = Path(__file__).parents[2] / "docs" / "many-machines.md"
+HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+LINEARS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER)
+NORMS = LAYERS * 2 * HIDDEN
+ROOT = Weights(other=2 * VOCABULARY * HIDDEN + HIDDEN)
+HIGH = Weights(other=LINEARS + NORMS)
+PRECISIONS = {
+    "32-true": (HIGH, torch.float32),
+    "bf16-mixed": (HIGH, torch.bfloat16),
+    "fp8-hybrid": (Weights(fp8=LINEARS, fp8_weights=7 * LAYERS, other=NORMS), torch.bfloat16),
+}
+RUNS = [(8, 1), (64, 1), (64, 8), (512, 1), (512, 64)]
+
+
+def rows():
+    for gpus, copies in RUNS:
+        for precision, (blocks, dtype) in PRECISIONS.items():
+            v = step(blocks, ROOT, shards=gpus // copies, copies=copies, param_dtype=dtype)
+            parts = (v.all_gather_forward + v.all_gather_backward, v.reduce_scatter, v.all_reduce, v.total)
+            cells = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+            yield f"| {gpus} | {gpus // copies} x {copies} | {precision} | {cells} |"
+
+
+def test_the_table():
+    table = DOCS.read_text().split("<!-- volume")[1].split("<!-- /volume")[0]
+    assert [line for line in table.splitlines() if re.match(r"\| \d", line)] == list(rows())
+
+
+def test_the_numbers_of_parameters_in_the_text():
+    text = DOCS.read_text().replace("\n", " ")
+    assert f"{HIGH.total + ROOT.total:,}".replace(",", " ") in text
+    assert f"{LINEARS:,}".replace(",", " ") in text
+
+
+def test_the_shape_is_that_of_transformers_llama():
+    transformers = pytest.importorskip("transformers")
+    from lightning_lowprec.conversion.plan import make_plan
+
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=LAYERS,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    assert sum(p.numel() for p in model.parameters()) == HIGH.total + ROOT.total
+    converted = [row for row in make_plan(model).rows if row.kept is None]
+    assert sum(row.in_features * row.out_features for row in converted) == LINEARS
+    assert len(converted) == PRECISIONS["fp8-hybrid"][0].fp8_weights
+    in_root = [p.numel() for fqn, p in model.named_parameters() if ".layers." not in fqn]
+    assert sum(in_root) == ROOT.total

@@ -1,0 +1,131 @@
+"""A small model whose head has five rows (uneven shards), its training, and everything that a checkpoint must keep."""
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import lightning_lowprec  # noqa: F401
+
+WIDTH = 32
+X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 5, (64,), generator=torch.Generator().manual_seed(2))
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc_in = nn.Linear(width, 2 * width)
+        self.fc_out = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc_out(F.gelu(self.fc_in(self.norm(x))))
+
+
+class Toy(L.LightningModule):
+    def __init__(self, seed: int = 0, width: int = WIDTH, make=None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.make = make or adamw
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(3))
+        self.head = nn.Linear(width, 5)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x).float(), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.make(self)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, in another order than the model's parameters."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2)
+
+
+def setup(precision, ranks: int, seed: int = 0, kind: str = "sharded", make=adamw, width: int = WIDTH, **options):
+    from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+
+    fabric = L.Fabric(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=FabricFSDP2Strategy(state_dict_type=kind, **options),
+        precision=precision if isinstance(precision, str) else None,
+        plugins=None if isinstance(precision, str) else precision,
+    )
+    fabric.launch()
+    model = Toy(seed, width)
+    model, optimizer = fabric.setup(model, make(model))
+    return fabric, model, optimizer
+
+
+def train(fabric, model, optimizer, steps: range, ranks: int) -> list[float]:
+    losses = []
+    for step in steps:
+        rows = torch.arange(8) + 8 * ((step * ranks + fabric.global_rank) % 8)
+        loss = F.cross_entropy(model(X[rows][:, : model.head.in_features]).float(), Y[rows])
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full(value):
+    """Whole tensors, copied."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if not isinstance(value, DTensor):
+            return value.dequantize() if type(value).__name__.startswith("OptimState") else value.clone()
+        local = value.to_local()
+        if type(local).__name__.startswith("OptimState"):  # gloo gathers no float8
+            mesh, layout = value.device_mesh, {"shape": value.shape, "stride": value.stride()}
+            value = DTensor.from_local(local.dequantize(), mesh, value.placements, run_check=False, **layout)
+        return value.full_tensor().clone()
+    if isinstance(value, dict):
+        return {key: full(v) for key, v in value.items()}
+    return [full(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def everything(model: nn.Module, optimizer, plugin) -> dict:
+    """Weights, optimizer state with masters, hyperparameters, plugin state: whole tensors, as torch itself has them."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return {
+        "model": full(dict(model.state_dict())),
+        "optimizer": full(optimizer.state_dict()),
+        "precision": plugin.state_dict(),
+    }
+
+
+def assert_same(a, b, name: str) -> None:
+    """Bit for bit."""
+    found = differences(a, b)
+    assert not found, f"{name}: {found[:5]}"
+
+
+def differences(a, b, at: str = "") -> list[str]:
+    """Where two nested structures are not the same, bit for bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        return [] if same else [f"{at}: {a.dtype} {tuple(a.shape)} {b.dtype} {tuple(b.shape)}"]
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = [f"{at}: keys {a.keys() ^ b.keys()}"] if a.keys() != b.keys() else []
+        return keys + [d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{at}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{at}[{i}]")]
+    return [] if a == b else [f"{at}: {a!r} {b!r}"]

@@ -1,0 +1,123 @@
+"""Two ranks train one step and count what they send. Started once per rank by the test."""
+
+import itertools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec.fsdp2 import strategy as sharding
+from lightning_lowprec.tools.demo import ByteGPT
+
+PRECISIONS = ("fp8-hybrid", "fp8-rowwise-gw-hp", "bf16-mixed", "32-true")
+RESHARD = (None, True, False)
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return ByteGPT(depth=2, width=32, heads=2, block_size=16)
+
+
+def batch():
+    return tuple(torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces that go through torch's dispatcher: those of DTensors, which the scales are."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # the DTensor's own dispatch comes next, and what it calls comes back here
+        if "_c10d_functional.all_reduce" in str(func):
+            self.bytes[str(args[0].dtype)] += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def counted(net, scales):
+    wire = sharding._sharded[net].sharded.wire
+    return {
+        "gathered": {f: g.traffic.sent.total() for f, g in wire.gathers.items()},
+        "calls": {f: g.traffic.calls.total() for f, g in wire.gathers.items()},
+        "scattered": sum(s.traffic.sent.total() for s in wire.scatters.values()),
+        "scales": dict(scales.bytes),
+    }
+
+
+def by_fabric(precision, **options):
+    fabric = L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=FabricFSDP2Strategy(**options))
+    fabric.launch()
+    net = model()
+    wrapped, optimizer = fabric.setup(net, net.configure_optimizers()["optimizer"])
+    scales = sharding._sharded[net].sharded.scales
+    mode = AllReduces()
+    if scales is not None:
+        with mode:
+            scales.refresh()
+    x, y = batch()
+    fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
+    optimizer.step()
+    assert scales is None or scales.reductions == 1
+    return counted(net, mode)
+
+
+def by_trainer(precision, **options):
+    net = model()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, precision=precision, strategy=FSDP2Strategy(**options), max_steps=1, **QUIET
+    )
+    trainer.fit(net, torch.utils.data.DataLoader([batch()], batch_size=None))
+    return counted(net, AllReduces())
+
+
+def copies():
+    """Two copies of one shard each: what goes between them is `torch.distributed.all_reduce`."""
+    original, sent = torch.distributed.all_reduce, []
+
+    def counting(tensor, *args, **kwargs):
+        sent.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
+        return original(tensor, *args, **kwargs)
+
+    net = model()
+    fabric = L.Fabric(accelerator="cpu", devices=2, precision="bf16-mixed", strategy=FabricFSDP2Strategy(replicate=2))
+    fabric.launch()
+    wrapped, _ = fabric.setup(net, net.configure_optimizers()["optimizer"])
+    torch.distributed.all_reduce = counting
+    try:
+        x, y = batch()
+        fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
+    finally:
+        torch.distributed.all_reduce = original
+    return {"all_reduced": sum(size for _, size in sent), "dtypes": sorted({dtype for dtype, _ in sent})}
+
+
+def main(folder):
+    seen = {}
+    for precision, reshard in itertools.product(PRECISIONS, RESHARD):
+        seen[f"fabric {precision} {reshard}"] = by_fabric(precision, reshard_after_forward=reshard)
+        seen[f"trainer {precision} {reshard}"] = by_trainer(precision, reshard_after_forward=reshard)
+    seen["bf16 reduce"] = by_fabric("bf16-mixed", reduce_dtype=torch.bfloat16)
+    seen["copies"] = copies()
+    rank = torch.distributed.get_rank()
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

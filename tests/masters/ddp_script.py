@@ -1,0 +1,105 @@
+"""Trains in every process it is started in, by Fabric and by the Trainer, and checks that the processes agree."""
+
+import sys
+
+import lightning as L
+import torch
+
+import lightning_lowprec  # noqa: F401
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
+from lightning_lowprec.torchao.linear import fp8_linears
+
+SIZES = {"depth": 1, "width": 32, "heads": 2, "block_size": 32}
+STEPS = 12
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    data = StdlibText(block_size=32, batch_size=8, max_bytes=200_000, train_windows=256, seed=rank)
+    data.setup("fit")
+    return [batch for _, batch in zip(range(STEPS), data.train_dataloader(), strict=False)]
+
+
+def by_fabric(precision: str) -> tuple[torch.nn.Module, list[float], L.Fabric]:
+    fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=2, precision=precision)
+    torch.manual_seed(0)
+    model = ByteGPT(**SIZES, lr=1e-2)
+    configured = model.configure_optimizers()
+    scheduler = configured["lr_scheduler"]["scheduler"]
+    model, optimizer = fabric.setup(model, configured["optimizer"])
+    losses = []
+    for batch in batches(fabric.global_rank):
+        loss = model.training_step(batch, 0)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return model.module, losses, fabric
+
+
+def by_trainer(precision: str, loader: list) -> tuple[torch.nn.Module, L.Trainer]:
+    torch.manual_seed(0)
+    model = ByteGPT(**SIZES, lr=1e-2)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        precision=precision,
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+        **quiet,
+    )
+    trainer.fit(model, train_dataloaders=torch.utils.data.DataLoader(loader, batch_size=None))
+    return model, trainer
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def overflow_on_one_rank(precision: str, fabric: L.Fabric) -> None:
+    """Both ranks skip the step, and both scales back off."""
+    scaled = fabric.strategy.precision.scaler is not None
+    if not scaled:
+        return
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    module, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before, scale = flat(net), fabric.strategy.precision.scaler.scale
+    batch = torch.ones(4, 16)
+    if fabric.global_rank == 1:
+        batch[0, 0] = float("inf")
+    fabric.backward(module(batch).float().mean())
+    optimizer.step()
+    assert torch.equal(flat(net), before), "a rank stepped"
+    assert fabric.strategy.precision.scaler.scale == scale / 2
+
+
+def main(precision: str) -> None:
+    model, losses, fabric = by_fabric(precision)
+    if precision.startswith("fp8"):
+        assert len(fp8_linears(model)) == 4, "qkv, proj, fc_in, fc_out"
+    first, second = fabric.all_gather(flat(model))
+    assert torch.equal(first, second), "ranks differ"
+    mine, other = fabric.all_gather(torch.tensor(losses))
+    assert not torch.equal(mine, other), "both ranks saw the same data"
+    assert losses[-1] < losses[0] - 1.0, losses
+    in_trainer, trainer = by_trainer(precision, batches(fabric.global_rank))
+    assert trainer.world_size == 2
+    gathered = fabric.all_gather(flat(in_trainer))
+    assert torch.equal(gathered[0], gathered[1]), "ranks differ"
+    assert torch.equal(flat(in_trainer), flat(model)), "Trainer and Fabric arrive at different weights"
+    overflow_on_one_rank(precision, fabric)
+    print(f"DDP-OK {precision} {fabric.global_rank}", flush=True)
+    fabric.barrier()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        main(name)

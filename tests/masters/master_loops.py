@@ -1,0 +1,99 @@
+"""Training loops with float32 masters written by hand: what wrapped optimizers are compared with, bit for bit."""
+
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_lowprec.masters.casting import cast_parameters
+from lightning_lowprec.masters.optimizer import wrap
+
+X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
+
+
+def net(seed: int = 0, bias: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 16, bias=bias), nn.Tanh(), nn.Linear(16, 6, bias=bias))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    rows = slice(16 * (step % 4), 16 * (step % 4) + 16)
+    dtype = next(model.parameters()).dtype
+    return (model(X[rows].to(dtype)) - Y[rows].to(dtype)).float().pow(2).mean()
+
+
+def nearest_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 -> bf16, ties away from zero: how the remainder form rounds."""
+    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(dtype)
+
+
+def nearest_even(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return master.to(dtype)
+
+
+ROUNDING = {"fp32": nearest_even, "remainder": nearest_away}
+
+
+def by_hand(make: Any, form: str, steps: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True):
+    """float32 copies, trained by the stock optimizer on the half gradients; the weights are their casts."""
+    model = net(bias=bias)
+    masters = [p.detach().clone() for p in model.parameters()]
+    model.to(dtype)
+    optimizer = make(masters)
+    for step in range(steps):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(ROUNDING[form](master, dtype))
+    return model, optimizer, masters
+
+
+def wrapped(make: Any, form: Any, dtype: torch.dtype = torch.bfloat16, bias: bool = True, seed: int = 0):
+    model = net(seed, bias)
+    originals = cast_parameters(model, dtype, keep=True)
+    return model, wrap(make(model.parameters()), form, values=originals)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, closure: bool = False) -> None:
+    for step in steps:
+
+        def evaluate(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+
+
+def masters_of(optimizer: Any) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [state[i]["master_param"].clone() for i in sorted(state)]
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two nests of dicts, lists and tensors are equal, tensors bit for bit and in dtype."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)

@@ -1,0 +1,234 @@
+"""Masters under edits, moves, exceptions and copies, and in optimizers of other people."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params, refresh, wrap
+from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.stores import Store
+from tests.masters.master_loops import by_hand, equal, loss_of, masters_of, train, wrapped
+
+ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
+EXACT = ["fp32", "remainder"]
+FORMS = [*EXACT, "stochastic", pytest.param(ALL_BF16, id="all-bf16")]
+every_form = pytest.mark.parametrize("form", FORMS)
+every_exact_form = pytest.mark.parametrize("form", EXACT)
+ADAMW = partial(optim.AdamW, lr=1e-3)
+SGD = partial(optim.SGD, lr=1e-2, momentum=0.9)
+
+
+def half(*values):
+    return nn.Parameter(torch.tensor(values).bfloat16())
+
+
+def step(optimizer, *params, grad=0.0):
+    for p in params:
+        p.grad = torch.full_like(p, grad)
+    optimizer.step()
+
+
+# ---- wrap
+
+
+def edit_in_place(p, value):
+    with torch.no_grad():
+        p.copy_(value)
+
+
+def edit_by_new_data(p, value):
+    p.data = value.bfloat16()
+
+
+def edit_data_in_place(p, value):
+    p.data.copy_(value)
+
+
+@every_form
+@pytest.mark.parametrize("edit", [edit_in_place, edit_by_new_data])
+def test_edits_are_noticed(form, edit):
+    p = half(1.0, 1.0, 1.0)
+    optimizer = wrap(optim.SGD([p], lr=1e-4), form)
+    step(optimizer, p, grad=1.0)
+    unedited = masters_of(optimizer)[0][0] if form in EXACT else None
+    edit(p, torch.stack([p[0].detach(), *torch.tensor([3.0, 0.0]).bfloat16()]))
+    step(optimizer, p)
+    assert p[1:].tolist() == [3.0, 0.0]
+    if form in EXACT:  # the element that was not edited keeps what its master had beyond the weight
+        assert masters_of(optimizer)[0][0] == unedited
+
+
+@every_form
+def test_edits_of_data_in_place_need_a_refresh(form):
+    p = half(1.0, 1.0)
+    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    step(optimizer, p, grad=1.0)
+    edit_data_in_place(p, torch.tensor([3.0, 0.0]))
+    refresh(optimizer)
+    step(optimizer, p)
+    assert p.tolist() == [3.0, 0.0]
+    if form in EXACT:
+        assert masters_of(optimizer)[0].tolist() == [3.0, 0.0]
+
+
+@every_exact_form
+def test_refresh_takes_values_that_round_to_the_weights(form):
+    p = half(1.0, 1.0)
+    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    refresh(optimizer, {id(p): torch.tensor([1.001, 5.0])})
+    assert torch.equal(masters_of(optimizer)[0], torch.tensor([1.001, 1.0]))
+
+
+@every_exact_form
+def test_clamping_weights_after_every_step_loses_no_small_updates(form):
+    p = half(1.0, 1.0)
+    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    for _ in range(20):
+        step(optimizer, p, grad=1.0)
+        with torch.no_grad():
+            p.clamp_(-2, 2)
+    assert torch.allclose(masters_of(optimizer)[0], torch.full((2,), 0.98), atol=1e-5)
+
+
+@every_form
+def test_pruned_weights_stay_numbers(form):
+    """In remainder form a leftover below zero would borrow from the sign bit of a zero."""
+    p = nn.Parameter(torch.randn(512).bfloat16())
+    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    step(optimizer, p, grad=1.0)
+    p.data.mul_(0.0)  # unnoticed, and -0.0 where the weight was negative
+    if form == "fp32":
+        refresh(optimizer)
+    step(optimizer, p)
+    assert bool((p.abs() < 1e-30).all())
+
+
+@every_form
+def test_parameters_that_moved_get_new_stores(form, monkeypatch):
+    """Stands for `model.to(device)` after wrapping, on a machine with one device."""
+    model, optimizer = wrapped(SGD, form)
+    train(model, optimizer, range(3))
+    old = optimizer._masters._stores[0]
+    monkeypatch.setattr(Store, "moved", lambda store: store is old)
+    train(model, optimizer, range(3, 6))
+    assert optimizer._masters._stores[0] is not old
+    if form in EXACT:
+        reference, _, masters = by_hand(SGD, form, 6)
+        assert equal(masters_of(optimizer), masters)
+        assert equal(list(model.parameters()), list(reference.parameters()))
+
+
+# ---- closures that fail
+
+
+@every_exact_form
+def test_an_exception_in_the_closure_leaves_everything_as_it_was(form):
+    model, optimizer = wrapped(ADAMW, form)
+    train(model, optimizer, range(2))
+
+    def broken():
+        raise KeyError("no batch")
+
+    with pytest.raises(KeyError, match="no batch"):
+        optimizer.step(broken)
+    assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    train(model, optimizer, range(2, 5))
+    reference, _, masters = by_hand(ADAMW, form, 5)
+    assert equal(masters_of(optimizer), masters)
+    assert equal(list(model.parameters()), list(reference.parameters()))
+
+
+@every_form
+def test_an_exception_in_the_middle_of_a_step_leaves_weights_and_masters_in_step(form):
+    model, optimizer = wrapped(partial(optim.LBFGS, lr=0.1, max_iter=5), form)
+    evaluations = []
+
+    def closure():
+        optimizer.zero_grad()
+        evaluations.append(loss_of(model, 0))
+        if len(evaluations) == 3:
+            raise KeyError("no batch")
+        evaluations[-1].backward()
+        return evaluations[-1]
+
+    start = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyError, match="no batch"):
+        optimizer.step(closure)
+    assert not equal(start, list(model.parameters()))
+    if form in EXACT:
+        assert equal([m.bfloat16() for m in masters_of(optimizer)], [p.detach() for p in model.parameters()])
+    if form != "fp32":
+        assert all(store.buffer.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters._stores)
+    assert all(m.grad is None for m in held_masters(optimizer))
+
+
+# ---- copies
+
+
+@every_form
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_train_on_alone(form, copied):
+    model, optimizer = wrapped(ADAMW, form)
+    train(model, optimizer, range(3))
+    model2, optimizer2 = copied((model, optimizer))
+    assert is_wrapped(optimizer2)
+    assert all(p is q for p, q in zip(optimizer2.param_groups[0]["params"], model2.parameters(), strict=True))
+    before = copy.deepcopy(optimizer.state_dict())
+    train(model2, optimizer2, range(3, 6))
+    assert equal(optimizer.state_dict(), before)
+    train(model, optimizer, range(3, 6))
+    assert equal(optimizer.state_dict(), optimizer2.state_dict())
+    assert equal(list(model.parameters()), list(model2.parameters()))
+
+
+def test_copies_of_an_optimizer_that_was_never_stepped_or_has_fp32_parameters():
+    optimizer = wrap(optim.SGD([half(1.0), nn.Parameter(torch.ones(1))], lr=1.0), "remainder")
+    assert equal(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
+
+
+# ---- anything that subclasses Optimizer
+
+
+class Stubborn(optim.Optimizer):
+    """Own arguments of `step`, own state not by parameter, `p.data` arithmetic, moves before it evaluates."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+        self.state["calls"] = 0
+
+    def step(self, closure=None, factor=1.0):
+        self.state["calls"] += 1
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(1.0)
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad.data, alpha=-self.param_groups[0]["lr"] * factor).sub_(1.0)
+        return loss
+
+
+@every_form
+def test_an_optimizer_of_somebody_else(form):
+    p = nn.Parameter(torch.ones(1024).bfloat16())
+    optimizer = wrap(Stubborn([p]), form)
+
+    def closure():
+        optimizer.zero_grad()
+        (2 * p).sum().backward()
+        return 7
+
+    for _ in range(5):
+        assert optimizer.step(closure, factor=0.5) == 7
+    assert abs(p.detach().float().mean().item() - 0.995) < 2e-3  # the grid is 4e-3 wide
+    assert optimizer.state_dict()["state"]["calls"] == 5
+    assert next(iter(main_params(optimizer))).shape == p.shape
+
+
+def test_loss_decreases():
+    model, optimizer = wrapped(partial(optim.AdamW, lr=1e-2), "remainder")
+    first = loss_of(model, 0).item()
+    train(model, optimizer, range(200))
+    assert loss_of(model, 0).item() < 0.5 * first

@@ -1,0 +1,274 @@
+"""Master weights as users meet them: names, callbacks, schedulers, evaluation before training, loggers."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params
+from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.precision.loss_scale import LossScale
+
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "accelerator": "cpu",
+}  # fmt: skip
+FORMS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
+
+
+class Constant(L.LightningModule):
+    """The gradient of `weight` is 1 at every step."""
+
+    def __init__(self, steps=5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.steps = steps
+
+    def training_step(self, batch, batch_idx):
+        return self.weight.float().sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(range(self.steps), batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+def test_five_small_steps_arrive(name):
+    model = Constant()
+    how = {"precision": name}
+    if name == "fp16-master":  # a gradient of 1 overflows fp16 at the first scales, as it should
+        how = {"plugins": HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))}
+    trainer = L.Trainer(max_epochs=1, **how, **QUIET)
+    trainer.fit(model)
+    master = next(iter(main_params(trainer.optimizers[0])))
+    torch.testing.assert_close(master, torch.full((4,), 0.995), rtol=1e-6, atol=0)
+    half = torch.float16 if name.startswith("fp16") else torch.bfloat16
+    assert torch.equal(model.weight, torch.full((4,), 0.995).to(half))
+
+
+def test_lightnings_own_bf16_true_loses_them():
+    model = Constant()
+    L.Trainer(precision="bf16-true", max_epochs=1, **QUIET).fit(model)
+    assert torch.equal(model.weight, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation():
+    class Evaluated(Constant):
+        def validation_step(self, batch, batch_idx):
+            self.log("dtype_is_float32", float(self.weight.dtype is torch.float32))
+
+        val_dataloader = Constant.train_dataloader
+
+    model = Evaluated(steps=1)
+    start = torch.tensor([1.001, 2.002, 3.003, 4.004])  # none of them is a bf16 number
+    model.weight.data.copy_(start)
+    trainer = L.Trainer(precision="bf16-master", max_epochs=1, **QUIET)
+    assert trainer.validate(model, verbose=False)[0]["dtype_is_float32"] == 1.0
+    trainer.fit(model)
+    torch.testing.assert_close(next(iter(main_params(trainer.optimizers[0]))), start - 1e-3, rtol=1e-6, atol=0)
+    assert model.weight.dtype is torch.bfloat16
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 16)
+        self.scaled = []
+
+    def training_step(self, batch, batch_idx):
+        return (self.head(self.backbone(batch)).float() - 1).pow(2).mean()
+
+    def train_dataloader(self):
+        torch.manual_seed(1)
+        return torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=8)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_swa_and_schedulers(name):
+    model = Net()
+    swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+    trainer = L.Trainer(precision=name, max_epochs=3, callbacks=[swa], **QUIET)
+    trainer.fit(model)
+    assert is_wrapped(trainer.optimizers[0])
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_unfreezing_adds_a_group_with_masters(name):
+    class Finetuned(Net):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    model = Finetuned()
+    before = model.backbone[0].weight.detach().clone()
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
+    trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **QUIET)
+    trainer.fit(model)
+    assert len(trainer.optimizers[0].param_groups) == 2
+    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
+    assert not torch.equal(model.backbone[0].weight.float(), before)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        lambda: HalfMixed("bf16", master_weights=MasterConfig(form="stochastic", moments="stochastic")),
+        lambda: FP8TorchAO(master_weights="remainder"),
+    ],
+)
+def test_configured_by_hand(plugin):
+    model = Net()
+    trainer = L.Trainer(plugins=plugin(), max_epochs=4, **QUIET)
+    first = model.training_step(next(iter(model.train_dataloader())), 0).item()
+    trainer.fit(model)
+    assert model.training_step(next(iter(model.train_dataloader())).bfloat16(), 0).item() < 0.5 * first
+
+
+def test_the_loss_scale_reaches_the_users_logger(tmp_path):
+    logger = CSVLogger(tmp_path)
+    plugin = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=16.0, growth_interval=4))
+    options = {**QUIET, "logger": logger}
+    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=1, **options).fit(Net())
+    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    scales = [
+        float(row.split(",")[header.index("loss_scale")])
+        for row in rows[1:]
+        if row.split(",")[header.index("loss_scale")]
+    ]
+    assert scales == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 32.0, 64.0]
+    assert "skipped_steps" in header
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_that_begins_with_a_norm_takes_float_batches_in_every_stage(name):
+    class Normed(Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.training_step(batch, batch_idx))
+
+        test_step = validation_step
+
+        val_dataloader = test_dataloader = Net.train_dataloader
+
+    model = Normed()
+    trainer = L.Trainer(precision=name, max_epochs=1, **QUIET)
+    trainer.validate(model, verbose=False)
+    trainer.fit(model)
+    trainer.test(model, verbose=False)
+    assert trainer.callback_metrics["val"].isfinite()
+
+
+def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach():
+    fabric = L.Fabric(
+        plugins=HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0)), accelerator="cpu"
+    )
+    net = nn.Linear(16, 16)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.weight.detach().clone()
+    for value in (float("inf"), 1.0, 1.0):
+        fabric.backward(model(torch.full((2, 16), value)).float().mean())
+        optimizer.step()
+        model.zero_grad()
+    assert fabric.strategy.precision.scaler.skipped_steps == 1
+    assert not torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16])
+def test_buffers_stay_float32_unless_told(buffer_dtype):
+    class Buffered(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rotary", torch.randn(16))
+
+    model = Buffered()
+    plugin = HalfMixed("bf16", master_weights=True, buffer_dtype=buffer_dtype)
+    L.Trainer(plugins=plugin, max_epochs=1, **QUIET).fit(model)
+    assert model.rotary.dtype is (buffer_dtype or torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp16", "master_weights": "remainder"}, r"`master_weights='remainder'` is not valid with fp16"),
+        (
+            {"dtype": "bf16", "master_weights": "kahan"},
+            r"`master_weights='kahan'` is not valid; expected one of: False, True",
+        ),
+        ({"dtype": "bf16", "master_weights": 1}, r"`master_weights=1` is not valid"),
+        ({"dtype": "bf16", "buffer_dtype": torch.float32}, r"`buffer_dtype=torch.float32` goes with `master_weights`"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        HalfMixed(**options)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "fp16-master", "bf16-sr"])
+def test_batch_norm_keeps_float32(name):
+    class Convolutional(Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+    model = Convolutional()
+    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(model)
+    assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
+    assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-sr"])
+def test_no_master_takes_memory_while_activations_do(name):
+    seen = []
+
+    class Watched(Net):
+        def training_step(self, batch, batch_idx):
+            masters = held_masters(self.optimizers().optimizer)
+            seen.append(sum(master.untyped_storage().nbytes() for master in masters))
+            return super().training_step(batch, batch_idx)
+
+    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(Watched())
+    assert len(seen) == 8
+    assert not any(seen[1:]), "the first step takes over the float32 weights from before the cast"
+
+
+def test_a_logger_that_is_never_asked_for_the_scale():
+    plugin = HalfMixed("fp16", loss_scale=LossScale(initial=8.0))
+    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=0, **QUIET).fit(Net())
+
+
+def test_fabric_keeps_no_float32_copies_once_training_runs():
+    fabric = L.Fabric(precision="bf16-master", accelerator="cpu")
+    net = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net[1].parameters(), lr=0.1))
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    assert fabric.strategy.precision.masters._originals == {}
+
+
+def test_optimizers_set_up_before_their_modules_lose_nothing():
+    fabric = L.Fabric(precision="bf16-master", accelerator="cpu")
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    start = [m.weight.detach().clone() for m in (first, second)]
+    optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.0))
+    modules = fabric.setup_module(first), fabric.setup_module(second)
+    modules[1](modules[0](torch.ones(2, 16))).sum().backward()
+    optimizer.step()
+    masters = list(main_params(optimizer.optimizer))
+    assert torch.equal(masters[0], start[0])
+    assert torch.equal(masters[2], start[1])

@@ -1,0 +1,56 @@
+"""Masters of FSDP2 parameters: DTensors, on one process, as the unsharded run; through torch.distributed.checkpoint."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import optim
+
+from lightning_lowprec.masters.optimizer import wrap
+from lightning_lowprec.masters.registry import MasterConfig
+from tests.masters.master_loops import masters_of, net, train
+
+ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # torch's own, of its own modules
+]
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, form, seed=0):
+    from torch.distributed.fsdp import fully_shard
+
+    model = net(seed).bfloat16()
+    fully_shard(model, mesh=mesh)
+    return model, wrap(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic", pytest.param(ALL_BF16, id="all-bf16")])
+def test_trains_and_resumes_as_unsharded(mesh, form):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    plain = net().bfloat16()
+    reference = wrap(partial(optim.AdamW, lr=1e-3, foreach=True)(plain.parameters()), form)
+    train(plain, reference, range(6))
+
+    model, optimizer = sharded(mesh, form)
+    train(model, optimizer, range(3))
+    saved = get_optimizer_state_dict(model, optimizer)
+    resumed, optimizer = sharded(mesh, form, seed=4)
+    set_optimizer_state_dict(resumed, optimizer, saved)
+    resumed.load_state_dict(model.state_dict())
+    train(resumed, optimizer, range(3, 6))
+
+    for p, q in zip(resumed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+    if form in ("fp32", "remainder"):
+        for master, exact in zip(masters_of(optimizer), masters_of(reference), strict=True):
+            assert torch.equal(master.full_tensor(), exact)

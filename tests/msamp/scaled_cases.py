@@ -1,0 +1,85 @@
+"""Parameters of codes, their gradients and steps, for the tests of ScaledAdamW and ScaledSGD."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.msamp.weight import scale_weight_
+
+LEVELS = ["O1", "O2", "O3"]
+SHAPES = [(33, 17), (5,), (64, 8), (1,), (3, 2, 5)]
+OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def starts(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1.0, 1e-3, 30.0, 1e-6, 0.1]
+    return [torch.randn(s, generator=generator) * f for s, f in zip(SHAPES, sizes, strict=True)]
+
+
+def gradients(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(s, generator=generator) * 10.0 ** -(i + step % 3) for i, s in enumerate(SHAPES)]
+
+
+def scaled_params(level, values=None):
+    params = [nn.Parameter(v.clone()) for v in (starts() if values is None else values)]
+    for p in params:
+        scale_weight_(p, level)
+    return params
+
+
+def give(params, step, coded):
+    for p, g in zip(params, gradients(step), strict=False):  # of some or of all
+        if coded:
+            p.scaled.accumulate(g)
+        else:
+            p.grad = g
+
+
+def run(optimizer, params, steps, coded=True):
+    for step in steps:
+        give(params, step, coded)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bits(params):
+    return [
+        (p.detach().clone().view(torch.uint8 if p.itemsize == 1 else torch.int16), p.scaled.scale.item())
+        for p in params
+    ]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) and s == t for (x, s), (y, t) in zip(a, b, strict=True))
+
+
+def through_file(state, tmp_path):
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def bytes_at_rest(p, optimizer):
+    """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
+    kept = [p, p.scaled.grad, p.scaled.grad_inv_scale, p.scaled.scale, *optimizer.state[p].values()]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
+    }
+    (shelf,) = optimizer._shelves.values()
+    workspaces = [b.flat.untyped_storage().nbytes() for b in (*shelf._full.values(), *shelf._codes.values())]
+    return (sum(storages.values()) + sum(workspaces)) / p.numel()
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))

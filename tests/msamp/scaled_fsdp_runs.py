@@ -1,0 +1,256 @@
+"""What two processes do with weights of codes under FSDP2, and one does without."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
+from lightning_lowprec.fsdp2.traffic import Wire
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.fsdp2 import code_shards
+from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
+from lightning_lowprec.msamp.sgd import ScaledSGD
+from lightning_lowprec.msamp.weight import master_of, set_values_
+
+STEPS = 20
+OPTIMIZERS = {
+    "adamw": lambda params: ScaledAdamW(params, lr=1e-2, level="O3"),
+    "sgd": lambda params: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0, width=32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 5)
+        fqns = [fqn for fqn, _ in self.named_modules() if fqn.endswith(("first", "second"))]
+        scale_linears(self, fqns, "O3")
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded(kind="adamw", seed=0):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = Net(seed)
+    coded = code_shards(model, mesh.size())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wire = Wire({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
+    coded.collect(mesh)
+    return model, OPTIMIZERS[kind](model.parameters()), wire
+
+
+def batch(step, rank=0, ranks=1):
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+
+
+def train(model, optimizer, steps, rank=0, ranks=1, after=lambda: None):
+    for step in steps:
+        y = model(batch(step, rank, ranks))
+        (y.square().mean() + y.abs().mean()).backward()
+        after()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone(kind="adamw", seed=0):
+    """The same in one process, with the float32 gradients that FSDP2 reduces."""
+    model = Net(seed)
+    for layer in model.modules():
+        if isinstance(layer, ScaledLinear):
+            layer.float32_gradients = True
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def saved(model, optimizer):
+    """Whole tensors, on rank 0."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = {"model": weights, "optimizer": optimizer_state.collect(model, optimizer, full=True)}
+    return pytree.tree_map_only(torch.Tensor, torch.clone, state)  # counts of steps are those of the optimizer
+
+
+def decoded(model, optimizer):
+    """What ``saved`` gives, of one process."""
+    state = {}
+    for name, p in model.named_parameters():
+        entry = optimizer.state[p]
+        state[name] = {"step": float(entry["step"])} if "step" in entry else {}
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if key in entry:
+                state[name][key] = entry[key].float() / entry.get(f"{key}_scale", 1.0)
+        if "master" in entry:
+            state[name]["master_param"] = entry["master"].float() / entry["master_scale"]
+    return {"model": model.state_dict(), "optimizer": {"state": state}}
+
+
+def same(a, b):
+    """Bit for bit; steps may be numbers or tensors."""
+    assert a["model"].keys() == b["model"].keys()
+    assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
+    states, others = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert states.keys() == others.keys()
+    for name, entry in states.items():
+        assert entry.keys() == others[name].keys(), name
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(value).float(), torch.as_tensor(others[name][key]).float()), (name, key)
+    return True
+
+
+def scales(model):
+    return [(p.scaled.scale.item(), p.scaled.master_scale.item()) for p in model.parameters() if hasattr(p, "scaled")]
+
+
+class Sent(TorchDispatchMode):
+    """Calls and elements of collectives that this rank put in, by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith("c10d::"):
+            tensors = [t for arg in args for t in pytree.tree_leaves(arg) if isinstance(t, torch.Tensor)]
+            self.calls[func.name()] += 1
+            self.bytes[func.name()] += tensors[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def same_batches(kind):
+    """Every rank has the whole batch, so the mean of the gradients is exactly that of one process."""
+    model, optimizer, wire = sharded(kind)
+    train(model, optimizer, range(STEPS))
+    traffic = {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
+    calls = {fqn: gather.traffic.calls.total() for fqn, gather in wire.gathers.items()}
+    state = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"state": state, "end": saved(model, optimizer), "traffic": traffic, "calls": calls, "scales": scales(model),
+            "line": wire.check()}  # fmt: skip
+
+
+def resumed(kind, state):
+    """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
+    model, optimizer, _ = sharded(kind, seed=1)
+    checkpoint.load_whole(
+        model, state["model"], {"optimizer": optimizer}, {"optimizer": state["optimizer"]}, strict=True
+    )
+    at_start = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"start": at_start, "end": saved(model, optimizer)}
+
+
+def in_a_folder(path):
+    """Saved as shards, and loaded again."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, range(2))
+    shards = {"model": checkpoint.model_state(model, full=False),
+              "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
+    checkpoint.save_folder(Path(path), shards, {})
+    other, its, _ = sharded(seed=1)
+    checkpoint.load_folder(Path(path), other, ["model"], {"optimizer": its}, strict=True)
+    return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
+
+
+def counted(rank):
+    """Collectives of one step of the optimizer, and which elements each rank keeps."""
+    model, optimizer, _ = sharded()
+    with Sent() as sent:
+        train(model, optimizer, [0], after=sent.calls.clear)
+    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
+    kept = [t for p in coded for t in (p.codes, p.scaled.master, *optimizer.state[p].values())]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
+    }
+    return {"calls": dict(sent.calls), "bytes": sum(storages.values()) / sum(p.numel() for p in coded)}
+
+
+def half_batches(rank, ranks):
+    model, optimizer, _ = sharded()
+    gradients = {}
+
+    def note():
+        gradients.update({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+
+    train(model, optimizer, [0], rank, ranks, after=note)
+    return gradients
+
+
+def overflow(rank):
+    """A gradient of one rank's shard is inf, and another's NaN."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, [0])
+
+    def spoil():
+        if rank == 1:
+            model.blocks[0].first.weight.grad._local_tensor[0, 0] = float("inf")
+            model.blocks[1].first.weight.grad._local_tensor[0, 0] = float("nan")
+
+    train(model, optimizer, [1], after=spoil)
+    return scales(model), saved(model, optimizer)["model"]
+
+
+def stochastic(rank):
+    """Which of the larger weights one small step has moved, where both ranks have the same weights and gradients."""
+    model, _, _ = sharded()
+    optimizer = ScaledAdamW(model.parameters(), lr=1e-5, level="O3", stochastic_rounding=True)
+    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
+    for p in coded:
+        alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
+        set_values_(p, p.scaled.shards.like(alike, p))
+    before = [master_of(p).to_local() for p in coded]
+    train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
+    moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
+    return scales(model), torch.cat(moved)
+
+
+def refused():
+    errors = []
+    for level, shards in (("O1", 2), ("O2", 2), ("O3", 3)):
+        model = nn.Sequential(nn.Linear(32, 32))
+        scale_linears(model, ["0"], level)
+        with pytest.raises(ValueError, match="'0'") as error:
+            code_shards(model, shards)
+        errors.append(str(error.value))
+    model, _, _ = sharded()
+    with pytest.raises(RuntimeError, match="would write to a weight that is kept as codes"), torch.no_grad():
+        model.blocks[0].first.weight.mul_(2.0)
+    return errors
+
+
+def worker(rank, states, folder):
+    ranks = torch.distributed.get_world_size()
+    found = {kind: same_batches(kind) for kind in OPTIMIZERS}
+    sent = [{kind: found[kind]["state"] for kind in OPTIMIZERS}]
+    torch.distributed.broadcast_object_list(sent)
+    found["resumed"] = {kind: resumed(kind, state) for kind, state in sent[0].items()}
+    found["from one"] = {kind: resumed(kind, state) for kind, state in torch.load(states).items()}
+    found["counted"], found["halves"] = counted(rank), half_batches(rank, ranks)
+    found["overflow"], found["stochastic"] = overflow(rank), stochastic(rank)
+    found["folder"], found["refused"] = in_a_folder(folder), refused()
+    return found

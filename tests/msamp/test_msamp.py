@@ -1,0 +1,197 @@
+"""MSAMP: options, refusals, what it computes, gradients, strategies."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowprec import MSAMP
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
+from lightning_lowprec.msamp.sgd import ScaledSGD
+from lightning_lowprec.msamp.weight import values_of
+from tests.msamp.msamp_runs import CHATTER, LEVELS, QUIET, Batches, Net, fit, in_fabric
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+pytestmark = pytest.mark.filterwarnings(CHATTER)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "O4"}, r"`level='O4'` is not valid; expected one of: O1, O2, O3\."),
+        ({"base": "fp32"}, r"`base='fp32'` is not valid; expected one of: bf16, fp16\."),
+        ({"grad_accumulation_dtype": torch.bfloat16}, r"`grad_accumulation_dtype=torch.bfloat16` is not valid"),
+        ({"loss_scale": 2.0}, r"`loss_scale=2.0` is not valid with bf16"),
+        ({"frozen": "drop"}, r"`frozen='drop'` is not valid; expected one of: convert, keep\."),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        MSAMP(**options)
+
+
+def test_a_gpu_without_fp8_is_refused_unless_told_to_emulate(monkeypatch):
+    monkeypatch.setattr("lightning_lowprec.msamp.plugin.fp8_refusal", lambda device: "too old")
+    assert "MSAMP('O3', emulate=True)" in MSAMP("O3").refusal(torch.device("cuda"))
+    assert MSAMP(emulate=True).refusal(torch.device("cuda")) is None
+    assert MSAMP().refusal(torch.device("cpu")) is None
+    assert MSAMP().emulates(torch.device("cpu"))
+    monkeypatch.setattr(MSAMP, "refusal", lambda self, device: "it is too old")
+    with pytest.raises(RuntimeError, match="cannot run: it is too old"):
+        fit(MSAMP())
+
+
+def test_the_plan_is_that_of_every_fp8_precision():
+    module, trainer = fit(MSAMP(keep=["first"]))
+    assert list(scaled_linears(module)) == ["second"]
+    assert trainer.precision_plugin.plan.summary() == (
+        "converted 1 of 3 linear layers, kept 2: kept by 'first' ('first'); output head (by name) ('head')"
+    )
+    with pytest.raises(ValueError, match="would convert none of the 3 linear layers"):
+        fit(MSAMP(keep=["first", "second"]))
+    tied = Net()
+    tied.first = nn.Linear(32, 32)
+    tied.first.weight = nn.Embedding(32, 32).weight = nn.Parameter(torch.randn(32, 32))
+    tied.embedding = nn.Embedding(32, 32)
+    tied.embedding.weight = tied.first.weight
+    MSAMP().convert_module(tied)
+    assert "first" not in scaled_linears(tied)
+
+
+# ---- what it computes
+
+
+@every_level
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_it_trains_as_the_same_parts_by_hand(level, kind):
+    options = {"lr": 1e-2} if kind is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    module, _ = fit(
+        MSAMP(level, stochastic_rounding=True, seed=3),
+        Net(lambda net: kind(net.parameters(), **options)),
+        gradient_clip_val=0.5,
+    )
+    byhand = Net()
+    scale_linears(byhand, ["first", "second"], level)
+    scaled = ScaledAdamW if kind is torch.optim.AdamW else ScaledSGD
+    optimizer = scaled(byhand.parameters(), level=level, stochastic_rounding=True, seed=3, **options)
+    for batch in (*Batches(), *Batches()):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = byhand.training_step(batch, 0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(byhand.parameters(), 0.5)
+        optimizer.step()
+    assert module.losses == byhand.losses
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), byhand.state_dict().values(), strict=True)
+    )
+
+
+@every_level
+def test_the_state_dict_gives_the_same_outputs_in_the_plain_model(level):
+    module, _ = fit(MSAMP(level, fp8_eval=False))
+    plain = Net()
+    plain.load_state_dict(module.state_dict(), strict=True)
+    module.eval(), plain.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(Batches()[0]), plain(Batches()[0]))
+    assert torch.equal(plain.first.weight, values_of(module.first.weight))
+
+
+def test_testing_without_fit_and_halving_leave_the_codes():
+    module = Net()
+    trainer = L.Trainer(precision="msamp-o3", **QUIET)
+    alone = trainer.test(module, Batches(1), verbose=False)
+    assert trainer.test(module, Batches(1), verbose=False) == alone
+    fitted, _ = fit(MSAMP("O3"), module)
+    assert fitted.losses == fit(MSAMP("O3"))[0].losses, "nothing was lost by testing first"
+    before = values_of(module.first.weight)
+    module.half().double().to("cpu")
+    assert torch.equal(values_of(module.first.weight), before)
+
+
+# ---- gradients
+
+
+class Looking(Net):
+    """Looks at the gradients before the step."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.kinds = {name: type(p.grad) for name, p in self.named_parameters()}
+        self.norms = grad_norm(self, norm_type=2)
+        self.grads = {name: p.grad.clone() for name, p in self.named_parameters()}
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.clipped = {name: p.grad + 0.0 for name, p in self.named_parameters()}
+
+
+def test_norms_are_logged_and_value_clipping_holds_to_the_rounding_of_e4m3():
+    module, _ = fit(MSAMP(), Looking(), gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+    assert module.kinds["first.weight"] is ScaledGradient
+    assert module.norms["grad_2.0_norm/first.weight"] == pytest.approx(
+        module.grads["first.weight"].norm().item(), rel=1e-3
+    )
+    for name, grad in module.clipped.items():
+        assert 0 < grad.abs().max() <= 1e-3 * (1 + 2**-4), name
+        assert module.grads[name].abs().max() > 1e-3, "something was clipped"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(None, ScaledGradient), (torch.float32, torch.Tensor)])
+def test_micro_batches_add_up_in_the_chosen_dtype(dtype, kind):
+    module, _ = fit(MSAMP(grad_accumulation_dtype=dtype), Looking(), accumulate_grad_batches=2)
+    assert module.kinds["first.weight"] is kind
+    assert module.kinds["head.weight"] is torch.Tensor
+
+
+def test_model_zero_grad_reaches_every_gradient():
+    module = Net()
+    fabric, wrapped, _ = in_fabric(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(wrapped(Batches()[0]).square().mean())
+    assert all(p.grad is not None for p in module.parameters())
+    wrapped.zero_grad()
+    assert all(p.grad is None for p in module.parameters())
+
+
+# ---- strategies and callbacks
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp", "deepspeed"])
+def test_what_shards_is_refused_with_what_works(strategy):
+    for make in (L.Trainer, L.Fabric):
+        with pytest.raises(ValueError, match=r"does not run under .* It runs under one device, 'ddp'") as error:
+            make(accelerator="cpu", devices=1, strategy=strategy, precision="msamp-o2")
+        assert "or 'fsdp'" not in str(error.value)
+        assert "under 'fsdp2', 'msamp-o3' does" in str(error.value)
+    with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded. .* 'msamp-o3' runs under"):
+        MSAMP().bind_shards()
+    MSAMP("O3").bind_shards()
+
+
+def test_averaging_callbacks_are_refused():
+    callback = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
+    with pytest.raises(
+        MisconfigurationException, match=r"`StochasticWeightAveraging` averages parameters.*state dicts"
+    ):
+        fit(MSAMP(), callbacks=[callback])
+
+
+def test_an_average_of_state_dicts_is_one_of_values():
+    """As an EMA of one's own should do it."""
+    module, _ = fit(MSAMP())
+    ema = {key: value.clone() for key, value in Net().state_dict().items()}
+    for key, value in module.state_dict().items():
+        ema[key].lerp_(value, 0.5)
+    clone = copy.deepcopy(module)
+    clone.load_state_dict(ema)
+    expected = (Net().first.weight + values_of(module.first.weight)) / 2
+    assert torch.allclose(values_of(clone.first.weight), expected, rtol=2**-10, atol=1e-6)

@@ -1,0 +1,109 @@
+"""Checkpoints of MS-AMP's levels in every other precision and back, and models of codes in other precisions."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.msamp.linear import ScaledLinear
+from lightning_lowprec.msamp.weight import master_of
+from tests.msamp.msamp_runs import CHATTER, LEVELS, Net, fit, in_fabric
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+pytestmark = pytest.mark.filterwarnings(CHATTER)
+
+
+OTHERS = {
+    "32-true": lambda: "32-true",
+    "bf16-mixed": lambda: "bf16-mixed",
+    "FP8TorchAO": FP8TorchAO,
+    "bf16-master": lambda: HalfMixed("bf16", master_weights=True),
+    **{level: lambda level=level: MSAMP(level) for level in LEVELS},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of each, after two epochs."""
+    folder = tmp_path_factory.mktemp("msamp")
+    for name, make in OTHERS.items():
+        fit(make())[1].save_checkpoint(folder / f"{name}.ckpt")
+    return folder
+
+
+class Restored(Net):
+    def on_train_start(self):
+        self.weights = {key: value.clone().float() for key, value in self.state_dict().items()}
+        self.moments = copy.deepcopy(self.optimizers().optimizer.state_dict()["state"])
+
+
+PAIRS = [(a, b) for a in OTHERS for b in OTHERS if (a in LEVELS or b in LEVELS)]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
+def test_checkpoints_load_into_every_other_precision(saved, source, target):
+    """Weights and moments are those of the checkpoint but for the rounding of the target; training goes on well."""
+    path = saved / f"{source}.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    module, _ = fit(OTHERS[target](), Restored(), epochs=4, path=path)
+    eps = {"O1": 2**-11, "O2": 2**-11, "O3": 2**-4, "bf16-master": 2**-8}.get(target, 0.0)
+    for key, weight in checkpoint["state_dict"].items():
+        assert torch.allclose(module.weights[key], weight.float(), rtol=eps, atol=eps * 1e-2), key
+    for index, entry in checkpoint["optimizer_states"][0]["state"].items():
+        assert module.moments[index]["step"] == entry["step"] == 8
+        for key, rtol in (("exp_avg", 2**-4), ("exp_avg_sq", 2**-11)):
+            small = entry[key].abs().max().item() * 2**-15  # what underflows
+            coded = target in ("O2", "O3")
+            assert entry[key].dtype == torch.float32
+            assert torch.allclose(module.moments[index][key], entry[key], rtol=coded * rtol, atol=coded * small)
+    whole = fit(OTHERS[target](), epochs=4)[0].losses
+    assert len(module.losses) == 8
+    assert module.losses[-1] == pytest.approx(whole[-1], rel=0.05)
+    if source == target:
+        assert module.losses == whole[8:]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_checkpoints_of_sgd_load_into_a_level_and_back(momentum, tmp_path):
+    def sgd(net):
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+
+    losses = []
+    for first, then in (("32-true", "32-true"), ("32-true", "msamp-o2"), ("msamp-o2", "32-true")):
+        fit(first, Net(sgd))[1].save_checkpoint(tmp_path / "sgd.ckpt")
+        losses.append(fit(then, Net(sgd), epochs=4, path=tmp_path / "sgd.ckpt")[0].losses[-1])
+    assert losses == [pytest.approx(losses[0], rel=0.05)] * 3
+
+
+def test_masters_of_o3_are_in_the_checkpoint_and_a_stale_one_is_ignored(saved):
+    checkpoint = torch.load(saved / "O3.ckpt", weights_only=True)
+    entry = checkpoint["optimizer_states"][0]["state"][0]
+    master = entry["master_param"]
+    assert not torch.equal(master, checkpoint["state_dict"]["first.weight"])
+    for stale, optimizer_first in ((False, True), (True, True), (False, False), (True, False)):
+        module = Net()
+        _, wrapped, optimizer = in_fabric(module, torch.optim.AdamW(module.parameters()), MSAMP("O3"))
+        entry["master_param"] = master + 1 if stale else master
+        loads = [
+            lambda to=optimizer: to.load_state_dict(checkpoint["optimizer_states"][0]),
+            lambda to=wrapped: to.load_state_dict(checkpoint["state_dict"]),
+        ]
+        for load in loads if optimizer_first else reversed(loads):
+            load()
+        expected = checkpoint["state_dict"]["first.weight"] if stale else master
+        assert torch.equal(master_of(module.first.weight), expected)
+
+
+def test_a_model_of_codes_is_refused_by_other_precisions_and_levels():
+    module, _ = fit(MSAMP("O2"))
+    for plugin in (FP8TorchAO(), HalfMixed("bf16")):
+        with pytest.raises(TypeError, match=r"keeps 'first.weight' as codes.*Load its state dict.*fresh model"):
+            fit(plugin, module)
+    for plugin in (MSAMP("O3"), MSAMP("O2", keep=["second"])):
+        with pytest.raises(ValueError, match="was converted before, with another level or other layers"):
+            fit(plugin, module)
+    for precision in ("32-true", "bf16-mixed"):  # Lightning's own do not look, but the optimizer finds out
+        with pytest.raises(TypeError, match="kept as codes with a scale"):
+            fit(precision, copy.deepcopy(module))  # which has decayed the weights by then
+    assert type(fit(MSAMP("O1"), module)[0].first) is ScaledLinear  # the weights of O1 are those of O2

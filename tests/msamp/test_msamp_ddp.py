@@ -1,0 +1,273 @@
+"""MS-AMP's levels under DDP on two gloo ranks, in Trainer and Fabric: replicas, resume, overflow, bytes, refusals."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import lightning as L
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_lowprec
+from lightning_lowprec import MSAMP
+from lightning_lowprec.msamp.weight import scaled_of, values_of
+from tests.fsdp2.toy import QUIET, Toy, X, Y
+from tests.fsdp2.worlds import run
+
+LEVELS = ("O1", "O2", "O3")
+CLIP = 0.25
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(rank, ranks):
+    """Eight of four rows; the ranks have different ones."""
+    return list(zip(X[rank::ranks].split(4), Y[rank::ranks].split(4), strict=True))
+
+
+def everything(model, optimizer):
+    """Weights and optimizer state, as one flat tensor."""
+    state = optimizer.state_dict()["state"].values()
+    tensors = [*model.state_dict().values(), *(v for s in state for v in s.values() if isinstance(v, torch.Tensor))]
+    return torch.cat([t.float().flatten() for t in tensors])
+
+
+def assert_same_on_all_ranks(flat):
+    others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, flat)
+    assert all(torch.equal(other, flat) for other in others), "the ranks differ"
+
+
+def by_trainer(plugin, rank, ranks, epochs=1, make=adamw, path=None, model=None, seed=None, ddp="ddp", **options):
+    """Each rank starts with weights of its own: rank 0's must win."""
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP} | options
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=ddp, plugins=[plugin], max_epochs=epochs,
+        use_distributed_sampler=False, enable_checkpointing=False, **QUIET, **options,
+    )  # fmt: skip
+    model = model or Toy(rank if seed is None else seed, make=make)
+    loader = torch.utils.data.DataLoader(batches(rank, ranks), batch_size=None)
+    trainer.fit(model, loader, ckpt_path=path)
+    return model, trainer
+
+
+def by_fabric(plugin, rank, ranks, epochs=1, load=None, save=None):
+    """What the Trainer does, by hand: two micro-batches a step."""
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", plugins=[plugin])
+    fabric.launch()
+    model = Toy(seed=rank)
+    optimizer = adamw(model)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    state = {"optimizer": optimizer, "model": wrapped, "precision": fabric.strategy.precision}  # optimizer first
+    if load is not None:
+        fabric.load(load, state)
+    for _ in range(epochs):
+        for i, (x, y) in enumerate(batches(rank, ranks)):
+            last = i % 2 == 1
+            with nullcontext() if last else fabric.no_backward_sync(wrapped):
+                fabric.backward(F.cross_entropy(wrapped(x), y) / 2)
+            if last:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+    if save is not None:
+        fabric.save(save, state)
+        dist.barrier()
+    return fabric, wrapped, optimizer
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that a rank of two sends, and calls, by collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.calls = 0.0, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        factors = {"c10d::allreduce_": 1, "c10d::alltoall_base_": 0.5, "c10d::_allgather_base_": 0.5}
+        if func.name() in factors:
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            self.bytes += factors[func.name()] * tensor.numel() * tensor.element_size()
+            self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def trains_and_resumes(rank, ranks, folder):
+    for level in LEVELS:
+        make = sgd if level == "O1" else adamw
+        path, plugin = folder / f"{level}.ckpt", lambda level=level: MSAMP(level, stochastic_rounding=level == "O2")
+        whole, trainer = by_trainer(plugin(), rank, ranks, epochs=3, make=make)
+        truth = everything(whole, trainer.optimizers[0])
+        assert_same_on_all_ranks(truth)
+        assert trainer.global_step == 12
+        assert sum(scaled_of(p) is not None for p in whole.parameters()) == 4
+        assert (values_of(whole.blocks[0].fc_in.weight) - Toy(0).blocks[0].fc_in.weight).abs().max() > 1e-2
+
+        _, stopped = by_trainer(plugin(), rank, ranks, epochs=1, make=make)
+        stopped.save_checkpoint(path)
+        resumed, trainer = by_trainer(plugin(), rank, ranks, epochs=3, make=make, path=path, seed=9)
+        assert torch.equal(everything(resumed, trainer.optimizers[0]), truth), f"{level} does not resume exactly"
+
+    for level in ("O2", "O3"):
+        path = folder / f"{level}.fabric"
+        _, whole, optimizer = by_fabric(MSAMP(level), rank, ranks, epochs=2)
+        truth = everything(whole, optimizer)
+        assert_same_on_all_ranks(truth)
+        by_fabric(MSAMP(level), rank, ranks, epochs=1, save=path)
+        _, resumed, optimizer = by_fabric(MSAMP(level), rank + 7, ranks, epochs=0, load=path)
+        _, resumed, optimizer = by_fabric(MSAMP(level), rank, ranks, epochs=1, load=path)
+        assert torch.equal(everything(resumed, optimizer), truth), f"Fabric does not resume {level} exactly"
+
+
+def skips(rank, ranks):
+    """Gradients that are not finite on rank 1, of everything or of one coded weight alone."""
+    for only_codes in (False, True):
+        fabric, wrapped, optimizer = by_fabric(MSAMP("O3", base="fp16"), rank, ranks)
+        scaler, before = fabric.strategy.precision.scaler, everything(wrapped, optimizer)
+        scale, skipped = scaler.scale, scaler.skipped_steps
+        x, y = batches(rank, ranks)[0]
+        x = torch.full_like(x, float("inf")) if rank == 1 and not only_codes else x
+        fabric.backward(F.cross_entropy(wrapped(x), y))
+        if rank == 1 and only_codes:
+            wrapped.module.blocks[0].fc_in.weight.grad.mul_(float("inf"))
+        if only_codes:  # Fabric's error_if_nonfinite=True would make an exception of it
+            fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
+        optimizer.step()
+        assert torch.equal(everything(wrapped, optimizer), before), "a rank stepped"
+        assert (scaler.scale, scaler.skipped_steps) == (scale / 2, skipped + 1)
+
+
+def sends(rank, ranks):
+    """One byte per coded weight, once per step, whoever asks for averaged gradients in between."""
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o2")
+    fabric.launch()
+    model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 128))
+    wrapped, optimizer = fabric.setup(model, adamw(model))
+    for accumulate in (1, 3):
+        for i in range(accumulate):
+            with fabric.no_backward_sync(wrapped, enabled=i < accumulate - 1), Sent() as backward:
+                fabric.backward(wrapped(torch.randn(16, 128)).square().mean())
+            assert backward.calls["c10d::alltoall_base_"] == 0
+        with Sent() as sent:
+            fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert sent.calls["c10d::alltoall_base_"] == 1
+        assert 1.0 <= sent.bytes / (2 * 128 * 128) <= 1.05
+
+
+class Gan(L.LightningModule):
+    """Two optimizers by hand; the second accumulates over two batches."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.automatic_optimization = False
+        self.generator, self.critic = (
+            nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(2)
+        )
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        fake = self.generator(batch[0])
+        self.toggle_optimizer(first)
+        self.manual_backward(self.critic(fake).square().mean())
+        self.clip_gradients(first, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.manual_backward(self.critic(fake.detach()).sub(1).square().mean())
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self):
+        return adamw(self.generator), sgd(self.critic)
+
+
+def two_optimizers(rank, ranks):
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    module, trainer = by_trainer(
+        MSAMP("O2"), rank, ranks, model=Gan(rank), ddp="ddp_find_unused_parameters_true", **options
+    )
+    for optimizer in trainer.optimizers:
+        assert_same_on_all_ranks(everything(module, optimizer))
+    assert len(trainer.optimizers[1].state) == 6
+
+
+def refuses(rank, ranks):
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o2")
+    fabric.launch()
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    with pytest.raises(ValueError, match=r"every trainable parameter of Sequential .*`MSAMP\(\.\.\., keep=\['1'\]\)`"):
+        fabric.setup(model, adamw(model))
+    lightning_lowprec.unregister()
+    try:
+        fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", plugins=[MSAMP()])
+        fabric.launch()
+        model = Toy()
+        wrapped, optimizer = fabric.setup(model, adamw(model))
+        wrapped(X).sum().backward()
+        with pytest.raises(RuntimeError, match=r"needs to see the DDP module.*import lightning_lowprec"):
+            optimizer.step()
+    finally:
+        lightning_lowprec.register()
+
+
+def clipped_alone(rank, ranks):
+    """torch's clipping sees a rank's own gradients: their norms differ, and the ranks would drift apart."""
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o2")
+    fabric.launch()
+    model = Toy()
+    wrapped, optimizer = fabric.setup(model, sgd(model))
+    x, y = batches(rank, ranks)[0]
+    for clips in (True, rank == 1):  # on one rank only: the other must not wait for it
+        optimizer.zero_grad()
+        fabric.backward(F.cross_entropy(wrapped(x), y))
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with pytest.raises(RuntimeError, match=r"clipped before they were averaged.*`fabric\.clip_gradients`"):
+            optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(F.cross_entropy(wrapped(x), y))
+    grads = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(grads, torch.tensor(0.5))  # a tensor that owes nothing to a norm does no harm
+    nn.utils.get_total_norm(grads)  # nor does a look
+    torch._foreach_mul_(grads, 0.5)  # nor a number
+    fabric.clip_gradients(wrapped, optimizer, max_norm=0.01)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+    optimizer.step()
+    assert_same_on_all_ranks(everything(model, optimizer))
+
+
+def evaluates(rank, ranks):
+    """Without fit nothing is wrapped; all ranks still have rank 0's weights."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o3", use_distributed_sampler=False, **QUIET
+    )
+    outputs = trainer.predict(Toy(seed=rank), torch.utils.data.DataLoader(X, batch_size=16))
+    assert_same_on_all_ranks(torch.cat(outputs).float())
+
+
+def body(rank, ranks, folder):
+    evaluates(rank, ranks)
+    trains_and_resumes(rank, ranks, folder)
+    skips(rank, ranks)
+    sends(rank, ranks)
+    two_optimizers(rank, ranks)
+    refuses(rank, ranks)
+    clipped_alone(rank, ranks)
+
+
+def test_two_ranks(tmp_path):
+    run(body, 2, tmp_path, tmp_path)

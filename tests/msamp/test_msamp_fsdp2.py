@@ -1,0 +1,164 @@
+"""precision="msamp-o3" with strategy="fsdp2" in Trainer and Fabric, on two gloo ranks."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_lowprec.msamp.linear import scaled_linears
+from tests.fsdp2.models import Net
+from tests.fsdp2.ranks import run
+from tests.fsdp2.test_fsdp2_trainer import Module, loader, trainer_for, wire
+from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
+
+pytestmark = pytest.mark.distributed
+
+
+def in_trainer(folder):
+    """Two epochs; one epoch, saved, and another from there in a model with other weights."""
+
+    def fit(seed, epochs, path=None):
+        model = Module()
+        model.net = Net(seed)
+        trainer = trainer_for("msamp-o3", max_epochs=epochs, gradient_clip_val=0.5)
+        trainer.fit(model, loader(), loader(), ckpt_path=path)
+        return model, trainer
+
+    straight, _ = fit(0, 2)
+    first, trainer = fit(0, 1)
+    trainer.save_checkpoint(folder / "trainer.ckpt")
+    resumed, _ = fit(1, 2, folder / "trainer.ckpt")
+    gathers = [gather.traffic for fqn, gather in wire(straight).gathers.items() if fqn]
+    return {
+        "weights": [full(dict(model.state_dict())) for model in (straight, resumed)],
+        "losses": (straight.losses, first.losses + resumed.losses),
+        "sent": [(set(t.sent), t.sent.total() / t.calls.total()) for t in gathers],
+        "codes": [(fqn, layer.weight.codes.dtype) for fqn, layer in scaled_linears(straight).items()],
+    }
+
+
+def in_fabric(folder, kind):
+    """Saved and loaded, then trained on, here and there."""
+    fabric, model, optimizer = setup("msamp-o3", 2, kind=kind)
+    losses = train(fabric, model, optimizer, range(3), 2)
+    fabric.backward(F.cross_entropy(model(X[:8]).float(), Y[:8]))
+    fabric.clip_gradients(model, optimizer, max_norm=0.01)
+    norm = sum(p.grad.full_tensor().square().sum() for p in model.parameters()).sqrt().item()
+    optimizer.zero_grad()
+    path = folder / f"fabric-{kind}"
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    before = everything(model, optimizer, fabric.strategy.precision)
+    other, its, optimizers = setup("msamp-o3", 2, seed=1, kind=kind)
+    other.load(path, {"model": its, "optimizer": optimizers})
+    loaded = everything(its, optimizers, other.strategy.precision)
+    more = [train(*run, range(3, 6), 2) for run in ((fabric, model, optimizer), (other, its, optimizers))]
+    ends = [everything(model, optimizer, fabric.strategy.precision),
+            everything(its, optimizers, other.strategy.precision)]  # fmt: skip
+    return {
+        "losses": losses,
+        "norm": norm,
+        "loaded": differences(before, loaded),
+        "more": more,
+        "end": differences(*ends),
+        "optimizer": type(optimizer.optimizer).__name__,
+    }
+
+
+def crossed(folder):
+    """From float32 into O3 and back; weights that the four bits of e4m3 hold come back as they were."""
+    found = {}
+    for source, target in (("32-true", "msamp-o3"), ("msamp-o3", "32-true")):
+        fabric, model, optimizer = setup(source, 2)
+        train(fabric, model, optimizer, range(2), 2)
+        fabric.save(folder / source, {"model": model, "optimizer": optimizer})
+        other, its, optimizers = setup(target, 2, seed=1)
+        other.load(folder / source, {"model": its, "optimizer": optimizers})
+        weights = [full(dict(m.state_dict())) for m in (model, its)]
+        moments = [
+            [entry["exp_avg_sq"] for entry in everything(m, o, f.strategy.precision)["optimizer"]["state"].values()]
+            for f, m, o in ((fabric, model, optimizer), (other, its, optimizers))
+        ]
+        found[source] = weights, moments, train(other, its, optimizers, range(2, 4), 2)
+    return found
+
+
+def refused():
+    errors = []
+    for options in ({"cpu_offload": True}, {"compile": True}, {"sync_module_states": True}):
+        with pytest.raises(ValueError, match="does not go with weights that are kept as codes") as error:
+            setup("msamp-o3", 2, **options)
+        errors.append(str(error.value))
+    with pytest.raises(ValueError, match=r"`fp8_all_gather=False` is not possible: .* gathered as they are"):
+        setup("msamp-o3", 2, fp8_all_gather=False)
+    return errors
+
+
+def worker(rank, folder):
+    warnings.simplefilter("ignore")
+    folder = Path(folder)
+    return {
+        "trainer": in_trainer(folder),
+        **{kind: in_fabric(folder, kind) for kind in ("sharded", "full")},
+        "crossed": crossed(folder),
+        "refused": refused(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("msamp-fsdp2")
+    return run(worker, 2, folder, str(folder))
+
+
+def test_the_trainer_learns_and_resumes_bit_for_bit(results):
+    for found in (result["trainer"] for result in results):
+        straight, resumed = found["weights"]
+        assert not differences(straight, resumed)
+        assert found["losses"][0] == found["losses"][1]
+        assert sum(found["losses"][0][-4:]) < 0.95 * sum(found["losses"][0][:4])
+        assert {value.dtype for value in straight.values()} == {torch.float32}
+    assert not differences(*(result["trainer"]["weights"][0] for result in results))
+
+
+def test_blocks_are_gathered_as_codes(results):
+    for found in (result["trainer"] for result in results):
+        assert {dtype for _, dtype in found["codes"]} == {torch.float8_e4m3fn}
+        assert len(found["codes"]) == 4
+        # up and down; a norm's two vectors and two biases in bf16; each rank puts in half
+        assert found["sent"] == [({torch.uint8}, (2 * 64 * 128 + 2 * (64 + 64 + 128 + 64)) / 2)] * 2
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_fabric_clips_and_resumes_bit_for_bit(results, kind):
+    for found in (result[kind] for result in results):
+        assert found["optimizer"] == "ConvertedAdamW"
+        assert found["norm"] == pytest.approx(0.01, rel=1e-3)
+        assert not found["loaded"]
+        assert not found["end"]
+        assert found["more"][0] == found["more"][1]
+        assert found["more"][0][-1] < found["losses"][0]
+
+
+def test_float32_checkpoints_load_into_o3_and_back(results):
+    (trained, coded), (v, coded_v), losses = results[0]["crossed"]["32-true"]
+    converted = [fqn for fqn in trained if "fc" in fqn and fqn.endswith("weight")]
+    for fqn, value in trained.items():
+        if fqn in converted:  # e4m3 with a power-of-two scale: half a step of 2**-3, or the smallest number's half
+            assert torch.allclose(coded[fqn], value, rtol=2.0**-4, atol=value.abs().max().item() * 2.0**-16)
+        else:
+            assert torch.equal(coded[fqn], value)
+    for a, b in zip(v, coded_v, strict=True):  # float16 with a scale
+        assert torch.allclose(a, b, rtol=2.0**-11, atol=a.abs().max().item() * 2.0**-24)
+    assert max(losses) < 3
+    (coded, plain), _, losses = results[0]["crossed"]["msamp-o3"]
+    assert not differences(coded, plain)
+    assert max(losses) < 3
+
+
+def test_what_does_not_go_with_codes_is_refused(results):
+    offload, compile, sync = results[0]["refused"]
+    assert offload.startswith("`cpu_offload=True`")
+    assert compile.startswith("`compile=True`")
+    assert sync.startswith("`sync_module_states=True`")

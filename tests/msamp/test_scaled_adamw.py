@@ -1,0 +1,145 @@
+"""ScaledAdamW against a loop written from the specification, bit for bit; its memory and kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.msamp import optimizer as scaled_optimizer
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from tests.msamp.scaled_cases import (
+    OPTIONS,
+    Ops,
+    bytes_at_rest,
+    every_level,
+    give,
+    gradients,
+    run,
+    scaled_params,
+    starts,
+)
+from tests.msamp.scaled_reference import Reference, quantise, value
+
+# ---- the arithmetic
+
+
+@every_level
+@pytest.mark.parametrize("coded", [True, False], ids=["fp8-gradient", "float32-gradient"])
+@pytest.mark.parametrize("chunk", [1 << 24, 200])
+def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypatch):
+    monkeypatch.setattr(scaled_optimizer, "_CHUNK", chunk)
+    params = scaled_params(level)
+    optimizer = ScaledAdamW(params, level=level, **OPTIONS)
+    references = [Reference(v, level) for v in starts()]
+    for step in range(10):
+        run(optimizer, params, [step], coded)
+        for reference, g in zip(references, gradients(step), strict=True):
+            reference.step(value(quantise(g, torch.float8_e4m3fn)) if coded else g, **OPTIONS)
+    for p, reference in zip(params, references, strict=True):
+        assert torch.equal(p.float(), reference.weight[0].float())
+        assert p.scaled.scale.item() == reference.weight[1]
+        state = optimizer.state[p]
+        if level == "O1":
+            assert torch.equal(state["exp_avg"], reference.m)
+            assert torch.equal(state["exp_avg_sq"], reference.v)
+            continue
+        assert state["exp_avg"].dtype == torch.float8_e4m3fn
+        assert state["exp_avg_sq"].dtype == torch.float16
+        for key, coded_state in {"exp_avg": reference.m, "exp_avg_sq": reference.v}.items():
+            assert torch.equal(state[key].float(), coded_state[0].float())
+            assert state[f"{key}_scale"].item() == coded_state[1]
+        if level == "O3":
+            assert torch.equal(state["master"], reference.master[0])
+            assert state["master_scale"].item() == reference.master[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_parameters_get_torchs_adamw(dtype):
+    ours = [nn.Parameter(v.to(dtype)) for v in starts()]
+    # half precision: float32 moments and update, rounded after each step
+    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = ScaledAdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(5):
+        for p, q, g in zip(ours, theirs, gradients(step), strict=True):
+            p.grad, q.grad = g.to(dtype), g.to(dtype).float()
+        optimizer.step()
+        reference.step()
+        for q in theirs:
+            q.data = q.data.to(dtype).float()
+    assert all(torch.equal(p.float(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_gradients_of_micro_batches_add_up():
+    (p,) = scaled_params("O2", [torch.zeros(64)])
+    parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    coded = quantise(parts[0], torch.float8_e4m3fn)
+    p.scaled.accumulate(parts[0])
+    for part in parts[1:]:
+        p.scaled.accumulate(part)
+        coded = quantise(part + value(coded), torch.float8_e4m3fn)
+    assert torch.equal(p.scaled.grad.float() * p.scaled.grad_inv_scale, value(coded))
+
+
+@every_level
+def test_parameters_without_a_gradient_stay_and_count_their_own_steps(level):
+    params = scaled_params(level)
+    optimizer = ScaledAdamW(params, level=level, **OPTIONS)
+    references = [Reference(v, level) for v in starts()]
+    for step in range(6):
+        for i, (p, g) in enumerate(zip(params, gradients(step), strict=True)):
+            if (step + i) % 3:
+                p.grad = g
+                references[i].step(g, **OPTIONS)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, reference in zip(params, references, strict=True):
+        assert optimizer.state[p]["step"] == reference.t
+        assert torch.equal(p.float(), reference.weight[0].float())
+
+
+# ---- clipping
+
+
+def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
+    params, plain = scaled_params("O2"), nn.Parameter(torch.zeros(3))
+    optimizer = ScaledAdamW([*params, plain], level="O2")
+    give(params, 0, coded=True)
+    plain.grad = torch.full((3,), 2.0)
+    before = [(p.scaled.grad.clone(), p.scaled.grad_inv_scale.clone()) for p in params]
+    values = torch.cat([*((c.float() * i).flatten() for c, i in before), plain.grad])
+    norm = optimizer.clip_grad_norm_(0.5)
+    assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+    for p, (codes, inv_scale) in zip(params, before, strict=True):
+        assert torch.equal(p.scaled.grad.float(), codes.float())
+        assert p.scaled.grad_inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
+    assert plain.grad[0].item() == pytest.approx(2 * 0.5 / norm.item(), rel=1e-5)
+    inv_scales = [p.scaled.grad_inv_scale.item() for p in params]
+    assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(0.5, rel=1e-5)
+    assert [p.scaled.grad_inv_scale.item() for p in params] == inv_scales
+
+
+# ---- memory and kernels
+
+
+@pytest.mark.parametrize(("level", "allowed"), [("O1", 11.1), ("O2", 6.1), ("O3", 7.1)])
+def test_bytes_per_parameter(level, allowed):
+    (p,) = scaled_params(level, [torch.randn(256, 256)])
+    optimizer = ScaledAdamW([p], level=level)
+    p.scaled.accumulate(torch.randn(256, 256))
+    optimizer.step()
+    assert bytes_at_rest(p, optimizer) <= allowed
+
+
+@every_level
+def test_a_step_has_as_many_operations_for_40_parameters_as_for_4(level):
+    counts = []
+    for number in (4, 40):
+        params = scaled_params(level, [torch.randn(16, 16) for _ in range(number)])
+        optimizer = ScaledAdamW(params, level=level)
+        for p in params:
+            p.scaled.accumulate(torch.randn(16, 16))
+        optimizer.step()
+        with Ops() as ops:
+            optimizer.step()
+        counts.append(sum(ops.calls.values()))
+    assert counts[0] == counts[1]
+    assert counts[0] < 200

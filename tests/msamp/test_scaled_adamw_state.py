@@ -1,0 +1,199 @@
+"""ScaledAdamW: stochastic rounding, state, and what happens at the edges."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
+from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
+from tests.msamp.scaled_cases import (
+    LEVELS,
+    OPTIONS,
+    bits,
+    every_level,
+    give,
+    gradients,
+    run,
+    same,
+    scaled_params,
+    starts,
+    through_file,
+)
+
+# ---- stochastic rounding
+
+
+def test_stochastic_rounding_of_fp16_is_unbiased_between_the_neighbours():
+    grid = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    grid = grid[grid.isfinite()]
+    exact = grid.clone()
+    stochastic_round_fp16_(exact, seed=1, step=1)
+    assert torch.equal(exact, grid)
+    for x in (1.0 + 0.3 * 2**-10, -1.0 - 0.3 * 2**-10, 2.0**-24 * 5.25, 2.0**-20 * 1.01, 65500.0, -3.7e-9):
+        values = torch.full((1 << 16,), x)
+        stochastic_round_fp16_(values, seed=3, step=7)
+        below = grid[grid <= x].max()
+        above = grid[grid >= x].min()
+        assert set(values.tolist()) <= {below.item(), above.item()}
+        width = (above - below).item()
+        assert abs(values.double().mean().item() - torch.tensor(x).item()) < 5 * width / 2 / 256
+
+
+def small_updates(**options):
+    (p,) = scaled_params("O2", [torch.ones(4096)])
+    optimizer = ScaledAdamW([p], lr=1e-5, betas=(0.0, 0.0), weight_decay=0.0, **options)
+    for _ in range(20):  # each moves the weight by 1e-5 of 1, where float16 has 2**-11 between its numbers
+        p.grad = torch.ones(4096)
+        optimizer.step()
+    return values_of(p)
+
+
+def test_stochastic_rounding_keeps_small_updates_and_repeats_itself():
+    assert bool((small_updates() == 1.0).all())
+    moved = small_updates(stochastic_rounding=True)
+    assert moved.mean().item() == pytest.approx(1 - 20e-5, abs=4e-5)  # 5 standard errors
+    assert torch.equal(moved, small_updates(stochastic_rounding=True))
+    assert not torch.equal(moved, small_updates(stochastic_rounding=True, seed=1))
+
+
+# ---- state
+
+
+@every_level
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_resume_is_bit_exact(level, stochastic, tmp_path):
+    options = {**OPTIONS, "level": level, "stochastic_rounding": stochastic}
+    params = scaled_params(level)
+    plain = nn.Parameter(torch.ones(3))
+    optimizer = ScaledAdamW([{"params": params}, {"params": [plain], "lr": 1e-2}], **options)
+    run(optimizer, params, range(4))
+    saved = through_file({"weights": [values_of(p) for p in params], "optimizer": optimizer.state_dict()}, tmp_path)
+    fresh = scaled_params(level, starts(seed=1))
+    other = nn.Parameter(plain.detach().clone())
+    resumed = ScaledAdamW([{"params": fresh}, {"params": [other]}], **options)
+    for p, weights in zip(fresh, saved["weights"], strict=True):
+        set_values_(p, weights)
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.param_groups[1]["lr"] == 1e-2
+    for p, q in zip(params, fresh, strict=True):
+        for key, tensor in optimizer.state[p].items():
+            mine = resumed.state[q][key]
+            assert mine == tensor if key == "step" else torch.equal(mine.float(), tensor.float()), key
+            assert key == "step" or mine.dtype == tensor.dtype
+    run(optimizer, params, range(4, 8))
+    run(resumed, fresh, range(4, 8))
+    assert same(bits(params), bits(fresh))
+
+
+@every_level
+@pytest.mark.parametrize("origin", [*LEVELS, "AdamW"])
+def test_the_state_of_another_level_or_of_adamw_loads(level, origin, tmp_path):
+    if origin == "AdamW":
+        source = [nn.Parameter(v) for v in starts()]
+        optimizer = torch.optim.AdamW(source, **OPTIONS)
+        give(source, 0, coded=False)
+        optimizer.step()
+    else:
+        source = scaled_params(origin)
+        optimizer = ScaledAdamW(source, level=origin, **OPTIONS)
+        run(optimizer, source, [0])
+    params = scaled_params(level)
+    target = ScaledAdamW(params, level=level, **OPTIONS)
+    target.load_state_dict(through_file(optimizer.state_dict(), tmp_path))
+    for p, q in zip(source, params, strict=True):
+        assert target.state[q]["step"] == 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            a, b = optimizer.state[p], target.state[q]
+            before = a[key].float() / a.get(f"{key}_scale", 1.0)
+            after = b[key].float() / b.get(f"{key}_scale", 1.0)
+            assert torch.allclose(after, before, rtol=2.0**-4, atol=before.abs().max().item() * 2.0**-15)
+    run(target, params, [1])
+    assert all(bool(values_of(p).isfinite().all()) for p in params)
+
+
+def test_a_copy_keeps_the_options():
+    params = scaled_params("O1")
+    optimizer = ScaledAdamW(params, level="O1", stochastic_rounding=True, seed=5)
+    run(optimizer, params, [0])
+    clone = copy.deepcopy(optimizer)
+    assert (clone.level, clone.stochastic_rounding, clone.seed) == ("O1", True, 5)
+
+
+# ---- edges
+
+
+@every_level
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_finite(level, bad):
+    params = scaled_params(level)
+    optimizer = ScaledAdamW(params, level=level)
+    run(optimizer, params, [0])
+    give(params, 1, coded=True)
+    g = gradients(1)[0]
+    g[0, 0] = bad
+    params[0].grad = None
+    params[0].scaled.accumulate(g)
+    optimizer.step()
+    assert bool(values_of(params[0])[0, 0].isnan())
+    assert all(bool(p.scaled.scale.isfinite()) for p in params)
+    assert bool(values_of(params[1]).isfinite().all())
+
+
+@every_level
+def test_zero_weights_and_zero_gradients(level):
+    params = scaled_params(level, [torch.zeros(8), torch.zeros(0)])
+    optimizer = ScaledAdamW(params, level=level)
+    for p in params:
+        p.grad = torch.zeros(p.shape)
+    optimizer.step()
+    assert values_of(params[0]).tolist() == [0.0] * 8
+
+
+def test_values_come_back_exactly():
+    for level in LEVELS:
+        for p in scaled_params(level):
+            values = values_of(p)
+            set_values_(p, values)
+            assert torch.equal(values_of(p), values)
+
+
+def test_a_closure_is_run_and_its_loss_returned():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = ScaledAdamW([p], lr=0.1, weight_decay=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    assert torch.allclose(p, torch.full((2,), 0.9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "O4"}, "`level='O4'` is not valid; expected one of: O1, O2, O3."),
+        ({"lr": -1.0}, "`lr=-1.0` is not valid"),
+        ({"eps": float("nan")}, "`eps=nan` is not valid"),
+        ({"betas": (0.9, 1.0)}, "`betas=(0.9, 1.0)` is not valid"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match="is not valid") as error:
+        ScaledAdamW([nn.Parameter(torch.ones(2))], **options)
+    assert message in str(error.value)
+
+
+def test_a_parameter_of_another_level_and_one_scaled_twice_are_refused():
+    (p,) = scaled_params("O3", [torch.ones(2)])
+    with pytest.raises(ValueError, match=r"`level='O2'` is not valid for a parameter of torch.float8_e4m3fn codes"):
+        ScaledAdamW([p], level="O2")
+    with pytest.raises(ValueError, match="codes already"):
+        scale_weight_(p, "O3")
+    with pytest.raises(ValueError, match="`level='O9'`"):
+        scale_weight_(nn.Parameter(torch.ones(2)), "O9")

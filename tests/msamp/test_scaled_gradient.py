@@ -1,0 +1,149 @@
+"""The gradient of a coded weight is a gradient to everybody: clipping, scalers, zero_grad, norms; not to optimizers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.linear import scale_linears
+from lightning_lowprec.msamp.weight import values_of
+
+VALUES = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]])
+"""Exact in e4m3 with any power-of-two scale."""
+LINEAR = nn.Linear(16, 16, bias=False)
+
+
+def linear(**options):
+    module = copy.deepcopy(LINEAR)
+    scale_linears(module, [""], "O2", **options)
+    return module
+
+
+def with_gradient():
+    module = linear()
+    module(torch.eye(16)).sum().backward()
+    return module
+
+
+def test_it_is_a_float32_tensor_of_one_byte_per_element():
+    gradient = ScaledGradient.of(VALUES)
+    assert (gradient.dtype, gradient.shape, gradient.codes.dtype) == (torch.float32, (2, 3), torch.float8_e4m3fn)
+    assert torch.equal(gradient.decode(), VALUES)
+    assert gradient.norm() == VALUES.norm()
+    assert torch.equal(gradient + 1.5, VALUES + 1.5)
+    assert torch.equal(torch.zeros(2, 3).copy_(gradient), VALUES)
+    assert "inv_scale" in repr(gradient)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda g: g.mul_(0.3),
+        lambda g: g.mul_(torch.tensor(0.3)),
+        lambda g: g.div_(1 / 0.3),
+        lambda g: torch._foreach_mul_([g], 0.3),
+        lambda g: torch._foreach_mul_([g, torch.ones(2)], torch.tensor(0.3)),
+    ],
+)
+def test_multiplying_by_a_number_changes_only_the_scale(multiply):
+    gradient = ScaledGradient.of(VALUES)
+    codes = gradient.codes.clone()
+    multiply(gradient)
+    assert torch.equal(gradient.codes.float(), codes.float())
+    assert torch.allclose(gradient.decode(), VALUES * 0.3, rtol=1e-6)
+
+
+def test_other_operations_in_place_encode_anew():
+    gradient = ScaledGradient.of(VALUES)
+    gradient.averaged = True
+    gradient.add_(VALUES)
+    assert torch.equal(gradient.decode(), 2 * VALUES)
+    assert not gradient.averaged
+    gradient.clamp_(-4.0, 3.0)
+    assert torch.equal(gradient.decode(), (2 * VALUES).clamp(-4.0, 3.0))
+    gradient.mul_(torch.full((2, 3), 2.0))
+    assert torch.equal(gradient.decode(), 2 * (2 * VALUES).clamp(-4.0, 3.0))
+    gradient.zero_()
+    assert torch.equal(gradient.decode(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_shows_in_the_scale_and_can_be_zeroed(bad):
+    values = VALUES.clone()
+    values[0, 0] = bad
+    gradient = ScaledGradient.of(values)
+    assert gradient.inv_scale.isnan()
+    assert bool(gradient.isnan().all())
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(2), gradient], found, torch.tensor(0.5))
+    assert found == 1
+    gradient.zero_()
+    assert torch.equal(gradient.decode(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torch_clips_it(foreach):
+    module = with_gradient()
+    exact = module.weight.grad.decode()
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, foreach=foreach) == exact.norm()
+    assert torch.allclose(module.weight.grad.decode(), exact * 0.5 / exact.norm(), rtol=1e-5)
+    torch.nn.utils.clip_grad_value_(module.parameters(), 2.0**-7, foreach=foreach)
+    assert bool((module.weight.grad.decode() <= 2.0**-7).all())
+    assert torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2)), module.weight], 1e9) > 0
+
+
+def test_the_model_drops_it_and_autograd_returns_it():
+    module = with_gradient()
+    assert isinstance(module.weight.grad, ScaledGradient)
+    module.zero_grad()
+    assert module.weight.scaled.grad is None
+    (gradient,) = torch.autograd.grad(module(torch.eye(16)).sum(), module.weight)
+    assert torch.equal(gradient.decode(), torch.ones(16, 16))
+
+
+def test_a_weight_used_twice_gets_the_sum():
+    module = linear()
+    x = torch.eye(16)
+    (module(x) + 2 * module(x)).sum().backward()
+    assert isinstance(module.weight.grad, ScaledGradient)
+    assert torch.equal(module.weight.grad.decode(), torch.full((16, 16), 3.0))
+
+
+def test_micro_batches_add_up_in_float32_if_asked_to():
+    parts = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    eight, exact = linear(), linear(float32_gradients=True)
+    for part in parts:
+        for module in (eight, exact):
+            module(torch.eye(16)).mul(part).sum().backward()
+    assert type(exact.weight.grad) is torch.Tensor
+    sums = exact.weight.grad
+    total = sum(part.to(torch.float64) for part in parts).T
+    assert (sums - total).norm() < (eight.weight.grad.decode() - total).norm()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "foreach": False}),
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "foreach": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+        (torch.optim.Adam, {"weight_decay": 0.1, "foreach": False}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.Adagrad, {"foreach": False}),
+        (torch.optim.RMSprop, {"foreach": True}),
+    ],
+)
+def test_an_optimizer_that_takes_codes_for_weights_raises(optimizer, options):
+    module = with_gradient()
+    with pytest.raises(TypeError, match=r"kept as codes with a scale.*AdamW.*msamp-o2"):
+        optimizer(module.parameters(), **options).step()
+
+
+def test_moving_the_model_takes_it_along():
+    module = with_gradient()
+    assert module.weight.grad.to_device(torch.device("meta")).codes.is_meta
+    module.to("meta")
+    assert module.weight.grad is None
+    assert torch.equal(values_of(linear().to("cpu").weight), values_of(linear().weight))

@@ -1,0 +1,241 @@
+"""Linears with coded weights: their three GEMMs, where the gradient goes, copies, moves, state, training."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
+from lightning_lowprec.msamp.weight import set_values_, values_of
+from lightning_lowprec.numerics.scaling import sqnr
+
+LEVELS = ["O1", "O2", "O3"]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def linear(level, bias=True, seed=0, **options):
+    torch.manual_seed(seed)
+    module = nn.Linear(32, 48, bias=bias)
+    scale_linears(module, [""], level, **options)
+    return module
+
+
+def rounded(x, dtype):
+    """x as a tensor of the format with the largest power-of-two scale that fits; float64."""
+    limit = {E4M3: 448.0, E5M2: 57344.0}[dtype]
+    scale = 2.0 ** torch.floor(torch.log2(limit / x.double().abs().max()))
+    return (x.double() * scale).float().to(dtype).double() / scale
+
+
+@every_level
+@pytest.mark.parametrize("rows", [16, 7])
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])
+def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulate):
+    module = linear(level, emulate=emulate)
+    x = torch.randn(2, rows, 32, requires_grad=True)
+    grad_output = torch.randn(2, rows, 48)
+    output = module(x)
+    output.backward(grad_output)
+    weight = rounded(values_of(module.weight), E4M3)
+    x8, g8 = rounded(x.detach(), E4M3), rounded(grad_output, E5M2)
+    assert sqnr(x8 @ weight.T + module.bias.detach().double(), output.detach()) > 110  # float32 sums
+    assert sqnr(g8 @ weight, x.grad) > 110
+    exact = g8.flatten(0, 1).T @ x8.flatten(0, 1)
+    scaled = module.weight.scaled
+    assert scaled.grad.dtype == E4M3
+    assert sqnr(rounded(exact, E4M3), scaled.grad.double() * scaled.grad_inv_scale) > 45  # but for ties
+    assert torch.equal(module.weight.grad.decode(), scaled.grad.float() * scaled.grad_inv_scale)
+    assert torch.allclose(module.bias.grad, grad_output.sum((0, 1)))
+
+
+@every_level
+def test_bf16_under_autocast(level):
+    module, x = linear(level), torch.randn(16, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = module(x)
+    assert output.dtype == torch.bfloat16
+    assert sqnr(module(x).detach(), output.detach().float()) > 35
+    output.float().sum().backward()
+    assert module.weight.scaled.grad is not None
+
+
+def test_no_tokens_and_inference_mode():
+    module, x = linear("O3"), torch.randn(4, 32)
+    assert module(x[:0]).shape == (0, 48)
+    with torch.inference_mode():
+        output = module(x)
+    assert torch.equal(output, module(x))
+
+
+def test_two_backwards_add_up_and_a_frozen_weight_gets_none():
+    module, x = linear("O2"), torch.randn(16, 32)
+    module(x).sum().backward()
+    once = module.weight.scaled.grad.float() * module.weight.scaled.grad_inv_scale
+    module(x).sum().backward()
+    twice = module.weight.scaled.grad.float() * module.weight.scaled.grad_inv_scale
+    assert torch.equal(twice, 2 * once)
+    frozen = linear("O2")
+    frozen.weight.requires_grad_(False)
+    frozen(x).sum().backward()
+    assert frozen.weight.scaled.grad is None
+
+
+@every_level
+def test_a_step_between_forward_and_backward_is_noticed(level):
+    module, x = linear(level), torch.randn(16, 32, requires_grad=True)
+    optimizer = ScaledAdamW(module.parameters(), level=level)
+    module(x).sum().backward()
+    loss = module(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_level
+def test_the_parameter_stays_and_only_codes_are_saved_for_backward(level):
+    torch.manual_seed(0)
+    module = nn.Linear(32, 48)
+    weight = module.weight
+    scale_linears(module, [""], level)
+    assert module.weight is weight
+    assert type(module) is ScaledLinear
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        module(torch.randn(16, 32, requires_grad=True))
+    assert max((t.itemsize for t in saved if t.dim() and t.shape != weight.shape), default=0) == 1
+
+
+@every_level
+def test_the_state_dict_is_plain_and_gives_the_same_outputs_back(level, tmp_path):
+    module = linear(level)
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert {key: value.dtype for key, value in state.items()} == {"weight": torch.float32, "bias": torch.float32}
+    x = torch.randn(16, 32)
+    for assign in (False, True):
+        other = linear(level, seed=1)
+        parameter = other.weight
+        other.load_state_dict(state, assign=assign)
+        assert other.weight is parameter
+        assert torch.equal(other(x), module(x))
+        assert torch.equal(values_of(other.weight), values_of(module.weight))
+    plain = nn.Linear(32, 48)
+    plain.load_state_dict(state)
+    assert torch.equal(plain.weight, values_of(module.weight))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        other.load_state_dict({**state, "weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({"bias": state["bias"]})
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_level
+def test_a_write_without_the_scale_is_noticed(level):
+    module, x, values = linear(level), torch.randn(16, 32), torch.full((48, 32), 0.5)
+    copied = torch.optim.swa_utils.AveragedModel(module)
+    optimizer = ScaledAdamW(module.parameters(), level=level)
+    module(x).sum().backward()
+    optimizer.step()
+    module.load_state_dict(module.state_dict())
+    module(x)  # what knows the scale may write
+    copied.update_parameters(module)  # copies parameters
+    nn.init.constant_(module.weight, 0.5)
+    for written in (module, copied):
+        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.optim\.set_values_\(weight, values\)`"):
+            written(x)
+        with pytest.raises(RuntimeError, match="average their state dicts"):
+            written.state_dict()
+    set_values_(module.weight, values)
+    assert torch.equal(module.state_dict()["weight"], values)
+    module(x)
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_became_a_plain_tensor_raises(change):
+    module = linear("O2")
+    change(module)
+    with pytest.raises(TypeError, match=r"plain \(48, 32\) tensor.* before the conversion"):
+        module(torch.randn(16, 32))
+
+
+@every_level
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
+def test_copies_have_scales_of_their_own(level, duplicate):
+    module, x = linear(level), torch.randn(16, 32)
+    clone = duplicate(module)
+    assert torch.equal(clone(x), module(x))
+    before = values_of(module.weight)
+    clone(x).sum().backward()
+    ScaledAdamW(clone.parameters(), lr=0.1, level=level).step()
+    assert not torch.equal(values_of(clone.weight), before)
+    assert torch.equal(values_of(module.weight), before)
+    assert module.weight.scaled.grad is None
+
+
+@every_level
+def test_moves_keep_codes_and_take_scales_along(level):
+    module = linear(level)
+    dtype, x = module.weight.dtype, torch.randn(16, 32)
+    expected = module(x)
+    module.double().float()
+    assert module.weight.dtype == dtype
+    assert module.bias.dtype == torch.float32
+    assert torch.equal(module(x), expected)
+    module.to("meta")
+    assert module.weight.is_meta
+    assert module.weight.scaled.scale.is_meta
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+
+
+def test_what_does_not_convert_is_named_and_nothing_changes():
+    model = nn.ModuleDict(
+        {"a": nn.Linear(32, 32), "odd": nn.Linear(32, 5), "norm": nn.LayerNorm(32), "b": nn.Linear(32, 32)}
+    )
+    model["c"] = nn.Linear(32, 32)
+    model["c"].weight = model["b"].weight
+    for fqn, error, message in [
+        ("odd", ValueError, "'odd' has features 32 -> 5; expected multiples of 16"),
+        ("norm", TypeError, "'norm' is a LayerNorm; expected an nn.Linear"),
+        ("b", ValueError, "the weight of 'b' is that of 'c' too"),
+    ]:
+        with pytest.raises(error, match=message):
+            scale_linears(model, ["a", fqn], "O2")
+        assert type(model["a"]) is nn.Linear
+
+
+def final_loss(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)
+    )
+    teacher = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    if level is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    else:
+        scale_linears(model, ["0", "3"], level)
+        optimizer = ScaledAdamW(model.parameters(), lr=3e-3, level=level)
+    for _ in range(150):
+        x = torch.randn(64, 16)
+        loss = (model(x) - teacher(x).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    x = torch.randn(1024, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return (model(x) - teacher(x)).square().mean().item()
+
+
+@every_level
+def test_training_comes_near_float32(level):
+    assert final_loss(level) < 1.3 * final_loss(None)

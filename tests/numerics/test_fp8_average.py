@@ -1,0 +1,256 @@
+"""FP8 averaging of gradients: the arithmetic for 2 to 256 ranks, and the hook itself on three gloo processes."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.numerics import fp8_average as fp8_gradients
+from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
+from lightning_lowprec.numerics.scaling import sqnr
+from tests.fsdp2.ranks import run
+
+E4M3 = torch.tensor([v for v in torch.arange(128).to(torch.uint8).view(torch.float8_e4m3fn).tolist() if v == v])
+INF = float("inf")
+
+
+# ---- the arithmetic
+
+
+def averaged(gradients, sizes, dtype=torch.float32):
+    """What every rank ends with, for the gradients of all ranks: (ranks, N) -> (N,)."""
+    amaxes = torch.stack([fp8_gradients.run_amaxes(g, sizes) for g in gradients]).amax(0)
+    codes = torch.stack([fp8_gradients.encode(g, sizes, amaxes) for g in gradients])
+    return fp8_gradients.decode(fp8_gradients.mean(codes), sizes, amaxes, dtype)
+
+
+def student_t(shape, freedom, seed):
+    torch.manual_seed(seed)
+    return torch.distributions.StudentT(freedom).sample(shape)
+
+
+@pytest.mark.parametrize("freedom", [2.5, 4.0])
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64, 256])
+def test_the_error_is_that_of_two_roundings_however_many_ranks(ranks, freedom):
+    gradients = student_t((ranks, 1 << 14), freedom, seed=ranks)
+    assert sqnr(gradients.double().mean(0), averaged(gradients, [1 << 14])) >= 28.0
+
+
+def test_parameters_of_very_different_size_share_a_bucket():
+    sizes = [1 << 14] * 6
+    gradients = student_t((8, sum(sizes)), 4.0, seed=0)
+    gradients = gradients * torch.logspace(-9, 3, 6).repeat_interleave(1 << 14)
+    result = averaged(gradients, sizes)
+    exact = gradients.double().mean(0)
+    for mine, true in zip(result.split(sizes), exact.split(sizes), strict=True):
+        assert sqnr(true, mine) >= 28.0
+    one_scale = averaged(gradients, [sum(sizes)])
+    assert (
+        sqnr(exact[: 1 << 14], one_scale[: 1 << 14]) < 1.0
+    )  # what one scale for the bucket would leave of the smallest
+
+
+def nearest(x):
+    return math.copysign(min(E4M3.tolist(), key=lambda c: abs(c - abs(x))), x)  # no ties in the data below
+
+
+def test_the_average_by_hand():
+    gradients = torch.tensor(
+        [[1.0, -0.3, 0.01, 7e-5, 3e-5], [0.7, 0.2, -0.02, -2e-5, 6.1e-5], [0.11, 0.5, 0.3, 0.0, 0.0]]
+    )
+    scales = [256.0] * 3 + [2.0**22] * 2  # 448 / 1.0 and 448 / 7e-5
+    expected = []
+    for column, scale in zip(gradients.T.tolist(), scales, strict=True):
+        total = sum(nearest(x * scale) for x in column)
+        expected.append(nearest(total / 3) / scale)
+    assert averaged(gradients, [3, 2]).tolist() == expected
+
+
+def test_zeros_and_the_smallest_numbers():
+    assert averaged(torch.zeros(2, 4), [4]).tolist() == [0.0] * 4
+    tiny = torch.full((2, 4), 2.0**-130)
+    assert averaged(tiny, [4]).tolist() == tiny[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_numbers_stay_finite(dtype):
+    largest = torch.full((2, 4), torch.finfo(dtype).max, dtype=dtype)
+    assert bool(averaged(largest, [4], dtype).to(dtype).isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+def test_what_is_not_finite_on_one_rank_is_nan_for_that_parameter(bad):
+    gradients = torch.ones(3, 6)
+    gradients[1, 4] = bad
+    result = averaged(gradients, [3, 3])
+    assert result[:3].tolist() == [1.0] * 3
+    assert bool(result[3:].isnan().all())
+
+
+# ---- the hook
+
+
+class Net(nn.Module):
+    """The gradient of every weight is a part of the batch; sizes that no number of ranks divides."""
+
+    SHAPES = ((7, 5), (11,), (1,), (0,), (64, 33), (3, 3))
+
+    def __init__(self, dtype=torch.float32, scale=100.0):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in self.SHAPES)
+        self.factors = [scale**-i for i in range(len(self.SHAPES))]
+
+    def gradients(self, x):
+        parts = x.split([p.numel() for p in self.weights])
+        return [(f * part).to(p.dtype) for f, part, p in zip(self.factors, parts, self.weights, strict=True)]
+
+    def forward(self, x):
+        return sum((p.flatten() * g).sum() for p, g in zip(self.weights, self.gradients(x), strict=True))
+
+
+SIZE = sum(math.prod(shape) for shape in Net.SHAPES)
+
+
+def batch(rank, seed=0):
+    return student_t((SIZE,), 3.0, seed=100 * seed + rank)
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends, as ring and direct algorithms do, by collective."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.bytes = ranks, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith("c10d::"):
+            share = (self.ranks - 1) / self.ranks
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            factor = {"c10d::allreduce_": 2, "c10d::alltoall_base_": 1, "c10d::_allgather_base_": 1}[name]
+            self.bytes[name] += factor * share * tensor.numel() * tensor.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def grads_of(model, x, group=None, hook=fp8_gradient_hook, **options):
+    ddp = DistributedDataParallel(model, process_group=group, **options)
+    if hook is not None:
+        ddp.register_comm_hook(group, hook)
+    ddp(x).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def wide_bytes(group, hook):
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    ddp = DistributedDataParallel(model, process_group=group)
+    if hook is not None:
+        ddp.register_comm_hook(group, hook)
+    loss = ddp(torch.randn(4, 256)).square().mean()
+    with Sent(2) as sent:
+        loss.backward()
+    return sum(sent.bytes.values()) / sum(p.numel() for p in model.parameters())
+
+
+def training(hook, rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    teacher = nn.Linear(16, 4)
+    ddp = DistributedDataParallel(model)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    for _ in range(60):
+        x = torch.randn(32, 16)
+        loss = (ddp(x) - teacher(x).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(9))
+    return (model(x) - teacher(x)).square().mean().item()
+
+
+def worker(rank):
+    result = {}
+    for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.items():
+        result[name] = grads_of(Net(dtype, scale=10.0 if name == "float16" else 100.0), batch(rank))
+    result["small-buckets"] = grads_of(Net(), batch(rank), bucket_cap_mb=0.0001)
+    result["views"] = grads_of(Net(), batch(rank), gradient_as_bucket_view=True)
+    poisoned = batch(rank)
+    poisoned[0] = INF if rank == 1 else 1.0
+    result["inf"] = grads_of(Net(), poisoned)
+    poisoned = batch(rank)
+    poisoned[(0, 35, 46)[rank]] = float("nan")  # each rank in another parameter
+    result["nan"] = grads_of(Net(), poisoned)
+    result["training"] = {"fp8": training(fp8_gradient_hook, rank), "float32": training(None, rank)}
+    try:
+        table = nn.Embedding(4, 2, sparse=True)
+        ddp = DistributedDataParallel(table)
+        ddp.register_comm_hook(None, fp8_gradient_hook)
+        ddp(torch.tensor([1])).sum().backward()
+    except TypeError as error:
+        result["sparse"] = str(error)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        result["bytes"] = {"fp8": wide_bytes(pair, fp8_gradient_hook), "float32": wide_bytes(pair, None)}
+        result["pair"] = grads_of(Net(), batch(rank), pair)
+    return result
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(worker, 3, tmp_path_factory.mktemp("fp8-gradients"))
+
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "float16", "small-buckets", "views"])
+def test_the_hook_does_the_arithmetic_on_every_rank(results, case):
+    dtype = getattr(torch, case, torch.float32)
+    model = Net(dtype, scale=10.0 if case == "float16" else 100.0)
+    gradients = torch.stack([torch.cat(model.gradients(batch(rank))) for rank in range(3)])
+    expected = averaged(gradients, [p.numel() for p in model.weights if p.numel()], dtype).to(dtype)
+    for result in results:
+        assert torch.equal(torch.cat([g.flatten() for g in result[case]]), expected)
+
+
+def test_a_group_of_its_own(results):
+    model = Net()
+    gradients = torch.stack([torch.cat(model.gradients(batch(rank))) for rank in range(2)])
+    expected = averaged(gradients, [p.numel() for p in model.weights if p.numel()])
+    for result in results[:2]:
+        assert torch.equal(torch.cat([g.flatten() for g in result["pair"]]), expected)
+
+
+def test_inf_on_one_rank_reaches_all(results):
+    for result in results:
+        first, *others = result["inf"]
+        assert bool(first.isnan().all())
+        assert all(bool(g.isfinite().all()) for g in others)
+
+
+def test_nan_on_any_rank_reaches_all(results):
+    for result in results:
+        assert [bool(g.isnan().all()) for g in result["nan"] if g.numel()] == [True, True, True, False, False]
+
+
+def test_one_byte_per_parameter_on_the_wire(results):
+    for result in results[:2]:
+        assert result["bytes"]["float32"] == pytest.approx(4.0, abs=0.01)
+        assert 1.0 <= result["bytes"]["fp8"] <= 1.05
+
+
+def test_training_arrives_where_float32_does(results):
+    for result in results:
+        assert result["training"] == results[0]["training"]
+        assert result["training"]["fp8"] < 1.1 * result["training"]["float32"]
+
+
+def test_sparse_gradients_are_refused(results):
+    assert "fp8_gradient_hook got sparse gradients of torch.float32" in results[0]["sparse"]

@@ -1,0 +1,170 @@
+"""Remainders are exact and stochastic rounding is unbiased, on bit patterns."""
+
+import pytest
+import torch
+
+from lightning_lowprec.numerics import rounding
+from lightning_lowprec.numerics.rounding import join, random_bits, reconcile, split, stochastic_round
+
+INF, NAN = float("inf"), float("nan")
+
+
+def floats(*bits: int) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def every_bf16() -> torch.Tensor:
+    return torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+# ---- remainder
+
+EDGES = (-0x8000, -0x7FFF, -0x4001, -2, -1, 0, 1, 2, 3, 0x3FFF, 0x7FFE, 0x7FFF)
+GRID = sorted({*EDGES, *range(-0x8000, 0x8000, 1021)})
+
+
+@pytest.mark.parametrize("remainders", [GRID[i::4] for i in range(4)])
+def test_every_bf16_with_a_grid_of_remainders(remainders):
+    for r in remainders:
+        weight = every_bf16()
+        remainder = torch.full(weight.shape, r, dtype=torch.int16)
+        master = join(weight, remainder)
+        arises = ~(weight.isnan() | master.isnan() | ((weight == 0) & (remainder < 0)))
+        assert arises.sum() > 65000
+        again, rest = split(master)
+        assert torch.equal(bits_of(again)[arises], bits_of(weight)[arises])
+        assert torch.equal(rest[arises], remainder[arises])
+        assert torch.equal(weight.isnan(), weight.isnan() & master.isnan() & again.isnan())
+
+
+def test_a_sample_of_all_float32_and_all_their_edges():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32)
+    upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
+    edges = torch.cat([upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    master = torch.cat([bits, edges]).view(torch.float32)
+    weight, remainder = split(master)
+    again = join(weight, remainder)
+    nan = master.isnan()
+    assert torch.equal(bits_of(again)[~nan], bits_of(master)[~nan])
+    assert bool(weight[nan].isnan().all())
+    assert bool(again[nan].isnan().all())
+
+
+def test_rounds_to_nearest_and_ties_away_from_zero():
+    #           1 + tie     1 + 3/2 ulp  -(1 + tie)  below tie   max: to inf  smallest subnormals
+    master = floats(0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x7F7FFFFF, 0x00007FFF, 0x00008000, 0x7F800000)
+    weight, remainder = split(master)
+    expected = [0x3F81, 0x3F82, 0xBF81 - 0x10000, 0x3F80, 0x7F80, 0x0000, 0x0001, 0x7F80]
+    assert bits_of(weight).tolist() == expected
+    assert remainder.tolist() == [-0x8000, -0x8000, -0x8000, 0x7FFF, -1, 0x7FFF, -0x8000, 0]
+    tie = (bits_of(master) & 0xFFFF) == 0x8000
+    assert torch.equal(weight[~tie], master.bfloat16()[~tie])
+
+
+def test_a_weight_that_was_set_to_zero_stays_a_number():
+    zeros = torch.tensor([0.0, -0.0, 0.0, -0.0]).bfloat16()
+    master = join(zeros, torch.tensor([-1, -0x8000, 5, 0], dtype=torch.int16))
+    assert master.isfinite().all()
+    assert master.abs().max() < 1e-38
+
+
+def test_any_shape_and_strides():
+    master = torch.randn(4, 6, 3).transpose(0, 2)
+    assert torch.equal(join(*split(master)), master)
+    assert torch.equal(join(*split(torch.tensor(1.001))), torch.tensor(1.001))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: split(torch.ones(2).double()), lambda: stochastic_round(torch.ones(2).half(), seed=0, step=0)]
+)
+def test_wrong_dtypes(call):
+    with pytest.raises(TypeError, match=r"expected float32, got torch\.float"):
+        call()
+    with pytest.raises(TypeError, match=r"expected bfloat16 and int16, got torch\.float32 and torch\.int16"):
+        join(torch.ones(1), torch.zeros(1, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reconcile_keeps_the_master_where_it_rounds_to_the_weight(dtype):
+    master = torch.tensor([1.0001, 1.0001, -1.0, 0.0, 3e-5, NAN, 2.0])
+    weight = torch.tensor([1.0001, 2.0, 1.0, -0.0, 3e-5, 1.0, NAN]).to(dtype)
+    merged = reconcile(master, weight)
+    assert torch.equal(merged[:6], torch.tensor([1.0001, 2.0, 1.0, 0.0, 3e-5, 1.0]))
+    assert merged[6].isnan()
+
+
+def test_reconcile_knows_both_ways_to_round_a_bf16_tie():
+    tie = floats(0x3F808000, 0x3F808000, 0x3F808000)
+    assert torch.equal(reconcile(tie, floats(0x3F800000, 0x3F810000, 0x3F820000).bfloat16())[:2], tie[:2])
+    assert reconcile(tie[2:], floats(0x3F820000).bfloat16()).item() == floats(0x3F820000).item()
+
+
+# ---- stochastic rounding
+
+N = 1 << 20
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.9])
+def test_unbiased(fraction, sign):
+    """The share of values rounded away from zero is a mean of N Bernoulli draws: within 5 sigma of its expectation."""
+    value = floats(0x3F800000 + round(fraction * 65536)) * sign
+    fraction = round(fraction * 65536) / 65536
+    rounded = stochastic_round(value.expand(N), seed=3, step=11)
+    up = (rounded == floats(0x3F810000).bfloat16() * sign).double()
+    assert bool(((rounded == sign) | (up == 1)).all())
+    assert abs(up.mean().item() - fraction) < 5 * (fraction * (1 - fraction) / N) ** 0.5
+
+
+def test_unbiased_over_steps_for_one_element():
+    up = torch.stack([stochastic_round(floats(0x3F804000, 0x3F804000), seed=0, step=s) > 1 for s in range(4096)])
+    assert (up.double().mean(0) - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4096) ** 0.5
+
+
+def test_random_bits_are_uniform_and_uncorrelated():
+    bits = torch.stack([random_bits(N, 7, step, 0).double() for step in (0, 1)])
+    counts = torch.bincount(bits[0].long(), minlength=65536).double()
+    chi2 = ((counts - N / 65536) ** 2 / (N / 65536)).sum().item()
+    assert abs(chi2 - 65535) < 5 * (2 * 65535) ** 0.5
+    x = (bits - 32767.5) / (65536 / 12**0.5)
+    for pair in ((x[0], x[1]), (x[0, 1:], x[0, :-1]), (x[0, 2:], x[0, :-2])):  # steps; neighbours; next hash
+        assert abs((pair[0] * pair[1]).mean().item()) < 5 / N**0.5
+
+
+def test_random_bits_are_pinned():
+    """The bits are part of what a resumed run needs: changing the hash is a breaking change."""
+    assert random_bits(5, 0, 0, 0).tolist() == [41283, 47215, 52513, 22686, 21302]
+    assert random_bits(5, 0, 0, 0).dtype == torch.int32
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"start": 8}])
+def test_every_number_in_the_counter_matters(other):
+    same = {"seed": 0, "step": 0, "start": 0}
+    x = torch.rand(1000) + 1
+    assert torch.equal(stochastic_round(x, **same), stochastic_round(x, **same))
+    assert not torch.equal(stochastic_round(x, **same), stochastic_round(x, **{**same, **other}))
+
+
+def test_bf16_values_and_what_is_not_finite_stay():
+    every = every_bf16()
+    rounded = stochastic_round(every.float(), seed=0, step=5)
+    nan = every.isnan()
+    assert torch.equal(bits_of(rounded)[~nan], bits_of(every)[~nan])
+    assert bool(rounded[nan].isnan().all())
+    tricky = floats(0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001)  # NaNs that adding would turn into inf or zero
+    for step in range(20):
+        assert bool(stochastic_round(tricky, seed=0, step=step).isnan().all())
+
+
+def test_chunks_do_not_share_bits(monkeypatch):
+    monkeypatch.setattr(rounding, "_CHUNK", 1000)
+    value = floats(0x3F808000).expand(4000)
+    parts = stochastic_round(value, seed=0, step=0).view(4, 1000)
+    assert len({tuple(part.tolist()) for part in parts}) == 4
+    master = torch.randn(4001)
+    assert torch.equal(join(*split(master)), master)

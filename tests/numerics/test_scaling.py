@@ -1,0 +1,119 @@
+"""Formats by all their codes; scales and casts by exact arithmetic on fractions."""
+
+import itertools
+import math
+from bisect import bisect_left
+from fractions import Fraction
+
+import pytest
+import torch
+
+from lightning_lowprec.numerics import formats, scaling
+from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
+
+ALL = [E4M3, E5M2, FP16]
+NAMES = ["e4m3", "e5m2", "fp16"]
+every_format = pytest.mark.parametrize("format", ALL, ids=NAMES)
+INF, NAN = math.inf, math.nan
+
+
+def codes(format):
+    """Every value of a format, by its bit patterns; decoded by torch's widening, which is exact."""
+    if format.bytes == 1:
+        return torch.arange(256).to(torch.uint8).view(format.dtype).float()
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(format.dtype).float()
+
+
+@every_format
+def test_the_limits_are_those_of_the_codes(format):
+    values = codes(format)
+    finite = values[values.isfinite()]
+    assert format.max == finite.max() == torch.finfo(format.dtype).max
+    assert format.smallest == finite[finite > 0].min()
+    assert format.bytes == format.dtype.itemsize
+    assert format.has_inf == bool(values.isinf().any())
+
+
+@every_format
+def test_the_scale_is_the_largest_power_of_two_that_fits(format):
+    edges = [format.max * 2.0**k for k in (-140, -100, -9, -1, 0, 1, 9, 100)]
+    edges = [x for x in edges if 2.0**-149 <= x < 2.0**127]
+    base = torch.tensor([*edges, 1.0, 1 / 3, 0.1, 2.0**-149, 2.0**-126, 3.4e38])
+    amax = torch.cat([base, torch.nextafter(base, torch.tensor(INF)), torch.nextafter(base, torch.zeros(()))])
+    amax = amax[amax.isfinite() & (amax > 0)]
+    for a, scale in zip(amax.tolist(), scaling.power_of_two_scale(amax, format).tolist(), strict=True):
+        ratio = Fraction(format.max) / Fraction(a)
+        if Fraction(2) ** -126 <= ratio < Fraction(2) ** 126:
+            assert Fraction(scale) <= ratio < 2 * Fraction(scale), a
+        else:
+            assert scale == (2.0**126 if ratio > 1 else 2.0**-126)
+        assert math.frexp(scale)[0] == 0.5
+        assert torch.tensor(scale).reciprocal().isfinite()
+
+
+def test_an_amax_of_zero_or_not_finite_keeps_the_old_scale():
+    amax = torch.tensor([0.0, INF, NAN, 1.0])
+    old = torch.tensor([2.0, 4.0, 8.0, 16.0])
+    assert scaling.power_of_two_scale(amax, E4M3, old).tolist() == [2.0, 4.0, 8.0, 256.0]
+    assert scaling.power_of_two_scale(amax, E4M3).tolist() == [1.0, 1.0, 1.0, 256.0]
+
+
+@every_format
+def test_the_cast_takes_the_nearest_code_and_the_even_one_of_two(format):
+    grid = sorted({v for v in codes(format).tolist() if math.isfinite(v) and v >= 0})
+    ends = grid if len(grid) < 600 else grid[:300] + grid[-300:]  # fp16 has 31744
+    ties = [(a + b) / 2 for a, b in itertools.pairwise(grid) if a in ends and b in ends]
+    x = torch.tensor([*ends, *ties])
+    x = torch.cat([x, torch.nextafter(x, torch.tensor(INF)), torch.nextafter(x, torch.zeros(()))])
+    x = x[(x >= 0) & (x <= format.max)]
+    got = scaling.saturating_cast(x, format).float()
+    step = {value: i for i, value in enumerate(grid)}
+    for value, rounded in zip(x.tolist(), got.tolist(), strict=True):
+        above = bisect_left(grid, value)
+        candidates = grid[max(above - 1, 0) : above + 1]
+        nearest = min(candidates, key=lambda c: (abs(Fraction(c) - Fraction(value)), step[c] % 2))
+        assert rounded == nearest, value
+    assert torch.equal(scaling.saturating_cast(-x, format).float(), -got)
+
+
+@every_format
+def test_the_cast_saturates_and_never_hides_what_is_not_finite(format):
+    x = torch.tensor([format.max * 1.5, -format.max * 4, 3e38, INF, -INF, NAN, -0.0])
+    top, low, huge, inf, minus_inf, nan, zero = scaling.saturating_cast(x, format).float().tolist()
+    assert (top, low, huge) == (format.max, -format.max, format.max)
+    assert math.isnan(nan)
+    assert math.copysign(1, zero) == -1
+    if format.has_inf:
+        assert (inf, minus_inf) == (INF, -INF)
+    else:
+        assert math.isnan(inf)
+        assert math.isnan(minus_inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax(dtype):
+    x = torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=dtype)
+    assert scaling.amax(x).item() == 3.0
+    assert scaling.amax(x).dtype == torch.float32
+    assert scaling.amax(x[:0]).item() == 0.0
+    assert scaling.amax(torch.tensor([1.0, NAN], dtype=dtype)).isnan()
+    assert scaling.amax(torch.tensor([1.0, -INF], dtype=dtype)).item() == INF
+
+
+@every_format
+def test_scaling_back_and_forth_is_exact_for_what_fits(format):
+    x = codes(format)
+    x = x[x.isfinite()] * 2.0**-40
+    scale = scaling.power_of_two_scale(scaling.amax(x), format)
+    assert scale.item() == 2.0**40
+    assert torch.equal(scaling.saturating_cast(x * scale, format).float() * scale.reciprocal(), x)
+
+
+def test_sqnr_is_that_of_the_definition():
+    assert scaling.sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(10 * math.log10(100))
+    assert scaling.sqnr(torch.ones(3), torch.ones(3)) == INF
+
+
+def test_formats_are_constants():
+    with pytest.raises(AttributeError):
+        formats.E4M3.max = 240.0

@@ -1,0 +1,145 @@
+"""HalfMixed: its arguments, what "auto" takes, and that it computes in what it says."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import HalfMixed
+from lightning_lowprec.names import create
+from lightning_lowprec.precision.loss_scale import LossScale
+
+BF16_ON_CPU = "half-auto: bf16 autocast, since cpu has bf16."
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("half-auto")]
+
+
+@pytest.mark.parametrize("dtype", ["bf16-mixed", "half", "", None, 16, torch.bfloat16, ["bf16"]])
+def test_unknown_dtype(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"`dtype=.*` is not valid; expected one of: bf16, fp16, auto\."):
+        HalfMixed(dtype)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, LossScale()])
+def test_bf16_takes_no_loss_scale(loss_scale: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`loss_scale=.*` is not valid with bf16, .*; expected 'auto' or None, or use fp16"
+    ):
+        HalfMixed("bf16", loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "auto"])
+def test_fp16_needs_a_loss_scale(dtype: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`loss_scale=None` is not valid with fp16, .*; expected 'auto', 'dynamic', a number"
+    ):
+        HalfMixed(dtype, loss_scale=None)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "auto"])
+@pytest.mark.parametrize("loss_scale", ["static", 0, -2.0, float("nan"), True, [128.0], {"initial": 8.0}])
+def test_loss_scale_that_is_none(dtype: Any, loss_scale: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`loss_scale=.*` is not valid; expected 'dynamic', a .*number.*, a LossScale"
+    ):
+        HalfMixed(dtype, loss_scale=loss_scale)
+
+
+def test_arguments_are_checked_before_the_plugin_exists() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        HalfMixed("fp16", "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"),
+    [
+        ("auto", LossScale()),
+        ("dynamic", LossScale()),
+        (LossScale(initial=4.0, growth_interval=7), LossScale(initial=4.0, growth_interval=7)),
+        (1024, LossScale.of(1024.0)),
+    ],
+)
+def test_fp16_scales_as_asked(loss_scale: Any, expected: LossScale) -> None:
+    plugin = HalfMixed("fp16", loss_scale=loss_scale)
+    assert plugin.scaler is not None
+    assert plugin.scaler.config == expected
+    assert plugin.scaler.get_scale() == expected.initial
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", None])
+def test_bf16_has_no_scaler(loss_scale: Any) -> None:
+    assert HalfMixed("bf16", loss_scale=loss_scale).scaler is None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name", "dtype"),
+    [
+        (HalfMixed("bf16"), "bf16-mixed", torch.bfloat16),
+        (HalfMixed("fp16"), "16-mixed", torch.float16),
+        (HalfMixed(), "half-auto", torch.bfloat16),
+        (create("half-auto"), "half-auto", torch.bfloat16),
+    ],
+)
+def test_name_and_dtypes(plugin: HalfMixed, name: str, dtype: torch.dtype) -> None:
+    plugin.bind_device(torch.device("cpu"))
+    assert plugin.precision == name
+    assert plugin.autocast_dtype == plugin.compute_dtype == dtype
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_autocast_on_cpu_computes_in_the_dtype(name: Any, dtype: torch.dtype) -> None:
+    """1 + 2^-9 rounds to 1 in bf16 (8 bits) and not in fp16 (11 bits); 2^17 is finite in bf16 only."""
+    plugin = HalfMixed(name)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(nn.Linear(1, 1))
+    with plugin.forward_context():
+        fine = torch.tensor([[1 + 2.0**-9]]) @ torch.ones(1, 1)
+        large = torch.tensor([[2.0**17]]) @ torch.ones(1, 1)
+    assert fine.dtype == large.dtype == dtype
+    assert fine.item() == (1.0 if name == "bf16" else 1 + 2.0**-9)
+    assert large.isfinite().item() == (name == "bf16")
+
+
+def test_auto_says_once_per_conversion_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = HalfMixed("auto")
+    plugin.bind_device(torch.device("cpu"))
+    with caplog.at_level("INFO"):
+        plugin.convert_module(nn.Linear(1, 1))
+        assert messages(caplog) == [BF16_ON_CPU]
+        for _ in range(3):
+            with plugin.forward_context():
+                pass
+        plugin.convert_module(nn.Linear(1, 1))
+    assert messages(caplog) == [BF16_ON_CPU]
+    assert plugin.autocast_dtype == torch.bfloat16
+    assert plugin.scaler is None
+
+
+def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[HalfMixed("auto", loss_scale=8.0)])
+        assert messages(caplog) == []
+        module = fabric.setup(nn.Linear(2, 2))
+        module(torch.ones(1, 2)).sum().backward()  # no loss scaling with bf16, whatever the scale would have been
+    assert messages(caplog) == [BF16_ON_CPU]
+    assert torch.equal(module.weight.grad, torch.ones(2, 2))
+
+
+def test_fixed_dtypes_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for dtype in ("bf16", "fp16"):
+            HalfMixed(dtype).convert_module(nn.Linear(1, 1))
+    assert messages(caplog) == []
+
+
+def test_module_is_not_changed() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    children = [type(child) for child in module.modules()]
+    assert HalfMixed("fp16").convert_module(module) is module
+    assert [type(child) for child in module.modules()] == children
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())

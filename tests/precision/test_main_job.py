@@ -1,0 +1,99 @@
+"""The main job: FP8 training of a real text model by one word, in Trainer, Fabric and the CLI, and under DDP."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
+from lightning_lowprec.torchao.linear import fp8_linears
+
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "accelerator": "cpu",
+}  # fmt: skip
+SIZES = {"depth": 2, "width": 64, "heads": 2, "block_size": 64}
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+
+
+def data() -> StdlibText:
+    return StdlibText(block_size=64, batch_size=8, max_bytes=1_000_000, train_windows=1600, val_windows=64)
+
+
+def final_losses(precision: str) -> tuple[float, float]:
+    """Mean training loss of the last 20 of 200 steps, and the validation loss after them."""
+    losses = []
+
+    class Recorder(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append(outputs["loss"].item())
+
+    torch.manual_seed(0)
+    model = ByteGPT(**SIZES)
+    trainer = L.Trainer(precision=precision, max_steps=200, callbacks=[Recorder()], **QUIET)
+    trainer.fit(model, datamodule=data())
+    assert trainer.global_step == 200
+    assert len(fp8_linears(model)) == (8 if "fp8" in precision else 0)
+    assert losses[0] == pytest.approx(math.log(256), rel=0.02), "an untrained byte model knows nothing"
+    return sum(losses[-20:]) / 20, trainer.validate(model, datamodule=data(), verbose=False)[0]["val_loss"]
+
+
+def test_fp8_stays_within_one_percent_of_fp32_after_200_steps():
+    train, val = final_losses("32-true")
+    assert val < 3.2, "it must have learned something for the comparison to mean anything"
+    for precision in ("fp8-hybrid", "fp8-rowwise"):
+        fp8_train, fp8_val = final_losses(precision)
+        assert fp8_train == pytest.approx(train, rel=0.01)
+        assert fp8_val == pytest.approx(val, rel=0.01)
+        assert fp8_train != train, "nothing ran in FP8"
+
+
+def test_fabric_loop():
+    torch.manual_seed(0)
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    model = ByteGPT(**SIZES)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
+    text = data()
+    text.setup("fit")
+    losses = []
+    for _, (x, y) in zip(range(60), fabric.setup_dataloaders(text.train_dataloader()), strict=False):
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
+
+
+def launch(*args: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lightning_lowprec.tools.cli", *args]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_cli_trains_the_gpt(tmp_path):
+    result = launch(
+        "fit", "--model=lightning_lowprec.tools.demo.ByteGPT", "--model.depth=1", "--model.width=32", "--model.heads=2",
+        "--data=lightning_lowprec.tools.demo.StdlibText", "--data.train_windows=64", "--trainer.precision=fp8-hybrid",
+        "--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+        f"--trainer.default_root_dir={tmp_path}", "--trainer.limit_val_batches=1",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "converted 4 of 5 linear layers, kept 1: output head (by name) ('lm_head')" in result.stderr
+    checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
+    ByteGPT(depth=1, width=32, heads=2).load_state_dict(checkpoint["state_dict"])
+
+
+@pytest.mark.distributed
+def test_ddp_on_two_processes():
+    names = ("fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "bf16-master", "bf16-sr", "fp16-master", "msamp-o2")
+    script = str(Path(__file__).with_name("ddp_script.py"))
+    result = launch("run", "--devices=2", "--main-port=29437", script, *names)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("DDP-OK") == 2 * len(names)

@@ -1,0 +1,270 @@
+"""The FP8 linear against a hand-written FP8 reference, and for any batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.torchao import linear as fp8
+from tests.torchao.fp8_reference import E4M3, E5M2, codes, dequantise, scale
+
+RECIPES = {
+    "tensorwise": ("tensorwise", "hybrid"),
+    "e4m3": ("tensorwise", "e4m3"),
+    "rowwise": ("rowwise", "e4m3"),
+    "rowwise_with_gw_hp": ("rowwise_with_gw_hp", "e4m3"),
+}
+FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """All layers share one forward, and torch compiles one function only so many times."""
+    torch._dynamo.reset()
+
+
+def linear(recipe="tensorwise", k=32, n=48, bias=True, fp8_eval=True, dtype=torch.float32, power_of_two=None):
+    torch.manual_seed(0)
+    layer = nn.Linear(k, n, bias=bias, dtype=dtype)
+    name, fp8_format = RECIPES[recipe]
+    config = fp8.linear_config(name, fp8_format=fp8_format, emulate=True, round_scales_to_power_of_2=power_of_two)
+    fp8.convert(layer, [""], config, fp8_eval=fp8_eval)
+    return layer
+
+
+class Gemms(TorchDispatchMode):
+    """Records the operands of every matrix product, FP8 or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.operands = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.operands.append(args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def run(layer, x, grad=None):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    with Gemms() as gemms:
+        out = layer(x)
+        out.backward(torch.ones_like(out) if grad is None else grad)
+    return out, x.grad, [pair for pair in gemms.operands if any(hasattr(t, "_scale") for t in pair)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("power_of_two", [None, True, False])
+def test_codes_scales_and_products_agree_with_the_reference(recipe, bias, power_of_two):
+    layer = linear(recipe, bias=bias, power_of_two=power_of_two)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 32, generator=generator) * torch.logspace(-6, 4, 64).unsqueeze(1)
+    grad = torch.randn(64, 48, generator=generator) * torch.logspace(3, -8, 48)
+    out, grad_input, gemms = run(layer, x, grad)
+
+    rows_gw_hp = recipe == "rowwise_with_gw_hp"
+    assert len(gemms) == (2 if rows_gw_hp else 3)
+    rounded = power_of_two if power_of_two is not None else recipe.startswith("rowwise")
+    weight = layer.weight.detach()
+    # output, grad_input, grad_weight: (what is multiplied, along which axis its amax runs)
+    expected = [(x, 1, weight.t(), 0), (grad, 1, weight, None if rows_gw_hp else 0), (grad.t(), 1, x, 0)][: len(gemms)]
+    results = [out.detach() - (layer.bias.detach() if bias else 0), grad_input, layer.weight.grad]
+    for (a, b), (a_hp, a_axis, b_hp, b_axis), result in zip(gemms, expected, results, strict=False):
+        product, magnitude = np.ones(()), np.ones(())
+        operands = []
+        for tensor, hp, axis in ((a, a_hp, a_axis), (b, b_hp, b_axis)):
+            fmt, hp = FORMATS[tensor._data.dtype], hp.numpy()
+            amax = np.abs(hp).max(axis=axis if recipe.startswith("rowwise") else None, keepdims=True)
+            amax = amax if recipe.startswith("rowwise") and axis is not None else np.abs(hp).max()
+            want_scale = scale(np.asarray(amax), fmt, rounded)
+            want_codes = codes(hp, want_scale, fmt)
+            np.testing.assert_array_equal(tensor._scale.numpy().reshape(want_scale.shape), want_scale)
+            np.testing.assert_array_equal(tensor._data.contiguous().view(torch.uint8).numpy(), want_codes)
+            operands.append(dequantise(want_codes, want_scale, fmt))
+        product, magnitude = operands[0] @ operands[1], np.abs(operands[0]) @ np.abs(operands[1])
+        # each operand is rounded once when divided by its scale, the sum of k products k times, the bias twice
+        k = operands[0].shape[1]
+        bound = (k + 4) * 2.0**-24 * magnitude + 2.0**-23 * np.abs(result.numpy()) + 2.0**-22
+        assert (np.abs(result.numpy() - product) <= bound).all()
+
+
+@pytest.mark.parametrize(("operand", "fmt"), [("input", E4M3), ("grad_output", E5M2)])
+def test_every_representable_value_and_every_tie(operand, fmt):
+    """With amax at the largest value the scale is 1: values come back exactly, midpoints go to the even code."""
+    values = fmt.values()
+    midpoints = (values[1:] + values[:-1]) / 2
+    line = np.concatenate([values, midpoints, -values, -midpoints])
+    line = np.concatenate([line, np.zeros(-len(line) % 48)]).reshape(-1, 48)
+    x = torch.zeros(-(-len(line) // 16) * 16, 48)
+    x[: len(line)] = torch.from_numpy(line)
+    layer = linear(k=48, n=48)
+    _, _, gemms = run(layer, x) if operand == "input" else run(layer, torch.ones_like(x), x)
+    tensor = gemms[0][0] if operand == "input" else gemms[1][0]
+    assert tensor._scale.item() == 1.0
+    np.testing.assert_array_equal(tensor._data.view(torch.uint8).numpy(), codes(x.numpy(), np.ones(()), fmt))
+
+
+def test_grad_output_is_e5m2_in_hybrid_and_e4m3_elsewhere():
+    for recipe, dtype in (
+        ("tensorwise", torch.float8_e5m2),
+        ("e4m3", torch.float8_e4m3fn),
+        ("rowwise", torch.float8_e4m3fn),
+    ):
+        _, _, gemms = run(linear(recipe), torch.randn(16, 32))
+        assert [gemms[0][0]._data.dtype, gemms[0][1]._data.dtype] == [torch.float8_e4m3fn] * 2
+        assert gemms[1][0]._data.dtype is dtype
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(1, 32), (37, 32), (5, 7, 32), (2, 8, 32), (32,)])
+def test_every_gemm_of_any_batch_has_aligned_dimensions_and_the_value_of_padding_by_hand(recipe, shape):
+    layer = linear(recipe)
+    x = torch.randn(shape)
+    out, grad_input, gemms = run(layer, x)
+    assert out.shape == (*shape[:-1], 48)
+    assert grad_input.shape == shape
+    for a, b in gemms:
+        assert [d % 16 for d in (*a.shape, *b.shape)] == [0, 0, 0, 0]
+    weight_grad, bias_grad = layer.weight.grad.clone(), layer.bias.grad.clone()
+    tokens = x.reshape(-1, 32)
+    padded = torch.zeros(-(-len(tokens) // 16) * 16, 32)
+    padded[: len(tokens)] = tokens
+    grad = torch.zeros(len(padded), 48)
+    grad[: len(tokens)] = 1
+    want, want_grad_input, _ = run(layer, padded, grad)
+    torch.testing.assert_close(out.reshape(-1, 48), want[: len(tokens)], rtol=0, atol=0)
+    torch.testing.assert_close(grad_input.reshape(-1, 32), want_grad_input[: len(tokens)], rtol=0, atol=0)
+    torch.testing.assert_close(weight_grad, layer.weight.grad, rtol=0, atol=0)
+    torch.testing.assert_close(bias_grad, layer.bias.grad, rtol=1e-6, atol=0)
+
+
+def test_an_aligned_batch_costs_no_operation_more_than_torchao_alone():
+    class Ops(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    from torchao.float8.float8_linear import Float8Linear
+
+    ours = linear()
+    plain = nn.Linear(32, 48)
+    theirs = Float8Linear.from_float(plain, config=ours.config)
+    counts = []
+    for layer in (ours, theirs):
+        with Ops() as ops:
+            layer(torch.ones(4, 16, 32)).sum().backward()
+        counts.append(ops.names)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(shape):
+    layer = linear()
+    out = layer(torch.zeros(shape))
+    assert out.shape == (*shape[:-1], 48)
+    out.sum().backward()
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zero_rows_and_zero_tensors_stay_finite(recipe):
+    layer = linear(recipe)
+    x = torch.randn(16, 32)
+    x[3] = 0
+    for batch in (x, torch.zeros(16, 32)):
+        out, grad_input, _ = run(layer, batch)
+        assert out.isfinite().all()
+        assert grad_input.isfinite().all()
+        assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cpu_autocast_decides_the_output_dtype(recipe, dtype):
+    layer = linear(recipe)
+    with torch.autocast("cpu", dtype=dtype):
+        out = layer(torch.randn(16, 32))
+    assert out.dtype is dtype
+    out.float().sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signal_to_noise_of_a_layer(recipe, dtype):
+    """A uniform quantiser of 3 (2) mantissa bits has 31.8 (25.8) dB on one operand; two of them 3 dB less."""
+    layer = linear(recipe, k=512, n=256, dtype=dtype, bias=False)
+    x = torch.randn(256, 512).to(dtype)
+    exact = x.double() @ layer.weight.double().t()
+    noise = layer(x).double() - exact
+    sqnr = 10 * torch.log10(exact.pow(2).mean() / noise.pow(2).mean())
+    assert 26.0 < sqnr < 33.0
+
+
+def test_evaluation_in_high_precision_on_request():
+    x = torch.randn(16, 32)
+    for fp8_eval in (True, False):
+        layer = linear(fp8_eval=fp8_eval).eval()
+        exact = nn.functional.linear(x, layer.weight, layer.bias)
+        assert torch.equal(layer(x), exact) is not fp8_eval
+        layer.train()
+        assert not torch.equal(layer(x), exact)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_inference_mode_is_as_good_as_no_grad(recipe, compiled, autocast, tokens):
+    """What the Trainer's validate, test and predict run in; raw torchao raises there."""
+    layer = linear(recipe)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+        with torch.no_grad():
+            expected = layer(torch.ones(tokens, 32))
+        with torch.inference_mode():
+            output = run(torch.ones(tokens, 32))
+            assert torch.equal(output * 1, expected)
+    layer(torch.ones(tokens, 32)).sum().backward()  # training goes on
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_compiles_without_a_graph_break(recipe, tokens):
+    layer = linear(recipe)
+    x = torch.randn(tokens, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = layer(x)
+        out = compiled(x)
+    torch.testing.assert_close(out, eager, rtol=0, atol=0)
+    out.float().sum().backward()
+    got = layer.weight.grad.clone()
+    layer.zero_grad()
+    eager.float().sum().backward()
+    torch.testing.assert_close(got, layer.weight.grad, rtol=0, atol=0)
+
+
+def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    before = dict(model[0].__dict__), model[0].weight, type(model[0])
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    model[0].eval()
+    config = fp8.linear_config("tensorwise", fp8_format="hybrid", emulate=True, round_scales_to_power_of_2=None)
+    fp8.convert(model, ["0"], config, fp8_eval=True)
+    assert type(model[0]) is fp8.FP8Linear
+    assert model[0].weight is before[1]
+    assert not model[0].training
+    model(torch.ones(16, 16))
+    assert calls == [1]
+    fp8.revert(model)
+    assert type(model[0]) is nn.Linear
+    assert model[0].__dict__.keys() == before[0].keys()
