@@ -66,7 +66,7 @@ class GatherScales:
     def collect(self, model: nn.Module) -> None:
         """Find the weights, when ``model`` is sharded."""
         weights = {id(layer.weight): layer.weight for layer in wired_layers(model)}
-        self.weights = [w for w in weights.values() if isinstance(getattr(w, "_local_tensor", None), GatheredWeight)]
+        self.weights = [w for w in weights.values() if isinstance(getattr(w, "_local_tensor", None), Fp8GatherShard)]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -86,11 +86,11 @@ class GatherScales:
         scales = self.format.scales(cast(DTensor, amax).to_local())
         for weight, scale in zip(weights, scales.unbind(), strict=True):
             shard = cast(DTensor, weight)._local_tensor
-            assert isinstance(shard, GatheredWeight)
+            assert isinstance(shard, Fp8GatherShard)
             shard._scale = scale
 
 
-class GatheredWeight(Tensor):
+class Fp8GatherShard(Tensor):
     """A weight, or its shard, that is gathered as float8.
 
     Args:
@@ -103,9 +103,9 @@ class GatheredWeight(Tensor):
     _scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, scales: GatherScales) -> GatheredWeight:
+    def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
         """A tensor without memory of its own, shaped and strided like ``tensor``."""
-        made: GatheredWeight = Tensor._make_wrapper_subclass(
+        made: Fp8GatherShard = Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -130,19 +130,19 @@ class GatheredWeight(Tensor):
         kwargs = kwargs or {}
         scales: list[GatherScales] = []
 
-        def unwrap(weight: GatheredWeight) -> Tensor:
+        def unwrap(weight: Fp8GatherShard) -> Tensor:
             scales.append(weight._scales)
             return weight._tensor
 
-        plain_args, plain_kwargs = pytree.tree_map_only(GatheredWeight, unwrap, (args, kwargs))
+        plain_args, plain_kwargs = pytree.tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
         for target in written(func, args, kwargs):
             for weight in pytree.tree_leaves(target):
-                if isinstance(weight, GatheredWeight):
+                if isinstance(weight, Fp8GatherShard):
                     weight._scales.stale = True
         out = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and not func.is_view:
             return out
-        kept = pytree.tree_map_only(Tensor, lambda t: GatheredWeight(t, scales[0]), out)
+        kept = pytree.tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
         if func in _SAME_VALUES:  # a shard that CPU offloading moves to the device keeps its scale
             kept._scale = args[0]._scale
         return kept
@@ -176,9 +176,9 @@ class GatheredWeight(Tensor):
         return ["_tensor"], self._scales
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
         """The inverse."""
-        return GatheredWeight(inner["_tensor"], scales)
+        return Fp8GatherShard(inner["_tensor"], scales)
 
     def data_ptr(self) -> int:
         """Where the values are."""
@@ -212,7 +212,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     for layer in layers:
         weight = layer.weight
         if id(weight) not in new:
-            values = GatheredWeight(weight.detach(), scales)
+            values = Fp8GatherShard(weight.detach(), scales)
             new[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         layer.weight = new[id(weight)]
         layer.register_state_dict_post_hook(_plain_weight)
@@ -249,9 +249,9 @@ def _shared_outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
 
 def plain(tensor: Tensor) -> Tensor:
     """A tensor as a checkpoint holds it: the values of a weight that is gathered as float8, sharing their memory."""
-    if isinstance(tensor, GatheredWeight):
+    if isinstance(tensor, Fp8GatherShard):
         return tensor._tensor
-    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, GatheredWeight):
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, Fp8GatherShard):
         make: Callable[..., Tensor] = DTensor.from_local
         return make(
             tensor._local_tensor._tensor,

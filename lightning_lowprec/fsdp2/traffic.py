@@ -127,7 +127,7 @@ class Wire:
 
 
 def _in_fp8(shard: Tensor) -> bool:
-    return hasattr(shard, "fsdp_pre_all_gather")  # a GatheredWeight, whose module imports torchao
+    return hasattr(shard, "fsdp_pre_all_gather")  # a Fp8GatherShard, whose module imports torchao
 
 
 def _shards(module: FSDPModule, groups: Mapping[str, FSDPModule]) -> list[Tensor]:
