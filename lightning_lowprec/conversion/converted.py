@@ -31,7 +31,7 @@ def check_converted(
     """
     more = {id(layer) for layer in also}
     if sharded:
-        from lightning_lowprec.fsdp2.visits import reshard
+        from lightning_lowprec.fsdp2.forward_hooks import reshard
 
         for module in modules:
             reshard(module)

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.checks import check_model, check_shared
+from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.traffic import Wire
-from lightning_lowprec.fsdp2.visits import Visits, guard
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.fsdp2.wrapping import chosen
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
@@ -51,7 +51,7 @@ class Sharded:
     """What goes over the wire."""
     scales: GatherScales | None
     """Of the weights that are gathered as float8."""
-    visits: Visits
+    hooks: ForwardHooks
     """What computes it just now."""
 
 
@@ -110,8 +110,8 @@ def shard(
         scales.collect(model)
     if coded is not None:
         coded.collect(data_mesh)
-    visits = guard(model, scales, methods)
-    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
+    hooks = install_hooks(model, scales, methods)
+    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, hooks=hooks)
 
 
 def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:

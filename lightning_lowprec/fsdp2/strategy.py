@@ -128,12 +128,12 @@ class Sharding:
     def before_backward(self, model: Module | None, loss: Tensor) -> None:
         """A backward pass begins; within ``training_step`` FSDP2 has to be told."""
         if model is not None and model in _sharded:
-            _sharded[model].sharded.visits.before_backward(loss)
+            _sharded[model].sharded.hooks.before_backward(loss)
 
     def gather_again(self, model: Module | None) -> None:
         """After a backward pass or a step within ``training_step``: what follows in it may use the model again."""
         if model is not None and model in _sharded:
-            _sharded[model].sharded.visits.gather_again()
+            _sharded[model].sharded.hooks.gather_again()
 
     def after_step(self) -> None:
         """Once, after the first step: say what was gathered; raise if it was not what was promised."""

@@ -31,7 +31,7 @@ TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 """Methods of a LightningModule that change ``requires_grad``."""
 
 
-def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> Visits:
+def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> ForwardHooks:
     """Set this up on a sharded model, for its forward and for ``methods`` (of which the ones it has become forwards).
 
     Args:
@@ -39,31 +39,31 @@ def guard(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...
         scales: of its FP8 weights, if it gathers any.
         methods: names of methods that compute without calling ``model(...)``, such as ``training_step``.
     """
-    visits = Visits(model, scales)
+    hooks = ForwardHooks(model, scales)
     for name in TOGGLES:
         if callable(getattr(model, name, None)):
-            setattr(model, name, MethodType(_then_followed(getattr(model, name), visits), model))
+            setattr(model, name, MethodType(_then_followed(getattr(model, name), hooks), model))
     # in front of FSDP2's own hook, and behind it
-    model.register_forward_pre_hook(lambda module, args, kwargs: visits.enter(), prepend=True, with_kwargs=True)
-    model.register_forward_hook(lambda module, args, kwargs, output: visits.leave(), with_kwargs=True, always_call=True)
+    model.register_forward_pre_hook(lambda module, args, kwargs: hooks.begin(), prepend=True, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, kwargs, output: hooks.end(), with_kwargs=True, always_call=True)
     for name in methods:
         if callable(getattr(model, name, None)):
             signature = inspect.signature(getattr(model, name))
             setattr(model, name, MethodType(_one_forward(getattr(model, name)), model))
             register_fsdp_forward_method(model, name)
-            visited = _visited(getattr(model, name), visits)
-            _show_as(visited, signature)
-            setattr(model, name, MethodType(visited, model))
-    return visits
+            with_hooks = _with_hooks(getattr(model, name), hooks)
+            _show_as(with_hooks, signature)
+            setattr(model, name, MethodType(with_hooks, model))
+    return hooks
 
 
-def _then_followed(method: Callable[..., Any], visits: Visits) -> Callable[..., Any]:
+def _then_followed(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
     """``method``, which changes ``requires_grad`` of the shards; weights that are gathered just now follow."""
 
     @wraps(method)
     def then_followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
-        visits.follow_flags()
+        hooks.follow_flags()
         return output
 
     return then_followed
@@ -99,7 +99,7 @@ def _show_as(function: Any, signature: inspect.Signature) -> None:
     del function.__wrapped__  # inspect would follow it, and take off one argument for each bound method on the way
 
 
-class Visits:
+class ForwardHooks:
     """The computations of one model that are under way; they may be nested, as ``training_step`` calls the forward."""
 
     def __init__(self, model: nn.Module, scales: GatherScales | None) -> None:
@@ -109,7 +109,7 @@ class Visits:
         self._shards = dict(model.named_parameters())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self) -> None:
+    def begin(self) -> None:
         """One begins."""
         stack = ExitStack()
         if torch.is_inference_mode_enabled():
@@ -120,7 +120,7 @@ class Visits:
             self._scales.refresh()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self) -> None:
+    def end(self) -> None:
         """One has ended, with or without an error."""
         stack = self._open.pop()
         if not self._open and not torch.is_grad_enabled():
@@ -163,13 +163,13 @@ def reshard(model: nn.Module | None) -> None:
             module.reshard()
 
 
-def _visited(method: Callable[..., Any], visits: Visits) -> Callable[..., Any]:
+def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
     @wraps(method)
-    def visited(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        visits.enter()
+    def with_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks.begin()
         try:
             return method(*args, **kwargs)
         finally:
-            visits.leave()
+            hooks.end()
 
-    return visited
+    return with_hooks
