@@ -27,7 +27,7 @@ from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.checks import check_model, check_shared
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.traffic import Wire
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.fsdp2.wrapping import chosen
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
@@ -47,8 +47,8 @@ class Sharded:
 
     groups: Mapping[str, FSDPModule]
     """By fqn: what is gathered as one; the root is ``""``."""
-    wire: Wire
-    """What goes over the wire."""
+    traffic: Traffic
+    """What goes over the traffic."""
     scales: GatherScales | None
     """Of the weights that are gathered as float8."""
     hooks: ForwardHooks
@@ -111,7 +111,9 @@ def shard(
     if coded is not None:
         coded.collect(data_mesh)
     hooks = install_hooks(model, scales, methods)
-    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, hooks=hooks)
+    return Sharded(
+        groups=groups, traffic=Traffic(groups, options.param_dtype or param_dtype), scales=scales, hooks=hooks
+    )
 
 
 def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:

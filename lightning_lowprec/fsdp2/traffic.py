@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class Traffic:
+class Counts:
     """Calls and bytes that this rank put in, by dtype: ``calls[dtype]``, ``sent[dtype]``."""
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Traffic:
         self.sent[tensor.dtype] += tensor.numel() * tensor.element_size()
 
 
-class WireGather(DefaultAllGather):
+class ByteGather(DefaultAllGather):
     """The all-gather of one FSDP2 group, counted."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = Counts()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -48,11 +48,11 @@ class WireGather(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class WireScatter(DefaultReduceScatter):
+class CountedScatter(DefaultReduceScatter):
     """The reduce-scatter of one FSDP2 group, counted."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = Counts()
 
     def __call__(
         self,
@@ -67,7 +67,7 @@ class WireScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-class Wire:
+class Traffic:
     """The collectives of every group of a sharded model.
 
     Args:
@@ -76,15 +76,15 @@ class Wire:
     """
 
     def __init__(self, groups: Mapping[str, FSDPModule], param_dtype: torch.dtype | None) -> None:
-        self.gathers: dict[str, WireGather] = {}
-        self.scatters: dict[str, WireScatter] = {}
+        self.gathers: dict[str, ByteGather] = {}
+        self.scatters: dict[str, CountedScatter] = {}
         self._promised: dict[str, int] = {}
         self._in_bf16: dict[str, int] = {}
         self._in_high_precision: dict[str, int] = {}
         self._has_fp8 = False
         self._norms = {fqn for fqn, module in groups.items() if isinstance(module, _BatchNorm)}
         for fqn, module in groups.items():
-            self.gathers[fqn], self.scatters[fqn] = WireGather(), WireScatter()
+            self.gathers[fqn], self.scatters[fqn] = ByteGather(), CountedScatter()
             module.set_custom_all_gather(self.gathers[fqn])
             module.set_custom_reduce_scatter(self.scatters[fqn])
             self._expect(fqn, _shards(module, groups), None if fqn in self._norms else param_dtype)

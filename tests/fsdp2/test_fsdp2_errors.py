@@ -182,10 +182,10 @@ def test_models_in_part_on_meta(alone):
 
 def test_more_bytes_than_promised_raise(alone):
     made = shard_alone(fp8_net(), alone, fp8_all_gather=True)
-    gather = made.wire.gathers["blocks.0"]
+    gather = made.traffic.gathers["blocks.0"]
     gather.traffic.note(torch.zeros(2 * 64 * 128 + 320, dtype=torch.bfloat16))  # the block's weights in bf16
     with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8 \(17\d\d\d .* but 33408 bytes"):
-        made.wire.check()
+        made.traffic.check()
 
 
 def test_a_tensor_parallel_plan_that_does_nothing(alone):

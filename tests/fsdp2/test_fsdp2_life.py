@@ -188,7 +188,7 @@ def without_bias(rank):
     model = Net(bias=False)
     model, optimizer = fabric.setup(model, adamw(model))
     losses = trained(fabric, model, optimizer, rank)[1]
-    wire = made_of(model).wire
+    wire = made_of(model).traffic
     return losses, {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
 
 
@@ -201,7 +201,7 @@ def llama_bytes(rank):
         model = fabric_for(precision).setup_module(model)
         with torch.no_grad():
             model(torch.ones(1, 4, 8))
-        gathers = made_of(model).wire.gathers
+        gathers = made_of(model).traffic.gathers
         sent[precision] = {fqn: gather.traffic.sent.total() for fqn, gather in gathers.items()}
     return sent
 

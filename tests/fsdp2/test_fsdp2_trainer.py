@@ -138,7 +138,7 @@ def every_precision(rank):
 def wire(model):
     from lightning_lowprec.fsdp2.strategy import _sharded
 
-    return _sharded[model].sharded.wire
+    return _sharded[model].sharded.traffic
 
 
 def places(rank):

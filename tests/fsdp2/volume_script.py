@@ -51,7 +51,7 @@ class AllReduces(TorchDispatchMode):
 
 
 def counted(net, scales):
-    wire = sharding._sharded[net].sharded.wire
+    wire = sharding._sharded[net].sharded.traffic
     return {
         "gathered": {f: g.traffic.sent.total() for f, g in wire.gathers.items()},
         "calls": {f: g.traffic.calls.total() for f, g in wire.gathers.items()},

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
-from lightning_lowprec.fsdp2.traffic import Wire
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.fsdp2 import code_shards
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
@@ -62,7 +62,7 @@ def sharded(kind="adamw", seed=0):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    wire = Wire({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
+    wire = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
     coded.collect(mesh)
     return model, OPTIMIZERS[kind](model.parameters()), wire
 
