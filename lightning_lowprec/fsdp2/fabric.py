@@ -17,8 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import checkpoint, lowbit
-from lightning_lowprec.fsdp2 import layouts as checkpoints
+from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, lowbit
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.lightning_parts import check_parent, set_mesh, set_sizes
 from lightning_lowprec.fsdp2.meshes import data_ranks
@@ -158,14 +157,14 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             ValueError: no sharded model in ``state``, or several.
             NotImplementedError: a ``filter`` with sharded checkpoints.
         """
-        checkpoints.check_storage_options(storage_options)
+        checkpoint_layouts.check_storage_options(storage_options)
         full = self.state_dict_type == "full"
         if filter is not None and not full:
             raise NotImplementedError(
                 "`filter=` leaves entries out, and a sharded checkpoint without them could not be loaded. Use"
                 " `state_dict_type='full'`."
             )
-        checkpoints.save_state(Path(self.broadcast(path)), state, full=full, filter=filter)
+        checkpoint_layouts.save_state(Path(self.broadcast(path)), state, full=full, filter=filter)
 
     @override
     def load_checkpoint(
@@ -186,10 +185,10 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         """
         asked = Path(self.broadcast(path))
         found = checkpoint.locate(asked)
-        checkpoints.say_where(asked, found)
+        checkpoint_layouts.say_where(asked, found)
         if isinstance(state, Module):
-            checkpoints.load_raw(found, state, strict=strict)
+            checkpoint_layouts.load_raw(found, state, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise ValueError(f"`state={type(state).__name__}` is not valid; expected a model, or a dict with one.")
-        return checkpoints.load_state(found, state, strict=strict, weights_only=weights_only is not False)
+        return checkpoint_layouts.load_state(found, state, strict=strict, weights_only=weights_only is not False)

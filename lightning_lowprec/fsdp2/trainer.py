@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, checkpoint, lowbit, optimizer_state
-from lightning_lowprec.fsdp2 import layouts as checkpoints
+from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, lowbit, optimizer_state
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.lightning_parts import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.fsdp2.meshes import data_ranks
@@ -198,8 +197,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         Raises:
             TypeError: ``storage_options``, which only a CheckpointIO takes.
         """
-        checkpoints.check_storage_options(storage_options)
-        checkpoints.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self._full)
+        checkpoint_layouts.check_storage_options(storage_options)
+        checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self._full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -214,11 +213,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         """
         asked = Path(self.broadcast(checkpoint_path))
         found = checkpoint.locate(asked)
-        checkpoints.say_where(asked, found)
+        checkpoint_layouts.say_where(asked, found)
         assert self.model is not None
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load_trainer(
+        return checkpoint_layouts.load_trainer(
             found,
             self.model,
             self.optimizers if fitting else [],
