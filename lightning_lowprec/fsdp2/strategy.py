@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.following import Replacements
 from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
@@ -53,7 +53,7 @@ class Sharding:
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
-        self._replacements: list[Replacements] = []
+        self._replacements: list[ReplacedParameters] = []
         self._unreported: list[Sharded] = []
 
     def check(self, plugin: Any) -> None:
@@ -88,7 +88,7 @@ class Sharding:
             return
         from lightning_lowprec.fsdp2.shard import shard
 
-        replacements = Replacements(model)
+        replacements = ReplacedParameters(model)
         sharded = shard(
             model,
             mesh,
@@ -100,7 +100,7 @@ class Sharding:
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)
-        replacements.note()
+        replacements.record()
         self._replacements.append(replacements)
         self._unreported.append(sharded)
         _sharded[model] = _Known(_choices(plugin), self.options, sharded)
@@ -121,7 +121,7 @@ class Sharding:
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update what its model has become."""
         for replacements in self._replacements:
-            replacements.follow(optimizer)
+            replacements.put_into(optimizer)
         if step_one_by_one(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 

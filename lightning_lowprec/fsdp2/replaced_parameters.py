@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Replacements:
-    """Which parameter of ``model`` took the place of which: made before the change, :meth:`note` called after it."""
+class ReplacedParameters:
+    """Which parameter of ``model`` took the place of which: made before the change, :meth:`record` called after it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: nn.Module | None = model
@@ -24,7 +24,7 @@ class Replacements:
         self._ids = {fqn: id(p) for fqn, p in model.named_parameters(remove_duplicate=False)}
         self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
-    def note(self) -> None:
+    def record(self) -> None:
         """The change is over.
 
         Raises:
@@ -41,7 +41,7 @@ class Replacements:
         self._new = {self._ids[fqn]: (old, new[fqn]) for fqn, old in self._old.items()}
         self._model = None
 
-    def follow(self, optimizer: Optimizer) -> int:
+    def put_into(self, optimizer: Optimizer) -> int:
         """Let the optimizer update the new parameters, with its state; returns how many it had of the old."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         known = [(p, *self._new[id(p)]) for p in held if id(p) in self._new]
