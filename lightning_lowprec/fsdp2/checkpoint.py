@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
-from lightning_lowprec.fsdp2.placing import place
+from lightning_lowprec.fsdp2.placement import place
 from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, is_wrapped
 from lightning_lowprec.msamp.weight import scaled_of

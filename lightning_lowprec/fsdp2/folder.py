@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_lowprec.fsdp2 import lowbit
 from lightning_lowprec.fsdp2.optimizer_state import clean, unpacked
-from lightning_lowprec.fsdp2.placing import empty
+from lightning_lowprec.fsdp2.placement import empty
 
 Path_ = tuple[str | int, ...]
 

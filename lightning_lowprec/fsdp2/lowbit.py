@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.placing import place
+from lightning_lowprec.fsdp2.placement import place
 
 CLASS: Final = "lowbit_class"
 _CLASSES: Final = {

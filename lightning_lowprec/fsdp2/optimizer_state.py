@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import lowbit
-from lightning_lowprec.fsdp2.placing import follows, place, whole
+from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
@@ -122,7 +122,7 @@ def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
 
 def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
     def one(value: Tensor) -> Tensor:
-        return place(value, like) if follows(value.shape, like) else value.detach().clone()
+        return place(value, like) if is_placed_like(value.shape, like) else value.detach().clone()
 
     return {name: unpacked(lowbit.pack(value), like, one) for name, value in entry.items()}
 

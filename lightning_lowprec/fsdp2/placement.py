@@ -26,7 +26,7 @@ def placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
     ]
 
 
-def follows(shape: Sequence[int], like: Tensor) -> bool:
+def is_placed_like(shape: Sequence[int], like: Tensor) -> bool:
     """Whether state of this shape is a DTensor if its parameter is one; counters are not."""
     return isinstance(like, DTensor) and len(shape) > 0 and len(shape) == like.ndim
 
@@ -44,8 +44,8 @@ def place(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor to be filled: a DTensor as ``like`` is placed if it :func:`follows` it, else whole on every rank."""
-    if not follows(shape, like):
+    """A tensor to be filled: a DTensor as ``like`` is placed if it :func:`is_placed_like` it, else whole on every rank."""
+    if not is_placed_like(shape, like):
         return torch.empty(tuple(shape), dtype=dtype)
     assert isinstance(like, DTensor)
     return torch.distributed.tensor.empty(
