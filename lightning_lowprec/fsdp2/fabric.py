@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, lowbit
+from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, torchao_optimizers
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.lightning_parts import check_parent, set_mesh, set_sizes
 from lightning_lowprec.fsdp2.meshes import data_ranks
@@ -115,7 +115,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer, built before or after sharding, updates the shards."""
         self.sharding.follow(optimizer)
-        lowbit.check(optimizer)
+        torchao_optimizers.check(optimizer)
         if isinstance(self.precision, LowPrecision):
             self.precision.see_optimizer(optimizer)
         return super().setup_optimizer(optimizer)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.fsdp2 import lowbit
+from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.optimizer_state import clean, unpacked
 from lightning_lowprec.fsdp2.placement import empty
 
@@ -111,12 +111,12 @@ class Folder:
             return 0
         dtype = stored.properties.dtype
         prefix = ".".join(map(str, path[:-1]))
-        if f"{prefix}.{lowbit.CLASS}" not in self._stored:
+        if f"{prefix}.{torchao_optimizers.CLASS}" not in self._stored:
             return empty(stored.size, dtype, like)
         block_size = like.numel() // self._stored[f"{prefix}.scale"].size.numel()
-        if path[-1] == "qmap" or not lowbit.keeps_blocks(block_size, like):
+        if path[-1] == "qmap" or not torchao_optimizers.keeps_blocks(block_size, like):
             return torch.empty(stored.size, dtype=dtype)
-        return lowbit.empty_rows(stored.size, dtype, like)
+        return torchao_optimizers.empty_rows(stored.size, dtype, like)
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         if wanted:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import lowbit
+from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -48,7 +48,9 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     fqn_of = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
     state = {fqn_of[key]: map_tensors(_plain, entry) for key, entry in state_dict["state"].items()}
-    state = {fqn: {name: lowbit.pack(value) for name, value in entry.items()} for fqn, entry in state.items()}
+    state = {
+        fqn: {name: torchao_optimizers.pack(value) for name, value in entry.items()} for fqn, entry in state.items()
+    }
     if not full:
         return {"state": state, "param_groups": groups}
     on_rank_zero = torch.distributed.get_rank() == 0
@@ -124,13 +126,13 @@ def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
     def one(value: Tensor) -> Tensor:
         return place(value, like) if is_placed_like(value.shape, like) else value.detach().clone()
 
-    return {name: unpacked(lowbit.pack(value), like, one) for name, value in entry.items()}
+    return {name: unpacked(torchao_optimizers.pack(value), like, one) for name, value in entry.items()}
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
     """``value``, built again if it was quantised; else with ``one`` of every tensor in it."""
-    if isinstance(value, Mapping) and lowbit.CLASS in value:
-        return lowbit.unpack(value, like)
+    if isinstance(value, Mapping) and torchao_optimizers.CLASS in value:
+        return torchao_optimizers.unpack(value, like)
     return map_tensors(one, value)
 
 
@@ -173,8 +175,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def _gathered(value: Any) -> Any:
     gathered = map_tensors(whole, value)
-    if isinstance(gathered, Mapping) and lowbit.CLASS in gathered:
-        return lowbit.unpack(gathered, gathered["codes"])  # the class that torchao's optimizers load by themselves
+    if isinstance(gathered, Mapping) and torchao_optimizers.CLASS in gathered:
+        return torchao_optimizers.unpack(
+            gathered, gathered["codes"]
+        )  # the class that torchao's optimizers load by themselves
     return gathered
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, lowbit, optimizer_state
+from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, optimizer_state, torchao_optimizers
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.lightning_parts import check_parent, note_sigterm, set_mesh, set_sizes
 from lightning_lowprec.fsdp2.meshes import data_ranks
@@ -144,7 +144,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
-            lowbit.check(optimizer)
+            torchao_optimizers.check(optimizer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
