@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
+from lightning_lowprec.fsdp2 import atomic, optimizer_state, sharded_checkpoint
 from lightning_lowprec.fsdp2.placement import place
 from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, is_wrapped
@@ -43,7 +43,7 @@ def save_file(path: Path, content: Any) -> None:
 def save_folder(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
     """Write a sharded checkpoint: ``shards`` as every rank has them, ``rest`` (no tensors of theirs) by rank 0."""
     with atomic.replacing(path, folder=True) as new:
-        folder.write(new, shards)
+        sharded_checkpoint.write(new, shards)
         if torch.distributed.get_rank() == 0:
             torch.save(dict(rest), new / atomic.META)
 
@@ -94,7 +94,7 @@ def load_folder(
         KeyError: a model or an optimizer that the checkpoint does not hold, or entries missing or unexpected.
         ValueError: shapes or parameters of another model.
     """
-    stored = folder.Folder(path)
+    stored = sharded_checkpoint.ShardedCheckpoint(path)
     key = next((key for key in model_keys if key in stored.roots), None)
     if key is None:
         raise KeyError(_missing(path, next(iter(model_keys)), stored.roots))

@@ -35,7 +35,7 @@ def write(folder: Path, values: Mapping[str, Any]) -> None:
     save(dict(values), checkpoint_id=folder)
 
 
-class Folder:
+class ShardedCheckpoint:
     """The table of contents of a sharded checkpoint.
 
     Raises:
