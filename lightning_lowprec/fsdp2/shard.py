@@ -20,14 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.checks import check_model, check_shared
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.traffic import Traffic
+from lightning_lowprec.fsdp2.traffic import BATCH_NORMS, Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.fsdp2.wrapping import chosen
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
@@ -111,9 +110,7 @@ def shard(
     if coded is not None:
         coded.collect(data_mesh)
     hooks = install_hooks(model, scales, methods)
-    return Sharded(
-        groups=groups, traffic=Traffic(groups, options.param_dtype or param_dtype), scales=scales, hooks=hooks
-    )
+    return Sharded(groups=groups, traffic=Traffic(groups), scales=scales, hooks=hooks)
 
 
 def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:
@@ -227,7 +224,7 @@ def _fully_shard(
 
 
 def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
     return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 

@@ -139,7 +139,7 @@ class Sharding:
         """Once, after the first step: say what was gathered; raise if it was not what was promised."""
         unreported, self._unreported = self._unreported, []
         for sharded in unreported:
-            line = sharded.traffic.check()
+            line = sharded.traffic.report()
             if line is not None:
                 rank_zero_info(f"fsdp2: {line}.")
 

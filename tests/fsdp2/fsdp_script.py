@@ -85,12 +85,8 @@ def sharded_as(net):
         "groups": [fqn for fqn, module in net.named_modules() if isinstance(module, FSDPModule)],
         "layouts": sorted(layouts),
         "meshes": sorted(meshes),
-        "gathers": {
-            f: sum(g.traffic.calls.values()) for f, g in sharding._sharded[net].sharded.traffic.gathers.items()
-        },
-        "dtypes": sorted(
-            {str(d) for g in sharding._sharded[net].sharded.traffic.gathers.values() for d in g.traffic.sent}
-        ),
+        "gathers": {f: sum(g.calls.values()) for f, g in sharding._sharded[net].sharded.traffic.gathers.items()},
+        "dtypes": sorted({str(d) for g in sharding._sharded[net].sharded.traffic.gathers.values() for d in g.sent}),
     }
 
 

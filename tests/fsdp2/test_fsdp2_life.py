@@ -189,7 +189,7 @@ def without_bias(rank):
     model, optimizer = fabric.setup(model, adamw(model))
     losses = trained(fabric, model, optimizer, rank)[1]
     wire = made_of(model).traffic
-    return losses, {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
+    return losses, {fqn: dict(gather.sent) for fqn, gather in wire.gathers.items()}
 
 
 def llama_bytes(rank):
@@ -202,7 +202,7 @@ def llama_bytes(rank):
         with torch.no_grad():
             model(torch.ones(1, 4, 8))
         gathers = made_of(model).traffic.gathers
-        sent[precision] = {fqn: gather.traffic.sent.total() for fqn, gather in gathers.items()}
+        sent[precision] = {fqn: gather.sent.total() for fqn, gather in gathers.items()}
     return sent
 
 

@@ -62,7 +62,7 @@ def sharded(kind="adamw", seed=0):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    wire = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
+    wire = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model})
     coded.collect(mesh)
     return model, OPTIMIZERS[kind](model.parameters()), wire
 
@@ -146,8 +146,8 @@ def same_batches(kind):
     """Every rank has the whole batch, so the mean of the gradients is exactly that of one process."""
     model, optimizer, wire = sharded(kind)
     train(model, optimizer, range(STEPS))
-    traffic = {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
-    calls = {fqn: gather.traffic.calls.total() for fqn, gather in wire.gathers.items()}
+    traffic = {fqn: dict(gather.sent) for fqn, gather in wire.gathers.items()}
+    calls = {fqn: gather.calls.total() for fqn, gather in wire.gathers.items()}
     state = saved(model, optimizer)
     train(model, optimizer, range(STEPS, STEPS + 3))
     return {"state": state, "end": saved(model, optimizer), "traffic": traffic, "calls": calls, "scales": scales(model),

@@ -145,7 +145,7 @@ def train(rank, sharded):
         mesh = init_device_mesh("cpu", (2,))
         cpu = torch.device("cpu")
         made = shard(model, mesh, ShardOptions(), device=cpu, param_dtype=torch.bfloat16, fp8_all_gather=True)
-        traffic = made.traffic.gathers["blocks.0"].traffic
+        traffic = made.traffic.gathers["blocks.0"]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     # bf16 as FSDP2 would make it of the inputs of blocks: Transformer Engine quantises what it is given
     for x in torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16():
