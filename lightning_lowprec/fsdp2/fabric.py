@@ -2,108 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-from lightning.fabric import strategies as fabric
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.pytorch import strategies as trainer
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, torchao_optimizers
-from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.lightning_parts import check_parent, set_mesh, set_sizes
-from lightning_lowprec.fsdp2.meshes import data_ranks
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.several_meshes import clip_grad_norm
-from lightning_lowprec.fsdp2.strategy import Sharding
-from lightning_lowprec.fsdp2.trainer import check_state_dict_type
+from lightning_lowprec.fsdp2.meshes import clip_grad_norm
+from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.base import LowPrecision
 
 
-class FabricFSDP2Strategy(ModelParallelStrategy):
-    """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order.
+class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
 
-    Args:
-        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards, ``"full"`` ones
-            are single files.
-        process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: of the process group.
-        cluster_environment: where the processes come from; None: Lightning finds out.
-        checkpoint_io: must be None: Fabric's sharded strategies write their checkpoints themselves.
-        options: see :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
-
-    Raises:
-        ValueError: an option that is not valid.
-    """
-
-    strategy_name = "fsdp2"
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        **options: Any,
-    ) -> None:
-        check_state_dict_type(state_dict_type)
-        if checkpoint_io is not None:
-            raise ValueError(
-                f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
-                " checkpoints themselves. Leave it out, or use the Trainer."
-            )
-        super().__init__(
-            parallelize_fn=lambda module, mesh: module,  # not called: `setup_module` is ours
-            save_distributed_checkpoint=state_dict_type == "sharded",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        check_parent(self)
-        self.cluster_environment = cluster_environment
-        self.state_dict_type = state_dict_type
-        self.arguments = {
-            "state_dict_type": state_dict_type,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            **options,
-        }
-        self.sharding = Sharding(ShardOptions(**options))
-
-    @classmethod
-    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FabricFSDP2Strategy:
-        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
-
-        Raises:
-            TypeError: not an ``FSDPStrategy``, or of a derived class.
-            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
-        """
-        return cls(**translate(strategy))
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data this rank reads."""
-        return data_ranks(self.device_mesh)
-
-    @override
-    def setup_environment(self) -> None:
-        """Processes, their mesh, and what the precision has to know of them."""
-        self.sharding.meet(self.precision, self.root_device)
-        set_sizes(self, self.sharding.options)
-        super().setup_environment()
-        set_mesh(self, self.sharding.options)
+    parent_arguments: ClassVar[Mapping[str, Any]] = {"parallelize_fn": None}  # `setup_module` here does not call it
+    takes_checkpoint_io = False
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -158,13 +77,12 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             NotImplementedError: a ``filter`` with sharded checkpoints.
         """
         checkpoint_layouts.check_storage_options(storage_options)
-        full = self.state_dict_type == "full"
-        if filter is not None and not full:
+        if filter is not None and not self.is_full:
             raise NotImplementedError(
                 "`filter=` leaves entries out, and a sharded checkpoint without them could not be loaded. Use"
                 " `state_dict_type='full'`."
             )
-        checkpoint_layouts.save_state(Path(self.broadcast(path)), state, full=full, filter=filter)
+        checkpoint_layouts.save_state(Path(self.broadcast(path)), state, full=self.is_full, filter=filter)
 
     @override
     def load_checkpoint(

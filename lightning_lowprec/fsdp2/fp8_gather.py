@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.fsdp2.several_meshes import by_mesh
+from lightning_lowprec.fsdp2.meshes import by_mesh
 from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
 

@@ -1,14 +1,18 @@
-"""How a model is sharded: every choice a user has, checked when it is made."""
+"""Options of sharding: every choice a user has, checked when it is made, and the modules that a choice means."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import nn
 
+F = TypeVar("F", bound=Callable[..., Any])
 Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
 than 4.27.)"""
@@ -31,7 +35,8 @@ class ShardOptions:
     tensor_parallel_size: int = 1
     """Devices per tensor-parallel group."""
     activation_checkpointing: bool | Modules = False
-    """Recompute activations in the backward pass: True for the modules of ``wrap``, or modules of its own choice."""
+    """Recompute activations in the backward pass. ``True``: in the modules of ``wrap``; otherwise classes or a
+    predicate, as for ``wrap``."""
     compile: bool | Mapping[str, Any] = False
     """Compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision compiles by
     its own option."""
@@ -80,6 +85,65 @@ class ShardOptions:
             )
 
 
+class ShardKeywords(TypedDict, total=False):
+    """The fields of :class:`ShardOptions` as keyword arguments, for type checkers and editors."""
+
+    wrap: Literal["auto"] | Modules
+    replicate: int | Literal["nodes"]
+    shards: int | None
+    tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None
+    tensor_parallel_size: int
+    activation_checkpointing: bool | Modules
+    compile: bool | Mapping[str, Any]
+    cpu_offload: bool
+    reshard_after_forward: bool | int | None
+    fp8_all_gather: Literal["auto"] | bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    sync_module_states: bool
+    buffer_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
+def show_options(function: F) -> F:
+    """Show the fields of :class:`ShardOptions` in the signature and docstring of a function that takes ``**options``.
+
+    ``help()``, ``inspect.signature`` and LightningCLI then list every option, with its default and its docs. The
+    docstring of ``function`` has a line that begins with ``options:``, which the options replace.
+    """
+    hints = get_type_hints(ShardOptions)
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(ShardOptions)
+    ]
+    shown: Any = function
+    shown.__signature__ = signature.replace(parameters=parameters)
+    lines: list[str] = []
+    for line in (function.__doc__ or "").splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        is_place = line.lstrip().startswith("options:")
+        lines += [f"{indent}{name}: {doc}" for name, doc in _field_docs().items()] if is_place else [line]
+    shown.__doc__ = "\n".join(lines)
+    return function
+
+
+def _field_docs() -> dict[str, str]:
+    """Return the docstring of every field of ShardOptions, as one line each; none without the source."""
+    try:
+        (cls,) = ast.parse(inspect.getsource(ShardOptions)).body
+    except OSError:
+        return {}
+    assert isinstance(cls, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(doc.value.value).split())
+        for field, doc in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+
+
 def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
     is_word = any(value is word or (isinstance(word, str) and value == word) for word in words)
     is_predicate = callable(value) and not isinstance(value, type)
@@ -91,3 +155,54 @@ def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
         f"`{name}={value!r}` is not valid; expected {expected}, a collection of nn.Module classes, or a function"
         " (fqn, module) -> bool."
     )
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """By fqn: the children, all of one class, of the outermost ModuleLists and Sequentials with several children.
+
+    A child without parameters is no block; a list of Linears is one of layers, not of blocks.
+    """
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for fqn, module in model.named_modules():
+        if (inside and fqn.startswith(inside)) or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = dict(module.named_children())
+        same = len(children) > 1 and len({type(child) for child in children.values()}) == 1
+        deep = all(any(True for _ in child.children()) for child in children.values())
+        if same and deep and all(any(True for _ in child.parameters()) for child in children.values()):
+            prefix = f"{fqn}." if fqn else ""
+            found |= {f"{prefix}{name}": child for name, child in children.items()}
+            inside = (*inside, prefix)
+            if not fqn:
+                break
+    return found
+
+
+def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
+    """By fqn: the modules that ``choice`` means, the model itself left out.
+
+    Raises:
+        ValueError: classes or a predicate that match nothing.
+    """
+    if isinstance(choice, str):
+        return blocks(model)
+    modules = {fqn: module for fqn, module in model.named_modules() if fqn and _matches(choice, fqn, module)}
+    if not modules:
+        have = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(
+            f"`{option}={_shown(choice)}` matches no module of {type(model).__name__}; its modules are of the classes"
+            f" {', '.join(have)}."
+        )
+    return modules
+
+
+def _matches(choice: Modules, fqn: str, module: nn.Module) -> bool:
+    if isinstance(choice, Collection):
+        return isinstance(module, tuple(choice))
+    predicate: Callable[[str, nn.Module], bool] = choice
+    return bool(predicate(fqn, module))
+
+
+def _shown(choice: Modules) -> str:
+    return str([c.__name__ for c in choice]) if isinstance(choice, Collection) else repr(choice)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions, show_options
 from lightning_lowprec.fsdp2.strategy import Sharding
 from lightning_lowprec.precision.base import LowPrecision
 
 
-def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Any) -> Module:
+@show_options
+def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardKeywords]) -> Module:
     """Convert and shard ``model`` in place, in ``configure_model`` or in a ``parallelize_fn``.
 
         def configure_model(self):
@@ -25,8 +26,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         model: not sharded yet; on a second call nothing happens.
         mesh: Lightning's ``device_mesh``, or any of at most two dimensions (copies, shards).
         plugin: the precision.
-        options: see :class:`~lightning_lowprec.fsdp2.options.ShardOptions`; the mesh says how many copies, shards
-            and tensor-parallel ranks there are, so ``replicate`` and ``shards`` raise.
+        options: the fields of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`. The mesh says how many copies,
+            shards and tensor-parallel ranks there are, so ``replicate`` and ``shards`` raise.
 
     Returns:
         ``model`` itself.

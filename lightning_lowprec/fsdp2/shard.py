@@ -17,18 +17,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.fsdp2 import meshes
-from lightning_lowprec.fsdp2.checks import check_model, check_shared
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import BATCH_NORMS, Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
-from lightning_lowprec.fsdp2.wrapping import chosen
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
 from lightning_lowprec.msamp.linear import scaled_linears
 
@@ -111,6 +116,39 @@ def shard(
         coded.collect(data_mesh)
     hooks = install_hooks(model, scales, methods)
     return Sharded(groups=groups, traffic=Traffic(groups), scales=scales, hooks=hooks)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise TypeError if ``model`` is wrapped by FSDP1, or sharded already."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                f"{fqn or type(model).__name__!r} is wrapped by `FullyShardedDataParallel` (FSDP1), which does not mix"
+                " with FSDP2. Leave the wrapping to the strategy (`wrap=` says what is gathered as one)."
+            )
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    sharded = sharded or [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
+    if sharded:
+        raise TypeError(
+            f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
+            " converted. Leave sharding to the strategy, or keep `ModelParallelStrategy` and call"
+            " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard."
+        )
+
+
+def check_shared(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if a wrapped module shares a parameter with a module outside of it: FSDP2 would untie them."""
+    names: dict[int, list[str]] = {}
+    for fqn, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(fqn)
+    for fqns in names.values():
+        groups = {max((g for g in wrapped if fqn.startswith(f"{g}.")), key=len, default="") for fqn in fqns}
+        if len(groups) > 1:
+            raise ValueError(
+                f"{' and '.join(fqns)} are one parameter, but would be gathered with different modules"
+                f" ({' and '.join(repr(g or 'the root') for g in sorted(groups))}), which unties them. Choose `wrap` so"
+                " that both lie in one."
+            )
 
 
 def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:

@@ -1,29 +1,37 @@
-"""What the two FSDP2 strategies share: the plugin's part in sharding, and what came of it."""
+"""Share one half between the FSDP2 strategies of Trainer and Fabric, and keep what sharding has made of a model."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
 
 import torch
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import strategies as trainer
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.from_fsdp import translate
+from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards, step_one_by_one
+from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions, show_options
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
-from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.private import lightning as names
+from lightning_lowprec.private.torch import check_fsdp2_names
 from lightning_lowprec.te.gathered import unwired
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
@@ -31,8 +39,115 @@ from lightning_lowprec.torchao.plugin import FP8TorchAO
 if TYPE_CHECKING:
     from lightning_lowprec.fsdp2.shard import Sharded
 
+OFFLOADING: Final = "cpu:gloo,cuda:nccl"
+"""The backends for shards in CPU memory: norms and overflow flags are reduced there."""
 STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 """What the Trainer calls instead of the module itself; Fabric goes through the module."""
+
+
+class FSDP2Base:
+    """The half that the strategies of the Trainer and of Fabric share; the other base is a ModelParallelStrategy."""
+
+    strategy_name = "fsdp2"
+    parent_arguments: ClassVar[Mapping[str, Any]] = {}
+    """More arguments for the constructor of Lightning's ModelParallelStrategy."""
+    takes_checkpoint_io: ClassVar[bool] = True
+
+    @show_options
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        **options: Unpack[ShardKeywords],
+    ) -> None:
+        """Check and store the options.
+
+        Args:
+            state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
+                checkpoints are single files.
+            process_group_backend: None: nccl on CUDA, gloo on CPU.
+            timeout: the timeout of the process group.
+            cluster_environment: where the processes come from; None: Lightning finds out.
+            checkpoint_io: how the Trainer writes and reads single-file checkpoints. It must be None in Fabric, whose
+                sharded strategies write their checkpoints themselves.
+            options: the fields of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
+
+        Raises:
+            ValueError: an option is not valid.
+            ImportError: Lightning has moved a private name that is needed here.
+        """
+        if state_dict_type not in ("sharded", "full"):
+            raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
+        if checkpoint_io is not None and not self.takes_checkpoint_io:
+            raise ValueError(
+                f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
+                " checkpoints themselves. Leave it out, or use the Trainer."
+            )
+        self.sharding = Sharding(ShardOptions(**options))
+        self.state_dict_type = state_dict_type
+        self.arguments: dict[str, Any] = {
+            "state_dict_type": state_dict_type,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            **options,
+        }
+        """All arguments, to build the same strategy for the other one of Trainer and Fabric."""
+        parent: Any = super()
+        parent.__init__(
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **self.parent_arguments,
+        )
+        names.check_model_parallel(self)
+        self.cluster_environment = cluster_environment
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> Self:
+        """Translate Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, to FSDP2; a log line says the result.
+
+        Raises:
+            TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
+            ValueError: FSDP2 has no equal for a choice; the message names what to use.
+        """
+        return cls(**translate(strategy))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether checkpoints are single files."""
+        return self.state_dict_type == "full"
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return which part of the data this rank reads."""
+        strategy: Any = self
+        return data_ranks(strategy.device_mesh)
+
+    def setup_environment(self) -> None:
+        """Start the processes and make their mesh."""
+        strategy: Any = self
+        parent: Any = super()
+        plugin = strategy.precision if isinstance(self, fabric.Strategy) else strategy.precision_plugin
+        self.sharding.meet(plugin, strategy.root_device)
+        options = self.sharding.options
+        copies = strategy.num_nodes if options.replicate == "nodes" else options.replicate
+        world_size = strategy.num_nodes * strategy.num_processes
+        tensor = options.tensor_parallel_size
+        shards(world_size, copies, tensor, options.shards)  # raises before the process group exists
+        names.set_parallel_sizes(self, world_size // tensor, tensor)
+        if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
+            names.set_process_group_backend(self, OFFLOADING)
+        parent.setup_environment()
+        if copies > 1:  # a mesh of three dimensions in place of Lightning's
+            names.set_device_mesh(self, make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
 class _Known(NamedTuple):
@@ -57,7 +172,13 @@ class Sharding:
         self._unreported: list[Sharded] = []
 
     def check(self, plugin: Any) -> None:
-        """Raise ValueError for a plugin that does not run under FSDP2, or options that do not fit it."""
+        """Check that ``plugin`` runs under FSDP2.
+
+        Raises:
+            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
+            ImportError: torch has moved a private name that is needed here.
+        """
+        check_fsdp2_names()
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
 

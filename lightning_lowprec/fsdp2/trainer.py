@@ -3,108 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning.fabric import strategies as fabric
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import strategies as trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, optimizer_state, torchao_optimizers
-from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.lightning_parts import check_parent, note_sigterm, set_mesh, set_sizes
-from lightning_lowprec.fsdp2.meshes import data_ranks
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.several_meshes import clip_grad_norm
-from lightning_lowprec.fsdp2.strategy import Sharding
+from lightning_lowprec.fsdp2.meshes import clip_grad_norm
+from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.private.lightning import note_sigterm, set_device_mesh
 
 
-class FSDP2Strategy(ModelParallelStrategy):
-    """Fully sharded training by FSDP2 in every precision, of any LightningModule, as it is.
-
-    Args:
-        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards, ``"full"`` ones
-            are single files.
-        process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: of the process group.
-        cluster_environment: where the processes come from; None: Lightning finds out.
-        checkpoint_io: how single-file checkpoints are written and read.
-        options: see :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
-
-    Raises:
-        ValueError: an option that is not valid.
-    """
-
-    strategy_name = "fsdp2"
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        **options: Any,
-    ) -> None:
-        check_state_dict_type(state_dict_type)
-        super().__init__(
-            save_distributed_checkpoint=state_dict_type == "sharded",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        check_parent(self)
-        self.cluster_environment = cluster_environment
-        if checkpoint_io is not None:
-            self.checkpoint_io = checkpoint_io
-        self.state_dict_type = state_dict_type
-        self.arguments = {
-            "state_dict_type": state_dict_type,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            **options,
-        }
-        self.sharding = Sharding(ShardOptions(**options))
-
-    @classmethod
-    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FSDP2Strategy:
-        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
-
-        Raises:
-            TypeError: not an ``FSDPStrategy``, or of a derived class.
-            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
-        """
-        return cls(**translate(strategy))
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data this rank reads."""
-        return data_ranks(self.device_mesh)
+class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""
 
     @override
     def setup_environment(self) -> None:
-        """Processes, their mesh, and what the precision has to know of them."""
-        self.sharding.meet(self.precision_plugin, self.root_device)
-        set_sizes(self, self.sharding.options)
+        """Start the processes and make their mesh, which the LightningModule gets too."""
         super().setup_environment()
-        mesh = set_mesh(self, self.sharding.options)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = mesh
+        set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -172,23 +98,19 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.sharding.gather_again(self.model)
         return output
 
-    @property
-    def _full(self) -> bool:
-        return self.state_dict_type == "full"
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0 (nothing elsewhere), or the shards of this rank."""
         assert self.model is not None
-        return checkpoint.model_state(self.model, full=self._full)
+        return checkpoint.model_state(self.model, full=self.is_full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state by fqn, sharded; or whole, by number, on rank 0."""
         assert self.model is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = optimizer_state.collect(self.model, plain, full=self._full)
-        return optimizer_state.numbered(state, self.model) if self._full else state
+        state = optimizer_state.collect(self.model, plain, full=self.is_full)
+        return optimizer_state.numbered(state, self.model) if self.is_full else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -198,7 +120,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             TypeError: ``storage_options``, which only a CheckpointIO takes.
         """
         checkpoint_layouts.check_storage_options(storage_options)
-        checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self._full)
+        checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self.is_full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -230,9 +152,3 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Delete a checkpoint, on rank 0, with what a killed run may have left of it."""
         if self.is_global_zero:
             atomic.remove(Path(filepath))
-
-
-def check_state_dict_type(value: object) -> None:
-    """Raise ValueError for an unknown one."""
-    if value not in ("sharded", "full"):
-        raise ValueError(f"`state_dict_type={value!r}` is not valid; expected one of: sharded, full.")

@@ -25,10 +25,12 @@ FSDP2_NAMES: Final = (
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
 
+OTHER_NAMES: Final = ("torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes",)
+
 
 def moved() -> list[str]:
     """Return the private names that the installed PyTorch no longer has, in words; empty on supported versions."""
-    return _missing_for_fsdp2()
+    return [*(name for name in OTHER_NAMES if not _exists(name)), *_missing_for_fsdp2()]
 
 
 # ---- FSDP2
@@ -123,3 +125,15 @@ def largest_values(tensors: list[Tensor]) -> list[Tensor]:
 def disable_autograd_cache() -> None:
     """Turn off the cache of compiled graphs that torch keeps across compilations."""
     torch._functorch.config.enable_autograd_cache = False
+
+
+def classes_of(policy: Any, remedy: str) -> set[type[nn.Module]]:
+    """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps.
+
+    Raises:
+        ImportError: the installed PyTorch stores the classes under another name; ``remedy`` ends the message.
+    """
+    classes: set[type[nn.Module]] | None = getattr(policy, "_module_classes", None)
+    if classes is None:
+        raise ImportError(f"torch {torch.__version__} has moved the classes of ModuleWrapPolicy; {remedy}.")
+    return classes

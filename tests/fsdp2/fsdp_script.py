@@ -116,13 +116,6 @@ def hybrid(seen):
         except ValueError as error:
             seen["mesh of 8"] = str(error)
             raise
-    size = lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel > 1000  # noqa: E731
-    with contextlib.suppress(ValueError):
-        try:
-            by_fabric(FabricFSDP(auto_wrap_policy=size), model())
-        except ValueError as error:
-            seen["by size"] = str(error)
-            raise
 
 
 def dtypes(seen):

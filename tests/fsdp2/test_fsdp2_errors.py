@@ -7,13 +7,12 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
-from lightning_lowprec.fsdp2.checks import check_model, check_shared
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
+from lightning_lowprec.fsdp2.shard import check_model, check_shared
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.fsdp2.weights import origin
-from lightning_lowprec.fsdp2.wrapping import blocks, chosen
 from tests.fsdp2.models import Net, batch, loss_of
 
 CPU = torch.device("cpu")
