@@ -24,6 +24,7 @@ from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, is_wrapped
 from lightning_lowprec.msamp.weight import scaled_of
 from lightning_lowprec.numerics.rounding import reconcile
+from lightning_lowprec.private.torch import with_local_tensor
 
 State = dict[str, Any]
 
@@ -198,9 +199,7 @@ def _reconciled(master: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor) or not isinstance(master, DTensor):
         return reconcile(master, weight)
     local = reconcile(master.to_local(), weight.to_local())
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    return with_local_tensor(local, weight)
 
 
 def _missing(path: Path, key: str, roots: Collection[str]) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import torchao_optimizers
+from lightning_lowprec.fsdp2.fp8_gather import plain
 from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -47,7 +47,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     fqn_of = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
-    state = {fqn_of[key]: map_tensors(_plain, entry) for key, entry in state_dict["state"].items()}
+    state = {fqn_of[key]: map_tensors(plain, entry) for key, entry in state_dict["state"].items()}
     state = {
         fqn: {name: torchao_optimizers.pack(value) for name, value in entry.items()} for fqn, entry in state.items()
     }
@@ -180,15 +180,6 @@ def _gathered(value: Any) -> Any:
             gathered, gathered["codes"]
         )  # the class that torchao's optimizers load by themselves
     return gathered
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """State that is a copy of a weight gathered as float8 is stored as its values."""
-    if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather"):
-        from lightning_lowprec.fsdp2.fp8_gather import plain
-
-        return plain(tensor)
-    return tensor
 
 
 def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

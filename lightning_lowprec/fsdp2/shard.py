@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
+from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import BATCH_NORMS, Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
 from lightning_lowprec.msamp.linear import scaled_linears
-
-if TYPE_CHECKING:
-    from lightning_lowprec.fsdp2.fp8_gather import GatherScales
-
 
 TE_LAYERS = ("transformer_engine.", "lightning_lowprec.te.")
 """Modules of classes from here compute by Transformer Engine."""
@@ -88,18 +85,19 @@ def shard(
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
+    shards = data_mesh.size(data_mesh.ndim - 1)
     if fp8_all_gather:
-        _check_even(model, data_mesh)  # before the first collective, which is in `origin`
+        check_even(model, shards)  # before the first collective, which is in `origin`
     has_codes = bool(scaled_linears(model))
     if has_codes:
-        check_codes(model, data_mesh.size(data_mesh.ndim - 1))
+        check_codes(model, shards)
         _check_options_for_codes(options, model)
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
-    scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
-    coded = code_shards(model, data_mesh.size(data_mesh.ndim - 1)) if has_codes else None
+    scales = gather_in_fp8(model, shards) if fp8_all_gather else None
+    coded = code_shards(model, shards) if has_codes else None
     if tensor is not None:
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
@@ -169,18 +167,6 @@ def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:
             f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
             " Build it on a real device on every rank, from one seed or one checkpoint."
         )
-
-
-def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:
-    from lightning_lowprec.fsdp2.fp8_gather import check_even
-
-    check_even(model, shards=mesh.size(mesh.ndim - 1))
-
-
-def _gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> GatherScales | None:
-    from lightning_lowprec.fsdp2.fp8_gather import gather_in_fp8  # imports torchao, which takes seconds
-
-    return gather_in_fp8(model, shards=mesh.size(mesh.ndim - 1))
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
 
 import torch
 from lightning.fabric import strategies as fabric
@@ -28,6 +28,7 @@ from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards, step_one_by_one
 from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions, show_options
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
+from lightning_lowprec.fsdp2.shard import Sharded, shard
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import lightning as names
@@ -35,9 +36,6 @@ from lightning_lowprec.private.torch import check_fsdp2_names
 from lightning_lowprec.te.gathered import unwired
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
-
-if TYPE_CHECKING:
-    from lightning_lowprec.fsdp2.shard import Sharded
 
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
 """The backends for shards in CPU memory: norms and overflow flags are reduced there."""
@@ -207,8 +205,6 @@ class Sharding:
             if isinstance(plugin, LowPrecision):
                 plugin.cast_shards(model)  # they are cast: it only learns of them
             return
-        from lightning_lowprec.fsdp2.shard import shard
-
         replacements = ReplacedParameters(model)
         sharded = shard(
             model,

@@ -10,6 +10,7 @@ torchao quantises where a local shard has at least 4096 elements and whole block
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.private.torch import disable_autograd_cache, local_tensor, with_local_tensor
 
 CLASS: Final = "lowbit_class"
 _CLASSES: Final = {
@@ -39,7 +41,7 @@ def check(optimizer: Optimizer) -> None:
         return
     # torch caches compiled graphs by what a DTensor looks like from outside, and would run one kernel on the shards of
     # another format (pytorch#188390)
-    torch._functorch.config.enable_autograd_cache = False
+    disable_autograd_cache()
     if cls.__name__.startswith("_"):  # its plain AdamW
         return
     half = [
@@ -62,11 +64,11 @@ def pack(value: Any) -> Any:
 
     Shards that do not lie in the whole tensor one after the other are dequantised.
     """
-    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    local: Any = local_tensor(value)
     if not is_quantised(local):
         return value
     if isinstance(value, DTensor) and not _row_sharded(value):
-        return _with_local(value, local.dequantize())
+        return with_local_tensor(local.dequantize(), value)
     names, _ = local.__tensor_flatten__()
     packed: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
     if hasattr(local, "signed"):
@@ -85,7 +87,7 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return _build(packed, shape, lambda t: t.detach().to(like.device, copy=True))
     if isinstance(codes, DTensor):
-        return _with_local(like, _build(packed, like.to_local().shape, lambda t: _local(t).to(like.device)))
+        return with_local_tensor(_build(packed, like.to_local().shape, lambda t: local_tensor(t).to(like.device)), like)
     if not keeps_blocks(shape.numel() // scale.numel(), like):
         return place(_build(packed, shape, torch.clone).dequantize(), like)
     rank, ranks = _row_rank(like)
@@ -93,7 +95,7 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
     def part(tensor: Tensor) -> Tensor:
         return (tensor if tensor is packed.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
 
-    return _with_local(like, _build(packed, like.to_local().shape, part))
+    return with_local_tensor(_build(packed, like.to_local().shape, part), like)
 
 
 def keeps_blocks(block_size: int, like: Tensor) -> bool:
@@ -102,7 +104,7 @@ def keeps_blocks(block_size: int, like: Tensor) -> bool:
 
 
 def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
-    cls = _class(packed[CLASS])
+    cls = getattr(importlib.import_module(_CLASSES[packed[CLASS]]), packed[CLASS])  # torchao takes seconds to import
     inner = {name: part(packed[name]) for name in cls.tensor_attrs}
     if packed[CLASS] == "OptimStateFp8":
         inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
@@ -110,12 +112,6 @@ def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor]
     attributes += [shape] if packed[CLASS] == "OptimState4bit" else []
     built: Tensor = cls(*inner.values(), *attributes)  # float32 from outside; older torchao knows no other
     return built
-
-
-def _class(name: str) -> Any:
-    import importlib  # torchao takes seconds to import
-
-    return getattr(importlib.import_module(_CLASSES[name]), name)
 
 
 def _row_sharded(value: DTensor) -> bool:
@@ -135,16 +131,6 @@ def _row_rank(value: DTensor) -> tuple[int, int]:
 
 def _rows(inner: Tensor, outer: DTensor) -> DTensor:
     return DTensor.from_local(inner, outer.device_mesh, outer.placements, run_check=False)
-
-
-def _with_local(outer: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, outer.device_mesh, outer.placements, run_check=False, shape=outer.shape, stride=outer.stride()
-    )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> DTensor:
