@@ -13,9 +13,9 @@ from lightning_lowprec.conversion.backends import unconvert
 from lightning_lowprec.hardware import bf16_refusal, default_device
 from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.host import alive
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.references import alive
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _NAMES: dict[tuple[str, str | None], str] = {
