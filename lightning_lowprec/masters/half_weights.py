@@ -46,7 +46,7 @@ def resolve_masters(
     buffer_dtype: torch.dtype | None,
     grad_reduce_dtype: torch.dtype | None,
     grad_accumulation_dtype: torch.dtype | None,
-) -> Masters | None:
+) -> HalfWeights | None:
     """What a plugin with these options does about masters; None for float32 weights.
 
     Raises:
@@ -55,14 +55,14 @@ def resolve_masters(
     config = resolve_master_weights(base, choice)
     gradients = GradientDtypes(reduce=grad_reduce_dtype, accumulation=grad_accumulation_dtype)
     if config is not None:
-        return Masters(config, buffer_dtype, gradients)
+        return HalfWeights(config, buffer_dtype, gradients)
     if buffer_dtype is not None:
         raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
     gradients.check_no_masters()
     return None
 
 
-class Masters:
+class HalfWeights:
     """Casts modules to half precision and gives the optimizers of their parameters float32 masters.
 
     Modules and optimizers may be set up in any order; the float32 weights from before the cast wait for whoever comes
@@ -92,7 +92,7 @@ class Masters:
         self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 
-    def under_fsdp2(self) -> Masters | None:
+    def under_fsdp2(self) -> HalfWeights | None:
         """What is left to do for half shards, whose gradients FSDP2 reduces in float32; None for float32 ones.
 
         Raises:
@@ -106,7 +106,7 @@ class Masters:
                 " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`, whose"
                 " shards and gradients are float32 there."
             )
-        return Masters(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
     def give(self, optimizer: Optimizer) -> None:
         """Wrap an optimizer; again, when more of its parameters have been cast since."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.registry import MasterBook, MasterConfig, MasterForm
+from lightning_lowprec.masters.registry import MasterRegistry, MasterConfig, MasterForm
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
@@ -65,7 +65,7 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
             f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which master weights"
             " change. Wrap the optimizer before whatever replaces its `step`."
         )
-    book = MasterBook(config, optimizer, values or {})
+    book = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's, which only notes that `step` was called: ours notes it too
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
@@ -185,7 +185,7 @@ def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 class MasterOptimizer(Optimizer):
     """What :func:`wrap` puts in front of an optimizer's class; never instantiated by itself."""
 
-    _masters: MasterBook
+    _masters: MasterRegistry
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
-def _book(optimizer: Optimizer) -> MasterBook:
+def _book(optimizer: Optimizer) -> MasterRegistry:
     if not isinstance(optimizer, MasterOptimizer):
         raise TypeError(f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `wrap` on it first.")
     return optimizer._masters

@@ -49,7 +49,7 @@ class MasterConfig:
         return value if isinstance(value, MasterConfig) else cls(form=value)
 
 
-class MasterBook:
+class MasterRegistry:
     """The masters of one optimizer, held by it.
 
     Args:

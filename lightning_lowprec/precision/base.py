@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.masters.casting import HALF_DTYPES
-from lightning_lowprec.masters.half_weights import Masters
+from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import grads_shown, main_params
 from lightning_lowprec.precision.host import cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
@@ -46,7 +46,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     shards_codes: bool = False  # whether FSDP2 can shard these
 
-    def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
+    def __init__(self, loss_scale: LossScale | None, masters: HalfWeights | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self.masters = masters
         self._device: torch.device | None = None
