@@ -18,8 +18,8 @@ from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.running import LEARNING_RATE
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.hook_overhead import Ops
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
 
 FORMS = {
     "fp32": MasterConfig(form="fp32"),

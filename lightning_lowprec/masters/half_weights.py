@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,54 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.casting import HALF_DTYPES, cast_parameters
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
-
-MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
-
-
-def resolve_master_weights(base: Literal["bf16", "fp16", "auto"], choice: MasterWeights) -> MasterConfig | None:
-    """Where the masters live, or None for float32 weights.
-
-    Raises:
-        ValueError: an unknown form, or one that needs bf16 with fp16.
-    """
-    if choice is False:
-        return None
-    if not (isinstance(choice, MasterConfig) or choice is True or choice in ("remainder", "stochastic")):
-        allowed = "False, True, 'remainder', 'stochastic', a MasterConfig"
-        raise ValueError(f"`master_weights={choice!r}` is not valid; expected one of: {allowed}.")
-    config = MasterConfig.of("fp32" if choice is True else choice)
-    if base == "fp16" and config.form != "fp32":
-        raise ValueError(
-            f"`master_weights={choice!r}` is not valid with fp16: it rests on bf16 being the upper half of float32;"
-            " use `master_weights=True`, or bf16."
-        )
-    return config
-
-
-def resolve_masters(
-    base: Literal["bf16", "fp16", "auto"],
-    choice: MasterWeights,
-    *,
-    buffer_dtype: torch.dtype | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-) -> HalfWeights | None:
-    """What a plugin with these options does about masters; None for float32 weights.
-
-    Raises:
-        ValueError: an option that is not valid, or goes with masters and there are none.
-    """
-    config = resolve_master_weights(base, choice)
-    gradients = GradientDtypes(reduce=grad_reduce_dtype, accumulation=grad_accumulation_dtype)
-    if config is not None:
-        return HalfWeights(config, buffer_dtype, gradients)
-    if buffer_dtype is not None:
-        raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
-    gradients.check_no_masters()
-    return None
 
 
 class HalfWeights:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.registry import MasterRegistry, MasterConfig, MasterForm
+from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.registry import MasterRegistry
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use

@@ -19,7 +19,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
+from lightning_lowprec.masters.options import MasterWeights, resolve_masters
 from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params, refresh, wrap
-from lightning_lowprec.masters.registry import MasterConfig
 from lightning_lowprec.masters.stores import Store
 from tests.masters.master_loops import by_hand, equal, loss_of, masters_of, train, wrapped
 

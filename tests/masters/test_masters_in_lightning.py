@@ -8,8 +8,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params
-from lightning_lowprec.masters.registry import MasterConfig
 from lightning_lowprec.precision.loss_scale import LossScale
 
 QUIET = {

@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import is_wrapped, main_params, wrap
-from lightning_lowprec.masters.registry import MasterConfig
 from tests.masters.master_loops import equal, masters_of, net, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")

@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 from torch import optim
 
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
 from tests.masters.master_loops import masters_of, net, train
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")

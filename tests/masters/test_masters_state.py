@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, without_masters, wrap
-from lightning_lowprec.masters.registry import MasterConfig
 from lightning_lowprec.numerics import rounding
 from tests.masters.master_loops import equal, masters_of, net, through_file, train, wrapped
 

@@ -9,8 +9,8 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.masters.casting import cast_parameters
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import prepare_grads, wrap
-from lightning_lowprec.masters.registry import MasterConfig
 from tests.masters.master_loops import masters_of, through_file, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
