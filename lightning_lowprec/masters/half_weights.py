@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.masters.casting import HALF_DTYPES, cast_parameters
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.optimizer import wrap
+from lightning_lowprec.masters.optimizer import add_masters
 
 
 class HalfWeights:
@@ -64,7 +64,7 @@ class HalfWeights:
 
     def give(self, optimizer: Optimizer) -> None:
         """Wrap an optimizer; again, when more of its parameters have been cast since."""
-        wrap(optimizer, self.config, values=self._originals)
+        add_masters(optimizer, self.config, values=self._originals)
         self.gradients.prepare(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             for p in group["params"]:
