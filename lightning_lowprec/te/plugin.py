@@ -18,12 +18,13 @@ from lightning_lowprec.conversion.converted import check_converted
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
+from lightning_lowprec.masters.options import MasterWeights, resolve_masters
 from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive, device_of
+from lightning_lowprec.precision.host import device_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.references import alive
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.delayed import SCALES, DelayedScales
 from lightning_lowprec.te.gathered import unwired
