@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerOptions
@@ -33,6 +34,17 @@ class Settings:
     weight_cache: bool | Literal["always"]
 
 
+def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer of Transformer Engine that may keep scales, with its fqn.
+
+    These are our layers, layers of Transformer Engine that the user built, and the engines of fused layers.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            yield fqn, module
+    yield from fusion.engines(model).items()
+
+
 def convert(model: nn.Module, settings: Settings) -> Choice:
     """Convert ``model`` in place; the scales of layers that were converted before are kept.
 
@@ -44,7 +56,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
         RuntimeError: by Transformer Engine, there is no CUDA.
     """
     kind, alignment = kind_of(settings.recipe), alignment_of(settings.recipe)
-    before = scales.saved(scales.scaled_layers(model))
+    before = scales.saved(scaled_layers(model))
     with unchanged(model):
         fusion.unfuse(model)
         if settings.fuse:  # it takes torch's own layers
@@ -65,10 +77,10 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
     if kind == CUSTOM:
-        custom.check(model, settings.recipe)
+        custom.check(scaled_layers(model), settings.recipe)
     checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
-        scales.restore(scales.scaled_layers(model), before, settings.recipe)
+        scales.restore(scaled_layers(model), before, settings.recipe)
     return found
 
 

@@ -233,9 +233,9 @@ class FP8TE(LowPrecision):
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
     def _check_choice(self, module: Module, found: Any) -> None:
-        from lightning_lowprec.te import scales
+        from lightning_lowprec.te.convert import scaled_layers
 
-        own = [fqn for fqn, _ in scales.scaled_layers(module)]
+        own = [fqn for fqn, _ in scaled_layers(module)]
         if not found.converts and not own:
             raise ValueError(
                 f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
@@ -300,10 +300,10 @@ class FP8TE(LowPrecision):
 
     def _scaled_layers(self) -> list[tuple[str, Any]]:
         """By the number of the module that was set up, and the fqn in it."""
-        from lightning_lowprec.te import scales
+        from lightning_lowprec.te.convert import scaled_layers
 
         modules = dict.fromkeys(alive(self._modules))  # one that was set up again is one
-        found = [(i, *entry) for i, m in enumerate(modules) for entry in scales.scaled_layers(m)]
+        found = [(i, *entry) for i, m in enumerate(modules) for entry in scaled_layers(m)]
         return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
 
     @override
