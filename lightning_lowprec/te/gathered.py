@@ -23,7 +23,7 @@ from lightning_lowprec.te.fp8_weight import Fp8Weight
 
 
 @final
-class TEWire:
+class TEWireFormat:
     """Transformer Engine's arithmetic with one scale per tensor.
 
     Args:
@@ -64,14 +64,14 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal().reshape(1)
 
 
-def wire_format(recipe: Any) -> TEWire | None:
+def wire_format(recipe: Any) -> TEWireFormat | None:
     """How weights travel under a recipe of Transformer Engine; None: in high precision (see :func:`unwired`)."""
     if unwired(recipe) is not None:
         return None
     if recipe.delayed():
-        return TEWire()
+        return TEWireFormat()
     options = recipe.fp8_quant_fwd_weight
-    return TEWire(power_of_two=options.power_2_scale, least_amax=options.amax_epsilon)
+    return TEWireFormat(power_of_two=options.power_2_scale, least_amax=options.amax_epsilon)
 
 
 def unwired(recipe: Any) -> str | None:
