@@ -24,7 +24,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
-from lightning_lowprec.te.gathered import unwired
+from lightning_lowprec.te.wire_format import unwired
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 

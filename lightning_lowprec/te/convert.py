@@ -14,7 +14,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import custom, fusion, linear, norms, scales
 from lightning_lowprec.te.choice import Choice, choose
-from lightning_lowprec.te.gathered import wire_format
+from lightning_lowprec.te.wire_format import wire_format
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, kind_of
 from lightning_lowprec.te.recompute import checkpoint_by_te
 

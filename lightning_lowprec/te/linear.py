@@ -28,7 +28,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.te import scales
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, freeze_in_fp8, thaw
-from lightning_lowprec.te.gathered import for_gemm
+from lightning_lowprec.te.wire_format import for_gemm
 from lightning_lowprec.te.weight_cache import WeightCache
 
 _WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")

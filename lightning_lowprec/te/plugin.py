@@ -26,7 +26,7 @@ from lightning_lowprec.precision.host import alive, device_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.delayed import SCALES, DelayedScales
-from lightning_lowprec.te.gathered import unwired
+from lightning_lowprec.te.wire_format import unwired
 from lightning_lowprec.te.te_options import Base, check_base, check_options
 
 BACKEND: Final = "transformer_engine"
