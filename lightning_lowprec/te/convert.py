@@ -14,7 +14,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import custom, fusion, linear, norms, scales
 from lightning_lowprec.te.choice import Choice, choose
-from lightning_lowprec.te.wire_format import wire_format
+from lightning_lowprec.te.wire_format import wire_format_of
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, kind_of
 from lightning_lowprec.te.recompute import checkpoint_by_te
 
@@ -72,7 +72,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
             fp8_eval=settings.fp8_eval,
             token_alignment=alignment,
             weight_cache=settings.weight_cache,
-            wire_format=wire_format(settings.recipe),
+            wire_format=wire_format_of(settings.recipe),
             custom=kind == CUSTOM,
         )
         norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])

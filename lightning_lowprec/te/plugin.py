@@ -26,7 +26,7 @@ from lightning_lowprec.precision.host import alive, device_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.delayed import SCALES, DelayedScales
-from lightning_lowprec.te.wire_format import unwired
+from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.te.te_options import Base, check_base, check_options
 
 BACKEND: Final = "transformer_engine"
@@ -190,7 +190,7 @@ class FP8TE(LowPrecision):
     def _settle_pending(self) -> None:
         modules = alive(self._pending)
         super()._settle_pending()
-        if self.fp8_params and self._sharded is None and unwired(self.recipe) is None and self.fp8_eval:
+        if self.fp8_params and self._sharded is None and gather_refusal(self.recipe) is None and self.fp8_eval:
             from lightning_lowprec.te.linear import freeze_weights
 
             for module in modules:

@@ -64,9 +64,9 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal().reshape(1)
 
 
-def wire_format(recipe: Any) -> TEWireFormat | None:
-    """How weights travel under a recipe of Transformer Engine; None: in high precision (see :func:`unwired`)."""
-    if unwired(recipe) is not None:
+def wire_format_of(recipe: Any) -> TEWireFormat | None:
+    """How weights travel under a recipe of Transformer Engine; None: in high precision (see :func:`gather_refusal`)."""
+    if gather_refusal(recipe) is not None:
         return None
     if recipe.delayed():
         return TEWireFormat()
@@ -74,7 +74,7 @@ def wire_format(recipe: Any) -> TEWireFormat | None:
     return TEWireFormat(power_of_two=options.power_2_scale, least_amax=options.amax_epsilon)
 
 
-def unwired(recipe: Any) -> str | None:
+def gather_refusal(recipe: Any) -> str | None:
     """Why weights cannot travel as float8 under ``recipe``, or None if they can."""
     if not (recipe.delayed() or recipe.float8_current_scaling()):
         return "has no single scale for a weight, and only one per tensor can be gathered"

@@ -8,7 +8,7 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     current_scaling_ref_factory,
 )
 
-from lightning_lowprec.te.wire_format import TEWireFormat, unwired, wire_format
+from lightning_lowprec.te.wire_format import TEWireFormat, gather_refusal, wire_format_of
 from lightning_lowprec.te.recipes import make_recipe
 
 AMAX = [0.0, 1e-45, 1e-38, 1e-36, 2.0**-20, 0.3, 1.0, 447.9, 448.0, 1e6, 3.4e38]
@@ -48,10 +48,10 @@ def test_what_is_not_finite_stays_so(bad):
 
 
 def test_of_a_recipe():
-    assert wire_format(make_recipe("delayed", {}, "test")).power_of_two is False
-    current = wire_format(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
+    assert wire_format_of(make_recipe("delayed", {}, "test")).power_of_two is False
+    current = wire_format_of(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
     assert (current.power_of_two, current.least_amax) == (True, 0.0)
     custom = CustomRecipe(qfactory=current_scaling_ref_factory)
     for recipe in (make_recipe("block", {}, "test"), NVFP4BlockScaling(), custom):
-        assert wire_format(recipe) is None
-        assert "no single scale" in unwired(recipe)
+        assert wire_format_of(recipe) is None
+        assert "no single scale" in gather_refusal(recipe)
