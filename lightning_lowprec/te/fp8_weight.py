@@ -138,7 +138,7 @@ def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def freeze_in_fp8(layer: Any, device: torch.device) -> None:
+def store_in_fp8(layer: Any, device: torch.device) -> None:
     """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
 
     Args:
@@ -150,7 +150,7 @@ def freeze_in_fp8(layer: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def thaw(layer: Any) -> None:
+def store_in_full(layer: Any) -> None:
     """Give a weight that is in FP8 alone its values in full, in the dtype that it has shown; any other stays."""
     weight = layer.weight
     if isinstance(weight, FrozenWeight):

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.te import scales
-from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, freeze_in_fp8, thaw
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.wire_format import for_gemm
 from lightning_lowprec.te.weight_cache import WeightCache
 
@@ -207,7 +207,7 @@ def configure(
             quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
         fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
-    thaw(linear)
+    store_in_full(linear)
     if not isinstance(linear, TELinear):
         donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
@@ -224,19 +224,19 @@ def configure(
 
 def revert(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
-    thaw(linear)
+    store_in_full(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
     for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
         linear.__dict__.pop(name, None)
     linear.__class__ = nn.Linear
 
 
-def freeze_weights(model: nn.Module, device: torch.device) -> None:
+def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
     """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
     for layer in te_linears(model):
         weight = layer._parameters.get("weight")  # none where `weight_norm` computes it
         if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, Fp8Weight)):
-            freeze_in_fp8(layer, device)
+            store_in_fp8(layer, device)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:

@@ -191,10 +191,10 @@ class FP8TE(LowPrecision):
         modules = alive(self._pending)
         super()._settle_pending()
         if self.fp8_params and self._sharded is None and gather_refusal(self.recipe) is None and self.fp8_eval:
-            from lightning_lowprec.te.linear import freeze_weights
+            from lightning_lowprec.te.linear import store_frozen_in_fp8
 
             for module in modules:
-                freeze_weights(module, self._device or device_of(module))
+                store_frozen_in_fp8(module, self._device or device_of(module))
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:
