@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli.compare import run
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.loading import build, load_class
 from lightning_lowprec.tools.compare.progress import MARK, receive, send
 from lightning_lowprec.tools.compare.recorder import Recorder
 from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult, judge

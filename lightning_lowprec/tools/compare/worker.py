@@ -19,7 +19,7 @@ import torch
 import lightning_lowprec
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.tools.compare.loading import build
+from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.recorder import Recorder
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
