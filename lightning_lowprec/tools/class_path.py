@@ -1,4 +1,4 @@
-"""From a class path to the class."""
+"""Import the class that a path names: ``package.module.Class`` or ``path/to/file.py:Class``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from types import ModuleType
 from typing import Any
 
 
-def build(path: str, arguments: Mapping[str, Any], kind: type, *, seed: int | None = None) -> Any:
-    """An instance of the class that `path` names.
+def check_class_path(field: str, path: str) -> None:
+    """Check the spelling of a class path, without importing anything.
 
-    Args:
-        path: `package.module.Class` or `path/to/file.py:Class`.
-        arguments: Keyword arguments.
-        kind: What the instance must be.
-        seed: Passed as `seed` if the class takes one and `arguments` has none.
+    Raises:
+        ValueError: ``path`` is not a class path, or names a file that does not exist.
     """
-    factory = load_class(path)
-    if seed is not None and "seed" not in arguments and "seed" in inspect.signature(factory).parameters:
-        arguments = {**arguments, "seed": seed}
-    value = factory(**arguments)
-    if not isinstance(value, kind):
-        raise TypeError(f"{path!r} makes a {type(value).__name__}; expected a {kind.__name__}.")
-    return value
+    file, colon, attribute = path.rpartition(":")
+    if colon and file.endswith(".py"):
+        if not Path(file).is_file():
+            raise ValueError(
+                f"`{field}={path!r}` is not valid: there is no file {file!r}; expected path/to/file.py:Class."
+            )
+        parts = [attribute]
+    else:
+        parts = path.split(".")
+    if not all(part.isidentifier() for part in parts) or (len(parts) < 2 and not colon):
+        raise ValueError(f"`{field}={path!r}` is not valid; expected package.module.Class or path/to/file.py:Class.")
 
 
 def load_class(path: str) -> Any:
-    """What `path` names, imported."""
+    """Import the module or file and return the class.
+
+    Raises:
+        ImportError: there is no such module, file or class.
+    """
     file, colon, name = path.rpartition(":")
     if colon:
         module = _load_file(Path(file))
@@ -44,14 +49,32 @@ def load_class(path: str) -> Any:
     return getattr(module, name)
 
 
+def build(path: str, arguments: Mapping[str, Any], kind: type, *, seed: int | None = None) -> Any:
+    """Make an instance of the class.
+
+    Args:
+        path: the class path.
+        arguments: keyword arguments of the class.
+        kind: the instance must be an instance of this class.
+        seed: passed as ``seed`` if the class takes a seed and ``arguments`` has none.
+    """
+    factory = load_class(path)
+    if seed is not None and "seed" not in arguments and "seed" in inspect.signature(factory).parameters:
+        arguments = {**arguments, "seed": seed}
+    value = factory(**arguments)
+    if not isinstance(value, kind):
+        raise TypeError(f"{path!r} makes a {type(value).__name__}; expected a {kind.__name__}.")
+    return value
+
+
 def _load_file(file: Path) -> ModuleType:
-    """Import a file under the name of its stem, its folder on the path, as `python file.py` would have it."""
-    sys.path.insert(0, str(file.resolve().parent))
-    if file.stem in sys.modules:  # the class path and the data path may name the same file
-        loaded = sys.modules[file.stem]
-        if getattr(loaded, "__file__", None) == str(file.resolve()):
-            return loaded
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    """Import a file like ``python file.py`` does: its stem is the module's name, its folder is on the path."""
+    path = file.resolve()
+    sys.path.insert(0, str(path.parent))
+    loaded = sys.modules.get(file.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded  # model and data may lie in one file
+    spec = importlib.util.spec_from_file_location(file.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{str(file)!r} cannot be imported; expected a Python file.")
     module = importlib.util.module_from_spec(spec)

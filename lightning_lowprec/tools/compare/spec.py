@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_lowprec.tools.class_path import check_class_path
+
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
 
@@ -56,7 +58,7 @@ class CompareSpec:
                 f"`max_loss_gap={self.max_loss_gap!r}` is not valid; expected 0 or more, e.g. 0.01 for 1 %."
             )
         for name in ("model", "data"):
-            _check_class_path(name, getattr(self, name))
+            check_class_path(name, getattr(self, name))
         for name in ("model_args", "data_args"):
             _check_arguments(name, getattr(self, name))
         for name in ("val_metric", "accelerator"):
@@ -99,20 +101,6 @@ def _check_precisions(precisions: object) -> None:
 def _check_integer(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{name}={value!r}` is not valid; expected an integer of at least {least}.")
-
-
-def _check_class_path(name: str, value: str) -> None:
-    file, colon, attribute = value.rpartition(":")
-    if colon and file.endswith(".py"):
-        if not Path(file).is_file():
-            raise ValueError(
-                f"`{name}={value!r}` is not valid: there is no file {file!r}; expected path/to/file.py:Class."
-            )
-        parts = [attribute]
-    else:
-        parts = value.split(".")
-    if not all(part.isidentifier() for part in parts) or (len(parts) < 2 and not colon):
-        raise ValueError(f"`{name}={value!r}` is not valid; expected package.module.Class or path/to/file.py:Class.")
 
 
 def _check_arguments(name: str, value: object) -> None:
