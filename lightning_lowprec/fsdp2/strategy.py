@@ -24,7 +24,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
-from lightning_lowprec.te.gathered import unwired
+from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 
@@ -233,7 +233,7 @@ def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
     if not isinstance(plugin, (FP8TE, FP8TorchAO)):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
     if isinstance(plugin, FP8TE):
-        unable = unwired(plugin.recipe)
+        unable = gather_refusal(plugin.recipe)
         if unable is not None:
             return f"`recipe={plugin.kind!r}` {unable}"
     elif plugin.recipe != "tensorwise":

@@ -32,7 +32,7 @@ def cast_parameters(
 
     Returns:
         The float32 original of every parameter that changed, by ``id(parameter)``, for
-        :func:`~lightning_lowprec.masters.optimizer.wrap`; empty without ``keep``.
+        :func:`~lightning_lowprec.masters.optimizer.add_masters`; empty without ``keep``.
 
     Raises:
         ValueError: ``dtype`` is no half precision.

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.masters.casting import HALF_DTYPES
-from lightning_lowprec.precision.host import alive
+from lightning_lowprec.references import alive
 
 if TYPE_CHECKING:  # needs torch.distributed, which some builds have not
     from lightning_lowprec.masters.ddp import Float32Reduction

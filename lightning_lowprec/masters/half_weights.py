@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,57 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.casting import HALF_DTYPES, cast_parameters
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
-
-MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
 
 
-def resolve_master_weights(base: Literal["bf16", "fp16", "auto"], choice: MasterWeights) -> MasterConfig | None:
-    """Where the masters live, or None for float32 weights.
-
-    Raises:
-        ValueError: an unknown form, or one that needs bf16 with fp16.
-    """
-    if choice is False:
-        return None
-    if not (isinstance(choice, MasterConfig) or choice is True or choice in ("remainder", "stochastic")):
-        allowed = "False, True, 'remainder', 'stochastic', a MasterConfig"
-        raise ValueError(f"`master_weights={choice!r}` is not valid; expected one of: {allowed}.")
-    config = MasterConfig.of("fp32" if choice is True else choice)
-    if base == "fp16" and config.form != "fp32":
-        raise ValueError(
-            f"`master_weights={choice!r}` is not valid with fp16: it rests on bf16 being the upper half of float32;"
-            " use `master_weights=True`, or bf16."
-        )
-    return config
-
-
-def resolve_masters(
-    base: Literal["bf16", "fp16", "auto"],
-    choice: MasterWeights,
-    *,
-    buffer_dtype: torch.dtype | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-) -> Masters | None:
-    """What a plugin with these options does about masters; None for float32 weights.
-
-    Raises:
-        ValueError: an option that is not valid, or goes with masters and there are none.
-    """
-    config = resolve_master_weights(base, choice)
-    gradients = GradientDtypes(reduce=grad_reduce_dtype, accumulation=grad_accumulation_dtype)
-    if config is not None:
-        return Masters(config, buffer_dtype, gradients)
-    if buffer_dtype is not None:
-        raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
-    gradients.check_no_masters()
-    return None
-
-
-class Masters:
+class HalfWeights:
     """Casts modules to half precision and gives the optimizers of their parameters float32 masters.
 
     Modules and optimizers may be set up in any order; the float32 weights from before the cast wait for whoever comes
@@ -92,7 +46,7 @@ class Masters:
         self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 
-    def under_fsdp2(self) -> Masters | None:
+    def under_fsdp2(self) -> HalfWeights | None:
         """What is left to do for half shards, whose gradients FSDP2 reduces in float32; None for float32 ones.
 
         Raises:
@@ -106,11 +60,11 @@ class Masters:
                 " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`, whose"
                 " shards and gradients are float32 there."
             )
-        return Masters(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
     def give(self, optimizer: Optimizer) -> None:
         """Wrap an optimizer; again, when more of its parameters have been cast since."""
-        wrap(optimizer, self.config, values=self._originals)
+        add_masters(optimizer, self.config, values=self._originals)
         self.gradients.prepare(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             for p in group["params"]:

@@ -1,6 +1,6 @@
 """float32 master weights for any torch optimizer, by changing the optimizer's class in place.
 
-    optimizer = wrap(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
+    optimizer = add_masters(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
     loss.backward()
     prepare_grads(optimizer, inv_scale=1 / scale)                            # optional: step does it
     torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)              # float32 gradients
@@ -27,13 +27,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.registry import MasterBook, MasterConfig, MasterForm
+from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.registry import MasterRegistry
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
 
 
-def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None) -> T:
+def add_masters(
+    optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None
+) -> T:
     """Give ``optimizer`` float32 masters of its half-precision parameters, in place.
 
     A second call makes masters of parameters that have become half precision since.
@@ -65,7 +68,7 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
             f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which master weights"
             " change. Wrap the optimizer before whatever replaces its `step`."
         )
-    book = MasterBook(config, optimizer, values or {})
+    book = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's, which only notes that `step` was called: ours notes it too
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
@@ -81,8 +84,8 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
 
 
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether :func:`wrap` was applied to ``optimizer``."""
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether :func:`add_masters` was applied to ``optimizer``."""
     return isinstance(optimizer, MasterOptimizer)
 
 
@@ -183,9 +186,9 @@ def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MasterOptimizer(Optimizer):
-    """What :func:`wrap` puts in front of an optimizer's class; never instantiated by itself."""
+    """What :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
 
-    _masters: MasterBook
+    _masters: MasterRegistry
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +277,7 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
     optimizer = plain.__new__(plain)
     optimizer.__setstate__(state)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return wrap(optimizer, config, values={id(params[i]): value for i, value in values.items()})
+    return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
 
 
 def _has_master(entry: Any) -> bool:
@@ -286,7 +289,9 @@ def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
-def _book(optimizer: Optimizer) -> MasterBook:
+def _book(optimizer: Optimizer) -> MasterRegistry:
     if not isinstance(optimizer, MasterOptimizer):
-        raise TypeError(f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `wrap` on it first.")
+        raise TypeError(
+            f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
+        )
     return optimizer._masters

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
 from lightning_lowprec.msamp.weight import ScaledWeight, scaled_of
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
+from lightning_lowprec.private.torch import written_arguments
 
 _aten: Any = torch.ops.aten
 _CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
@@ -93,7 +93,7 @@ class CodedTensor(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], CodedTensor):
             _copy(args[0], args[1])
             return args[0]
-        if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written(func, args, kwargs))):
+        if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written_arguments(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
         return func(*pytree.tree_map_only(CodedTensor, _values, args), **kwargs)
 

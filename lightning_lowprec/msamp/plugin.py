@@ -27,10 +27,11 @@ from lightning_lowprec.msamp.replicas import Replicas
 from lightning_lowprec.msamp.weight import LEVELS, Level, scaled_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive, trainer_of
+from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.precision.plans import plan_or_raise
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.references import alive
 
 Base = Literal["bf16", "fp16"]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_lowprec.msamp.weight import scaled_of
-from lightning_lowprec.precision.host import alive
+from lightning_lowprec.references import alive
 
 
 def process_group_exists() -> bool:

@@ -22,14 +22,15 @@ from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.masters.casting import HALF_DTYPES
-from lightning_lowprec.masters.half_weights import Masters
+from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import grads_shown, main_params
-from lightning_lowprec.precision.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
+from lightning_lowprec.precision.host import cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.loss_scale_choice import check_optimizer
 from lightning_lowprec.precision.refusals import refuse_uncast, refuse_unfit
 from lightning_lowprec.precision.scale_state import SCALER_STATE, foreign_states, load_loss_scale, log_loss_scale
 from lightning_lowprec.precision.unscaling import unscale_to_clip, zero_if_nonfinite
+from lightning_lowprec.references import alive
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -45,7 +46,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     shards_codes: bool = False  # whether FSDP2 can shard these
 
-    def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
+    def __init__(self, loss_scale: LossScale | None, masters: HalfWeights | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self.masters = masters
         self._device: torch.device | None = None

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from lightning_lowprec.conversion.backends import unconvert
 from lightning_lowprec.hardware import bf16_refusal, default_device
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
+from lightning_lowprec.masters.options import MasterWeights, resolve_masters
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.host import alive
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.references import alive
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _NAMES: dict[tuple[str, str | None], str] = {
@@ -42,7 +42,7 @@ class HalfMixed(LowPrecision):
         master_weights: False keeps float32 weights. Otherwise the weights are half and the optimizer updates float32
             masters: ``True`` keeps them (4 bytes per parameter), ``"remainder"`` keeps the exact masters in 2 bytes
             (bf16), ``"stochastic"`` keeps none and rounds the updated weights stochastically (bf16). A
-            :class:`~lightning_lowprec.masters.registry.MasterConfig` says more: stochastically rounded bf16 moments, the seed.
+            :class:`~lightning_lowprec.masters.config.MasterConfig` says more: stochastically rounded bf16 moments, the seed.
         buffer_dtype: with masters, what floating-point buffers are cast to; None leaves them (rotary tables and
             running statistics want float32).
         grad_reduce_dtype: with masters, ``torch.float32`` averages gradients over the ranks of DDP in float32 and

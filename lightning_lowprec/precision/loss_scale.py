@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.optimizer import drop_grads, held_masters, is_wrapped, prepare_grads
+from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, prepare_grads
 
 LossScaleInput = Literal["dynamic"] | float
 
@@ -115,7 +115,7 @@ class LossScaler:
         self.watch(optimizer)
         if optimizer in self._found_inf:
             return
-        if is_wrapped(optimizer):
+        if has_masters(optimizer):
             prepare_grads(optimizer)
         found = self._carried.pop(optimizer, [])
         for device, grads in _grads_by_device_and_dtype(optimizer):

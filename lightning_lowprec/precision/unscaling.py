@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.optimizer import is_wrapped, main_params, prepare_grads
+from lightning_lowprec.masters.optimizer import has_masters, main_params, prepare_grads
 from lightning_lowprec.precision.loss_scale import LossScaler
 
 
@@ -12,7 +12,7 @@ def unscale_to_clip(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     """Unscale the gradients and move them to the masters; a second call before the step changes nothing."""
     if scaler is not None:
         scaler.unscale(optimizer)
-    elif is_wrapped(optimizer):
+    elif has_masters(optimizer):
         prepare_grads(optimizer)
 
 

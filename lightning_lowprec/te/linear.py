@@ -27,8 +27,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.te import scales
-from lightning_lowprec.te.fp8_weight import CodedWeight, FrozenWeight, freeze_in_fp8, thaw
-from lightning_lowprec.te.gathered import for_gemm
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
+from lightning_lowprec.te.wire_format import for_gemm
 from lightning_lowprec.te.weight_cache import WeightCache
 
 _WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
@@ -121,7 +121,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return output.reshape(*input.shape[:-1], self.out_features)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
-        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, CodedWeight):
+        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):
             return None
         if not (torch.is_grad_enabled() or self.weight_cache.always):
             return None
@@ -140,7 +140,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
-        if isinstance(self.weight, CodedWeight):
+        if isinstance(self.weight, Fp8Weight):
             quantizers = self.quantizers["scaling_fwd"]
             return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
         return [self.weight]
@@ -207,7 +207,7 @@ def configure(
             quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
         fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
-    thaw(linear)
+    store_in_full(linear)
     if not isinstance(linear, TELinear):
         donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
@@ -224,19 +224,19 @@ def configure(
 
 def revert(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
-    thaw(linear)
+    store_in_full(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
     for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
         linear.__dict__.pop(name, None)
     linear.__class__ = nn.Linear
 
 
-def freeze_weights(model: nn.Module, device: torch.device) -> None:
+def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
     """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
     for layer in te_linears(model):
         weight = layer._parameters.get("weight")  # none where `weight_norm` computes it
-        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, CodedWeight)):
-            freeze_in_fp8(layer, device)
+        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, Fp8Weight)):
+            store_in_fp8(layer, device)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:

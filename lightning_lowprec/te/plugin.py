@@ -18,15 +18,16 @@ from lightning_lowprec.conversion.converted import check_converted
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
+from lightning_lowprec.masters.options import MasterWeights, resolve_masters
 from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive, device_of
+from lightning_lowprec.precision.host import device_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.references import alive
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.delayed import SCALES, DelayedScales
-from lightning_lowprec.te.gathered import unwired
+from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.te.te_options import Base, check_base, check_options
 
 BACKEND: Final = "transformer_engine"
@@ -190,11 +191,11 @@ class FP8TE(LowPrecision):
     def _settle_pending(self) -> None:
         modules = alive(self._pending)
         super()._settle_pending()
-        if self.fp8_params and self._sharded is None and unwired(self.recipe) is None and self.fp8_eval:
-            from lightning_lowprec.te.linear import freeze_weights
+        if self.fp8_params and self._sharded is None and gather_refusal(self.recipe) is None and self.fp8_eval:
+            from lightning_lowprec.te.linear import store_frozen_in_fp8
 
             for module in modules:
-                freeze_weights(module, self._device or device_of(module))
+                store_frozen_in_fp8(module, self._device or device_of(module))
 
     @override
     def _settle(self, module: Module, device: torch.device) -> None:
@@ -233,9 +234,9 @@ class FP8TE(LowPrecision):
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
     def _check_choice(self, module: Module, found: Any) -> None:
-        from lightning_lowprec.te import scales
+        from lightning_lowprec.te.convert import scaled_layers
 
-        own = [fqn for fqn, _ in scales.scaled_layers(module)]
+        own = [fqn for fqn, _ in scaled_layers(module)]
         if not found.converts and not own:
             raise ValueError(
                 f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
@@ -300,10 +301,10 @@ class FP8TE(LowPrecision):
 
     def _scaled_layers(self) -> list[tuple[str, Any]]:
         """By the number of the module that was set up, and the fqn in it."""
-        from lightning_lowprec.te import scales
+        from lightning_lowprec.te.convert import scaled_layers
 
         modules = dict.fromkeys(alive(self._modules))  # one that was set up again is one
-        found = [(i, *entry) for i, m in enumerate(modules) for entry in scales.scaled_layers(m)]
+        found = [(i, *entry) for i, m in enumerate(modules) for entry in scaled_layers(m)]
         return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
 
     @override

@@ -19,13 +19,13 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
+from lightning_lowprec.masters.options import MasterWeights, resolve_masters
 from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.precision.plans import plan_or_raise
+from lightning_lowprec.references import alive
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Base = Literal["bf16", "fp16"]

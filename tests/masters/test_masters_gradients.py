@@ -4,13 +4,20 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.optimizer import grads_shown, held_masters, main_params, prepare_grads, refresh, wrap
+from lightning_lowprec.masters.optimizer import (
+    add_masters,
+    grads_shown,
+    held_masters,
+    main_params,
+    prepare_grads,
+    refresh,
+)
 
 every_form = pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
 
 
 def sgd(*params, form="fp32", lr=1.0):
-    return wrap(optim.SGD(params, lr=lr), form)
+    return add_masters(optim.SGD(params, lr=lr), form)
 
 
 def half(*values, dtype=torch.bfloat16):
@@ -142,7 +149,7 @@ def test_sparse_gradients(form):
 @pytest.mark.parametrize("zero", [True, False])
 def test_closures_without_zero_grad_do_not_add_up_evaluations(zero):
     p = half(4.0)
-    optimizer = wrap(optim.LBFGS([p], lr=0.1, max_iter=3), "fp32")
+    optimizer = add_masters(optim.LBFGS([p], lr=0.1, max_iter=3), "fp32")
     weights = []
 
     def closure():
@@ -161,7 +168,9 @@ def test_closures_without_zero_grad_do_not_add_up_evaluations(zero):
 def test_only_wrapped_optimizers():
     plain = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     for call in (prepare_grads, refresh):
-        with pytest.raises(TypeError, match=r"expected an optimizer with masters, got SGD\. Call `wrap` on it first"):
+        with pytest.raises(
+            TypeError, match=r"expected an optimizer with masters, got SGD\. Call `add_masters` on it first"
+        ):
             call(plain)
     assert list(main_params(plain)) == plain.param_groups[0]["params"]
     assert held_masters(plain) == []

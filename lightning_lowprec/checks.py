@@ -1,0 +1,23 @@
+"""Checks of arguments, with one wording: the field, the value that was given, the values that are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise if ``value`` is not one of ``allowed``.
+
+    Args:
+        field: the name of the argument.
+        value: the value that the user gave.
+        allowed: the values to compare with, for example ``get_args`` of a ``Literal``. Strings stand in the message
+            without quotes.
+
+    Raises:
+        ValueError: ``value`` is not allowed.
+    """
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.")
