@@ -18,10 +18,11 @@ def unconvert(model: nn.Module, *, but: Backend | None = None) -> None:
     torchao = _imported("torchao.linear")
     if torchao is not None and but != "torchao":
         torchao.revert(model)
-    for name in ("te.linear", "te.norms"):
-        layers = _imported(name)
-        if layers is not None and but != "transformer_engine":
-            layers.convert(model, ())
+    linear, norms = _imported("te.linear"), _imported("te.norms")
+    if linear is not None and but != "transformer_engine":
+        linear.revert_linears(model)
+    if norms is not None and but != "transformer_engine":
+        norms.revert_norms(model)
     recompute = _imported("te.recompute")
     if recompute is not None and but != "transformer_engine":
         recompute.checkpoint_by_te(model, wanted=False)

@@ -203,7 +203,7 @@ class FP8TE(LowPrecision):
             raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
         if self.backend_is_chosen:
             check_ranks_agree(self.precision, BACKEND)
-        from lightning_lowprec.te.convert import Settings, convert
+        from lightning_lowprec.te.convert import Settings, convert_model
 
         unconvert(module, but=BACKEND)
         settings = Settings(
@@ -214,7 +214,7 @@ class FP8TE(LowPrecision):
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
-        found = convert(module, settings)
+        found = convert_model(module, settings)
         self._check_choice(module, found)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
