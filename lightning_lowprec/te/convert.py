@@ -45,7 +45,7 @@ def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from fusion.engines(model).items()
 
 
-def convert(model: nn.Module, settings: Settings) -> Choice:
+def convert_model(model: nn.Module, settings: Settings) -> Choice:
     """Convert ``model`` in place; the scales of layers that were converted before are kept.
 
     Returns:
@@ -60,13 +60,13 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
     with unchanged(model):
         fusion.unfuse(model)
         if settings.fuse:  # it takes torch's own layers
-            linear.convert(model, ())
-            norms.convert(model, ())
+            linear.revert_linears(model)
+            norms.revert_norms(model)
         found = choose(model, settings.layers, alignment=alignment, with_norms=settings.norms)
         if settings.fuse:
             found = replace(found, fusion=_fuse(model, found, settings, kind))
         handled: Collection[str] = found.fusion.handled if found.fusion is not None else ()
-        linear.convert(
+        linear.convert_linears(
             model,
             [fqn for fqn in found.linears.converted if fqn not in handled],
             fp8_eval=settings.fp8_eval,
@@ -75,7 +75,7 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
             wire_format=wire_format_of(settings.recipe),
             custom=kind == CUSTOM,
         )
-        norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
+        norms.convert_norms(model, [fqn for fqn in found.converted_norms if fqn not in handled])
     if kind == CUSTOM:
         custom.check(scaled_layers(model), settings.recipe)
     checkpoint_by_te(model, wanted=kind == "delayed")

@@ -169,22 +169,28 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "weight_cache": cache}
 
 
-def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
-    """Make the Linears named by ``fqns`` TELinears, and no others; what is converted already keeps its scales.
+def convert_linears(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
+    """Make the Linears named by ``fqns`` TELinears, and all other TELinears Linears again.
 
     Args:
-        model: changed in place.
-        fqns: by fqn; ``""`` is the model itself.
-        options: see :func:`configure`.
+        model: changed in place. A TELinear that stays one keeps its scales.
+        fqns: ``""`` is the model itself.
+        options: see :func:`convert_linear`.
     """
     for fqn, module in list(model.named_modules()):
         if fqn in fqns:
-            configure(module, fqn=fqn, **options)
+            convert_linear(module, fqn=fqn, **options)
         elif isinstance(module, TELinear):
-            revert(module)
+            revert_linear(module)
 
 
-def configure(
+def revert_linears(model: nn.Module) -> None:
+    """Make every TELinear of ``model`` a Linear again, in place."""
+    for layer in te_linears(model):
+        revert_linear(layer)
+
+
+def convert_linear(
     linear: nn.Module,
     *,
     fp8_eval: bool,
@@ -222,7 +228,7 @@ def configure(
     linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused, _fp8_workspaces={})
 
 
-def revert(linear: nn.Module) -> None:
+def revert_linear(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
     store_in_full(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
