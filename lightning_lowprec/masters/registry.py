@@ -127,7 +127,7 @@ class MasterRegistry:
 
     # ---- gradients
 
-    def prepare_grads(self, inv_scale: float | Tensor) -> None:
+    def move_grads_to_masters(self, inv_scale: float | Tensor) -> None:
         """Move gradients to the masters, loaded for it, and unscale those of parameters without one."""
         self.adopt({})
         if any(p.grad is not None for store in self._stores for p in store.params):

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.half_weights import HalfWeights
-from lightning_lowprec.masters.optimizer import grads_shown, main_params
+from lightning_lowprec.masters.optimizer import expose_master_grads, main_params
 from lightning_lowprec.precision.host import cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.loss_scale_choice import check_optimizer
@@ -288,7 +288,7 @@ class LowPrecision(TrainerPrecision, ABC):
         skipped = result is None and model.automatic_optimization  # training_step returned None: no gradients
         if not skipped:
             scaler.unscale(optimizer)
-        with grads_shown(optimizer):
+        with expose_master_grads(optimizer):
             self._after_closure(model, optimizer)
         if skipped:
             return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.optimizer import has_masters, main_params, prepare_grads
+from lightning_lowprec.masters.optimizer import has_masters, main_params, move_grads_to_masters
 from lightning_lowprec.precision.loss_scale import LossScaler
 
 
@@ -13,7 +13,7 @@ def unscale_to_clip(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     if scaler is not None:
         scaler.unscale(optimizer)
     elif has_masters(optimizer):
-        prepare_grads(optimizer)
+        move_grads_to_masters(optimizer)
 
 
 def zero_if_nonfinite(scaler: LossScaler | None, optimizer: Optimizer) -> None:
