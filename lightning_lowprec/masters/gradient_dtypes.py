@@ -56,7 +56,7 @@ class GradientDtypes:
         return self.reduce is not None or self.accumulation is not None
 
     @property
-    def follows_backward(self) -> bool:
+    def wraps_backward(self) -> bool:
         """Whether every backward must go through the plugin: accumulation under DDP."""
         return self.accumulation is not None and bool(alive(self._reductions))
 
@@ -71,7 +71,7 @@ class GradientDtypes:
                 p.grad_dtype = torch.float32
                 p.grad = None if grad is None else grad.float()
 
-    def see_ddp(self, module: Module) -> None:
+    def reduce_ddp(self, module: Module) -> None:
         """Take over the reduction of a module, if it is DDP's and float32 was asked for."""
         if not self.reduces or not isinstance(module, DistributedDataParallel):
             return
@@ -84,7 +84,7 @@ class GradientDtypes:
         """Raise if several processes train and no module of theirs was seen.
 
         Raises:
-            RuntimeError: nobody called :meth:`see_ddp`.
+            RuntimeError: nobody called :meth:`reduce_ddp`.
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.reduces and distributed and torch.distributed.get_world_size() > 1 and not alive(self._reductions):

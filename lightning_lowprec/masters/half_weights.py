@@ -27,7 +27,7 @@ class HalfWeights:
         self.config = config
         self.buffer_dtype = buffer_dtype
         self.gradients = gradients
-        self.spared: Callable[[Module], Collection[str]] | None = None
+        self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Names the parameters of a module that are not cast: float32 ones are their own masters."""
         self._originals: dict[int, Tensor] = {}
 
@@ -39,7 +39,7 @@ class HalfWeights:
             if isinstance(norm, _BatchNorm)  # its weights go with its float32 running statistics
             for name, _ in norm.named_parameters(recurse=False)
         }
-        kept = norms if self.spared is None else norms.union(self.spared(module))
+        kept = norms if self.not_cast is None else norms.union(self.spared(module))
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept.__contains__)
@@ -62,7 +62,7 @@ class HalfWeights:
             )
         return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
-    def give(self, optimizer: Optimizer) -> None:
+    def add_masters(self, optimizer: Optimizer) -> None:
         """Wrap an optimizer; again, when more of its parameters have been cast since."""
         add_masters(optimizer, self.config, values=self._originals)
         self.gradients.prepare(p for group in optimizer.param_groups for p in group["params"])
@@ -71,7 +71,7 @@ class HalfWeights:
                 if p.dtype in HALF_DTYPES:
                     self._originals.pop(id(p), None)
 
-    def forget(self) -> None:
+    def drop_originals(self) -> None:
         """Drop what waits for an optimizer, when training has begun: none will come."""
         self._originals = {}
 

@@ -125,7 +125,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._unchecked.append(weakref.ref(module))
         if self.masters is not None:
             for optimizer in alive(self._optimizers):
-                self.masters.give(optimizer)
+                self.masters.add_masters(optimizer)
         self._device = self._device or default_device()
 
     def _known_device(self) -> torch.device:
@@ -156,12 +156,12 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.scaler is not None:
             self.scaler.watch(optimizer)
         if self.masters is not None:
-            self.masters.give(optimizer)
+            self.masters.add_masters(optimizer)
 
     def see_module(self, module: Module) -> None:
         """A module as the strategy wrapped it: Fabric by the names in ``precision=``, the Trainer by ``connect``."""
         if self.masters is not None:
-            self.masters.gradients.see_ddp(module)
+            self.masters.gradients.reduce_ddp(module)
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
         """Fabric, after every set-up of modules."""
@@ -170,8 +170,8 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             refuse_uncast(self._sharded, self.precision)
             self.masters.gradients.check_reduced()
-            self.masters.give(optimizer)  # without the names, this is the first that is seen of it
-            self.masters.forget()
+            self.masters.add_masters(optimizer)  # without the names, this is the first that is seen of it
+            self.masters.drop_originals()
         self._unchecked = []
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -185,9 +185,9 @@ class LowPrecision(TrainerPrecision, ABC):
             if self.scaler is not None:
                 self.scaler.watch(optimizer)
             if self.masters is not None:
-                self.masters.give(optimizer)
+                self.masters.add_masters(optimizer)
         if self.masters is not None:
-            self.masters.forget()
+            self.masters.drop_originals()
         self._check_optimizers(optimizers)
         self._unchecked = []
         return super().connect(model, optimizers, lr_schedulers)
@@ -229,7 +229,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @property
     def backward(self) -> Callable[..., None]:
         """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where it does something."""
-        accumulates = self.masters is not None and self.masters.gradients.follows_backward
+        accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
     @shown_as(FabricPrecision.backward)

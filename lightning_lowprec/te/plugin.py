@@ -152,7 +152,7 @@ class FP8TE(LowPrecision):
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         check_options(self)
         if fp8_params and masters is not None:
-            masters.spared = self._weights_in_fp8
+            masters.not_cast = self._weights_in_fp8
         name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if base == "fp16" else "")
 
