@@ -39,7 +39,7 @@ class HalfWeights:
             if isinstance(norm, _BatchNorm)  # its weights go with its float32 running statistics
             for name, _ in norm.named_parameters(recurse=False)
         }
-        kept = norms if self.not_cast is None else norms.union(self.spared(module))
+        kept = norms if self.not_cast is None else norms.union(self.not_cast(module))
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept.__contains__)
