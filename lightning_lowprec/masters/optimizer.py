@@ -45,7 +45,7 @@ def add_masters(
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
         store: where the masters live between steps, see :mod:`~lightning_lowprec.masters.stores`.
         values: float32 weights by ``id(parameter)`` from before a cast
-            (:func:`~lightning_lowprec.masters.casting.cast_parameters`), for masters that lose nothing by it.
+            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), for masters that lose nothing by it.
 
     Returns:
         ``optimizer`` itself, now also an instance of :class:`MasterOptimizer`.

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import clear_marks, move_grads, unscale_in_place
 from lightning_lowprec.masters.moments import StochasticMoments
 from lightning_lowprec.masters.stores import Fp32Store, RemainderStore, StochasticStore, Store
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 

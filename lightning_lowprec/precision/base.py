@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.hardware import default_device
-from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import expose_master_grads, main_params
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.precision.host import cast_floating, device_of, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.loss_scale_choice import check_optimizer

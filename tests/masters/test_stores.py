@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.masters.casting import cast_parameters
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
 from tests.masters.master_loops import masters_of, through_file, train, wrapped
 
