@@ -92,7 +92,9 @@ def register(backend: Backend) -> None:
         raise ValueError(f"`name={backend.name!r}` is a registered backend already; call `unregister` first.")
     taken = {name: other.name for other in _registered.values() for name in other.names}
     for name in backend.names.keys() & taken.keys():
-        raise ValueError(f"`names` has {name!r}, which the backend {taken[name]!r} has registered; choose another name.")
+        raise ValueError(
+            f"`names` has {name!r}, which the backend {taken[name]!r} has registered; choose another name."
+        )
     _registered[backend.name] = backend
     _tell_listeners()
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
 from lightning_lowprec.fsdp2.placing import place
-from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
 
 State = dict[str, Any]

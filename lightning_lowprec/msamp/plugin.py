@@ -238,7 +238,9 @@ class MSAMP(LowPrecision):
         **kwargs: Any,
     ) -> Any:
         """As in every precision, with the FP8 gradients averaged over the ranks before anybody looks at them."""
-        self._convert_optimizer(optimizer)  # a second one in Fabric without the names, or with a weight that was unfrozen
+        self._convert_optimizer(
+            optimizer
+        )  # a second one in Fabric without the names, or with a weight that was unfrozen
 
         def averaged() -> Any:
             result = None if closure is None else closure()

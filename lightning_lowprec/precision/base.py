@@ -29,9 +29,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.precision import state, step
 from lightning_lowprec.precision.host import cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
@@ -155,7 +155,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             prepared.append((module, device))
         for optimizer in self.optimizers.known if self.masters is not None else ():
-            self.masters.give(optimizer)
+            self.masters.add_masters(optimizer)
         for module, device in prepared:
             self._finish(module, device)
 
@@ -194,13 +194,13 @@ class LowPrecision(TrainerPrecision, ABC):
     def see_module(self, module: Module) -> None:
         """Look at a module as the strategy wrapped it (DDP): Fabric by the names, the Trainer by ``connect``."""
         if self.masters is not None:
-            self.masters.gradients.see_ddp(module)
+            self.masters.gradients.reduce_ddp(module)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:
             self.scaler.watch(optimizer)
         if self.masters is not None:
-            self.masters.give(optimizer)
+            self.masters.add_masters(optimizer)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -209,7 +209,7 @@ class LowPrecision(TrainerPrecision, ABC):
         for optimizer in optimizers:
             self._prepare_optimizer(optimizer)
         if self.masters is not None:
-            self.masters.forget()
+            self.masters.drop_originals()
         self._check_optimizers(optimizers)
         self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)
@@ -221,8 +221,8 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             refuse_uncast(self.modules.sharded, self.precision)
             self.masters.gradients.check_reduced()
-            self.masters.give(optimizer)  # without the names, the optimizer was not known before
-            self.masters.forget()
+            self.masters.add_masters(optimizer)  # without the names, the optimizer was not known before
+            self.masters.drop_originals()
         self.modules.note_check()
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -266,7 +266,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @property
     def backward(self) -> Callable[..., None]:
         """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the override is needed."""
-        accumulates = self.masters is not None and self.masters.gradients.follows_backward
+        accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
     @shown_as(FabricPrecision.backward)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_lowprec.masters.optimizer import grads_shown, has_masters, main_params, prepare_grads
+from lightning_lowprec.masters.optimizer import expose_master_grads, has_masters, main_params, move_grads_to_masters
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.precision.loss_scale import LossScaler
 
@@ -46,7 +46,7 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     if scaler is not None:
         scaler.unscale(optimizer)
     elif has_masters(optimizer):
-        prepare_grads(optimizer)
+        move_grads_to_masters(optimizer)
 
 
 def zero_if_skipped(scaler: LossScaler | None, optimizer: Optimizer) -> None:
@@ -99,7 +99,7 @@ def scaled_step(
     no_gradients = result is None and model.automatic_optimization  # training_step returned None
     if not no_gradients:
         scaler.unscale(optimizer)
-    with grads_shown(optimizer):
+    with expose_master_grads(optimizer):
         plugin._after_closure(model, optimizer)  # the Trainer's hooks and clipping
     if no_gradients:
         return result

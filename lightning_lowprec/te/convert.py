@@ -14,9 +14,9 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import custom, fusion, linear, norms, scales
 from lightning_lowprec.te.choice import Choice, choose
-from lightning_lowprec.te.wire_format import wire_format_of
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, kind_of
 from lightning_lowprec.te.recompute import checkpoint_by_te
+from lightning_lowprec.te.wire_format import wire_format_of
 
 
 @dataclass(frozen=True, kw_only=True)

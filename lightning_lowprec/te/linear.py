@@ -28,8 +28,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.te import scales
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
-from lightning_lowprec.te.wire_format import for_gemm
 from lightning_lowprec.te.weight_cache import WeightCache
+from lightning_lowprec.te.wire_format import for_gemm
 
 _WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
 """What Transformer Engine finds out at the first forward and never asks again: whether FSDP2 gathers the weight."""

@@ -136,7 +136,7 @@ class FP8TE(LowPrecision):
         _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         if fp8_params and masters is not None:
-            masters.spared = self._weights_in_fp8
+            masters.not_cast = self._weights_in_fp8
         name = NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if self.base == "fp16" else "")
 
@@ -312,9 +312,7 @@ class FP8TE(LowPrecision):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
 
 
-def _check(
-    kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool
-) -> None:
+def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
     """Raise ValueError for options that contradict each other, or the recipe."""
     if fuse not in ("auto", False):
         raise ValueError(f"`fuse={fuse!r}` is not valid; expected 'auto' or False.")

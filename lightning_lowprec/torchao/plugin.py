@@ -45,9 +45,7 @@ NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
 """The name for ``precision=`` of each recipe and format."""
 
 
-class TorchAOChoices(
-    LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, total=False
-):
+class TorchAOChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, total=False):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
