@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     Level,
-    ScaledWeight,
+    MsampWeightState,
     attach_,
     codes_of,
     encode,
@@ -197,7 +197,7 @@ class _ScaledMatmul(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:
+def _in_e4m3(weight: Tensor, scaled: MsampWeightState) -> tuple[Tensor, Tensor]:
     codes = codes_of(weight).detach()
     return (codes, scaled.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scaled.scale, E4M3)
 
@@ -212,7 +212,7 @@ def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: 
     return torch._scaled_mm(a, b, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
 
 
-def _scaled(weight: Any) -> ScaledWeight:
+def _scaled(weight: Any) -> MsampWeightState:
     scaled = scaled_of(weight)
     if scaled is None:
         raise TypeError(

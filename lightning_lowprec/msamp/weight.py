@@ -40,7 +40,7 @@ class Shards(Protocol):
 
 
 @final
-class ScaledWeight:
+class MsampWeightState:
     """What a parameter of codes is worth.
 
     Made by :func:`scale_weight_`; ``scale`` and ``master_scale`` are scalar float32 tensors, changed in place by
@@ -111,7 +111,7 @@ class ScaledWeight:
         return {**self.__dict__, "_param": None}
 
 
-def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
+def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """Make ``param`` hold codes, in place, and return what is then at ``param.scaled``.
 
     Its ``grad`` is float32 from then on. ``param.shape``, the object and its place in modules and optimizers stay.
@@ -131,16 +131,16 @@ def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
     master, master_scale = encode(values, FP16)
     if level == "O3":
         codes, scale = encode(master.float() / master_scale, E4M3)
-        scaled = ScaledWeight(scale, master, master_scale)
+        scaled = MsampWeightState(scale, master, master_scale)
     else:
-        codes, scaled = master, ScaledWeight(master_scale, None, None)
+        codes, scaled = master, MsampWeightState(master_scale, None, None)
     param.grad = None
     param.data = codes
     attach_(param, scaled)
     return scaled
 
 
-def attach_(param: Any, scaled: ScaledWeight) -> None:
+def attach_(param: Any, scaled: MsampWeightState) -> None:
     """Hang ``scaled`` at a parameter that holds its codes already."""
     param.grad_dtype = torch.float32
     param.scaled = scaled
@@ -148,9 +148,9 @@ def attach_(param: Any, scaled: ScaledWeight) -> None:
     scaled.note_write()
 
 
-def scaled_of(param: Any) -> ScaledWeight | None:
+def scaled_of(param: Any) -> MsampWeightState | None:
     """What hangs at a parameter of codes; None for any other tensor."""
-    scaled: ScaledWeight | None = getattr(param, "scaled", None)
+    scaled: MsampWeightState | None = getattr(param, "scaled", None)
     return scaled
 
 
@@ -213,7 +213,7 @@ def master_of(param: Tensor) -> Tensor | None:
     return _like(scaled.master.float() / scaled.master_scale, param)
 
 
-def _needed(param: Tensor) -> ScaledWeight:
+def _needed(param: Tensor) -> MsampWeightState:
     scaled = scaled_of(param)
     assert scaled is not None, "no codes"
     return scaled
