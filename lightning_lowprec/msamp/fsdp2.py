@@ -6,7 +6,7 @@
     coded.collect(mesh)                                # after it, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`CodedTensor`). What it
+FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`MsampShard`). What it
 cuts and copies is codes and master together; what it sends is the codes, one byte per element: the scale is that of the
 whole weight, and every rank has it. Gradients arrive at the shards in float32 (with FSDP2's
 ``param_dtype=bfloat16``, rounded to that before they are reduced). A step of the optimizer works on the
@@ -49,7 +49,7 @@ _CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
 
 
 @final
-class CodedTensor(Tensor):
+class MsampShard(Tensor):
     """Codes and their float16 master, or a part of both, or gathered codes alone; looks like a float32 tensor.
 
     Args:
@@ -66,10 +66,10 @@ class CodedTensor(Tensor):
     @staticmethod
     def __new__(
         cls, codes: Tensor, master: Tensor | None, scaled: MsampWeightState, dtype: torch.dtype = torch.float32
-    ) -> CodedTensor:
+    ) -> MsampShard:
         """A tensor without memory of its own, shaped and strided like the codes."""
         make: Any = Tensor._make_wrapper_subclass
-        made: CodedTensor = make(
+        made: MsampShard = make(
             cls,
             codes.size(),
             strides=codes.stride(),
@@ -90,12 +90,12 @@ class CodedTensor(Tensor):
         kwargs = kwargs or {}
         if func in _CUT:
             return _cut(func, args, kwargs)
-        if func is _aten.copy_.default and isinstance(args[0], CodedTensor):
+        if func is _aten.copy_.default and isinstance(args[0], MsampShard):
             _copy(args[0], args[1])
             return args[0]
-        if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written(func, args, kwargs))):
+        if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
-        return func(*pytree.tree_map_only(CodedTensor, _values, args), **kwargs)
+        return func(*pytree.tree_map_only(MsampShard, _values, args), **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Called by FSDP2: the codes to send."""
@@ -113,7 +113,7 @@ class CodedTensor(Tensor):
         if out is not None:
             return None
         (gathered,) = all_gather_outputs
-        return CodedTensor(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
+        return MsampShard(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
 
     def data_ptr(self) -> int:
         """Where the codes are."""
@@ -124,28 +124,28 @@ class CodedTensor(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.scaled.scale})"
 
 
-def _values(coded: CodedTensor) -> Tensor:
+def _values(coded: MsampShard) -> Tensor:
     return coded.codes.float() / coded.scaled.scale
 
 
 def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same of codes and master, each in its own dtype."""
-    first: CodedTensor = args[0]
+    first: MsampShard = args[0]
     if kwargs.get("dtype") not in (None, first.dtype):
         return func(_values(first), *args[1:], **kwargs)
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
     if first.master is None:
-        return pytree.tree_map_only(Tensor, lambda c: CodedTensor(c, None, first.scaled, first.dtype), codes)
+        return pytree.tree_map_only(Tensor, lambda c: MsampShard(c, None, first.scaled, first.dtype), codes)
     masters = func(first.master, *args[1:], **kept)
     if isinstance(codes, Tensor):
-        return CodedTensor(codes, masters, first.scaled)
-    return [CodedTensor(c, m, first.scaled) for c, m in zip(codes, masters, strict=True)]
+        return MsampShard(codes, masters, first.scaled)
+    return [MsampShard(c, m, first.scaled) for c, m in zip(codes, masters, strict=True)]
 
 
-def _copy(target: CodedTensor, source: Tensor) -> None:
+def _copy(target: MsampShard, source: Tensor) -> None:
     """Codes are copied; values are encoded in the scale there is, which ``set_values_`` then makes a good one."""
-    if not isinstance(source, CodedTensor):
+    if not isinstance(source, MsampShard):
         target.codes.copy_(saturating_cast(source.float() * target.scaled.scale, E4M3))
         return
     target.codes.copy_(source.codes)
@@ -195,7 +195,7 @@ class CodedShards:
         for fqn, layer in self.layers.items():
             weight: Any = layer.weight
             shard = weight._local_tensor if isinstance(weight, DTensor) else None
-            assert isinstance(shard, CodedTensor), f"{fqn!r} was not sharded"
+            assert isinstance(shard, MsampShard), f"{fqn!r} was not sharded"
             scaled = shard.scaled
             scaled.master, scaled.shards = shard.master, shards
             scaled._param = weakref.ref(weight)
@@ -219,7 +219,7 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
     layers = scaled_linears(model)
     for layer in layers.values():
         scaled = cast(MsampWeightState, scaled_of(layer.weight))
-        coded = CodedTensor(layer.weight.detach(), scaled.master, scaled)
+        coded = MsampShard(layer.weight.detach(), scaled.master, scaled)
         layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
         layer.float32_gradients = True
     return CodedShards(layers) if layers else None
