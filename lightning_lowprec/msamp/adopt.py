@@ -98,7 +98,7 @@ def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)
     optimizer.__class__ = target
-    vars(optimizer).update(options, _shelves={})
+    vars(optimizer).update(options, _flat_steps={})
     optimizer._patch_step_function()  # what Optimizer.__init__ does for a class: step hooks
     if step is not None:
         optimizer.step = _noted(optimizer)

@@ -50,7 +50,7 @@ class Rounding:
 
 
 @final
-class Shelf:
+class FlatStep:
     """Parameters of codes, of one device and level, that step together.
 
     Args:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
-from lightning_lowprec.msamp.flat_step import Rounding, Rule, Shelf
+from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
 from lightning_lowprec.msamp.weight import LEVELS, Level, Shards, codes_of, encode, master_of, scaled_of, set_master_
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
@@ -21,7 +21,7 @@ from lightning_lowprec.numerics.formats import Format
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
-_SHELVES: Final = 256  # remembered combinations of parameters that stepped together
+_MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
 
 
 class ScaledOptimizer(Optimizer):
@@ -41,7 +41,7 @@ class ScaledOptimizer(Optimizer):
         if level not in LEVELS:
             raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
         self.level, self.stochastic_rounding, self.seed, self.compile = level, stochastic_rounding, seed, compile
-        self._shelves: dict[tuple[int, ...], Shelf] = {}
+        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
         super().__init__(params, defaults)
 
     # ---- what a subclass says
@@ -97,7 +97,7 @@ class ScaledOptimizer(Optimizer):
             shards = scaled[0].shards
             start += 0 if shards is None else shards.rank * self._numbering()[1]
             rounded = Rounding(seed=self.seed, step=states[0]["step"], start=start)
-        self._shelf(params, moments).update(scaled, states, rule, rounded)
+        self._flat_step(params, moments).update(scaled, states, rule, rounded)
 
     def _together(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Parameters of codes with a gradient, in lists of one kind and of at most ``_CHUNK`` elements."""
@@ -120,15 +120,17 @@ class ScaledOptimizer(Optimizer):
                 room -= p.numel()
             yield chunk
 
-    def _shelf(self, params: list[Tensor], moments: Mapping[str, Format]) -> Shelf:
+    def _flat_step(self, params: list[Tensor], moments: Mapping[str, Format]) -> FlatStep:
         key = (self.compile, len(moments), *map(id, params))
-        if key not in self._shelves:
-            if len(self._shelves) >= _SHELVES:
-                self._shelves.clear()
+        if key not in self._flat_steps:
+            if len(self._flat_steps) >= _MAX_FLAT_STEPS:
+                self._flat_steps.clear()
             formats = {key: None if self.level == "O1" else format for key, format in moments.items()}
             shards = scaled_of(params[0]).shards  # type: ignore[union-attr]
-            self._shelves[key] = Shelf(params, formats, self.compile, shards)  # holds them, so their ids stay theirs
-        return self._shelves[key]
+            self._flat_steps[key] = FlatStep(
+                params, formats, self.compile, shards
+            )  # holds them, so their ids stay theirs
+        return self._flat_steps[key]
 
     def _numbering(self) -> tuple[dict[int, int], int]:
         """Of all elements: where those of each parameter start, by its id; and how many there are."""
@@ -154,7 +156,7 @@ class ScaledOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep."""
         own: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return {**super().__getstate__(), **own, "_shelves": {}}
+        return {**super().__getstate__(), **own, "_flat_steps": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """The state of ``p``; what is not there yet starts at zero."""

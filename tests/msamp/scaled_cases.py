@@ -70,8 +70,8 @@ def bytes_at_rest(p, optimizer):
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
-    (shelf,) = optimizer._shelves.values()
-    workspaces = [b.flat.untyped_storage().nbytes() for b in (*shelf._full.values(), *shelf._codes.values())]
+    (flat_step,) = optimizer._flat_steps.values()
+    workspaces = [b.flat.untyped_storage().nbytes() for b in (*flat_step._full.values(), *flat_step._codes.values())]
     return (sum(storages.values()) + sum(workspaces)) / p.numel()
 
 
