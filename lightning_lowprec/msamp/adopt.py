@@ -25,7 +25,7 @@ from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
-from lightning_lowprec.msamp.weight import Level, master_of, scaled_of, set_master_
+from lightning_lowprec.msamp.weight import Level, master_of, msamp_state_of, set_master_
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
@@ -49,7 +49,7 @@ def adopt(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = Fal
         ValueError: an option that cannot be kept, or an optimizer of another level.
         RuntimeError: somebody replaced ``optimizer.step``.
     """
-    coded = [p for p in _params(optimizer) if scaled_of(p) is not None]
+    coded = [p for p in _params(optimizer) if msamp_state_of(p) is not None]
     if not coded:
         return
     if isinstance(optimizer, ScaledOptimizer):

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
-from lightning_lowprec.msamp.weight import MsampWeightState, scaled_of
+from lightning_lowprec.msamp.weight import MsampWeightState, msamp_state_of
 from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
@@ -218,7 +218,7 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
     check_codes(model, shards)
     layers = scaled_linears(model)
     for layer in layers.values():
-        scaled = cast(MsampWeightState, scaled_of(layer.weight))
+        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
         coded = MsampShard(layer.weight.detach(), scaled.master, scaled)
         layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
         layer.float32_gradients = True
@@ -228,7 +228,7 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
 def check_codes(model: nn.Module, shards: int) -> None:
     """Raise ValueError as :func:`code_shards` does."""
     for fqn, layer in scaled_linears(model).items():
-        scaled = cast(MsampWeightState, scaled_of(layer.weight))
+        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
         if scaled.master is None:
             raise ValueError(
                 f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"

@@ -25,8 +25,8 @@ from lightning_lowprec.msamp.weight import (
     attach_,
     codes_of,
     encode,
+    msamp_state_of,
     scale_weight_,
-    scaled_of,
     set_values_,
     values_of,
 )
@@ -213,7 +213,7 @@ def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: 
 
 
 def _scaled(weight: Any) -> MsampWeightState:
-    scaled = scaled_of(weight)
+    scaled = msamp_state_of(weight)
     if scaled is None:
         raise TypeError(
             f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"

@@ -14,7 +14,16 @@ from typing_extensions import override
 
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
-from lightning_lowprec.msamp.weight import LEVELS, Level, Shards, codes_of, encode, master_of, scaled_of, set_master_
+from lightning_lowprec.msamp.weight import (
+    LEVELS,
+    Level,
+    Shards,
+    codes_of,
+    encode,
+    master_of,
+    msamp_state_of,
+    set_master_,
+)
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 
@@ -64,7 +73,7 @@ class ScaledOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if scaled is not None and (scaled.master is not None) != (self.level == "O3"):
                 raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {p.dtype} codes.")
 
@@ -78,7 +87,7 @@ class ScaledOptimizer(Optimizer):
                 loss = closure()
         starts = self._numbering()[0] if self.stochastic_rounding else {}
         for group in self.param_groups:
-            plain = [p for p in group["params"] if scaled_of(p) is None and p.grad is not None]
+            plain = [p for p in group["params"] if msamp_state_of(p) is None and p.grad is not None]
             if plain:
                 self._step_plain(group, plain)
             for params in self._together(group["params"]):
@@ -103,7 +112,7 @@ class ScaledOptimizer(Optimizer):
         """Parameters of codes with a gradient, in lists of one kind and of at most ``_CHUNK`` elements."""
         kinds: dict[Any, list[Tensor]] = {}
         for p in params:
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if scaled is None or (scaled.grad is None and p.grad is None) or not p.numel():
                 continue
             state = self.state[p]
@@ -126,7 +135,7 @@ class ScaledOptimizer(Optimizer):
             if len(self._flat_steps) >= _MAX_FLAT_STEPS:
                 self._flat_steps.clear()
             formats = {key: None if self.level == "O1" else format for key, format in moments.items()}
-            shards = scaled_of(params[0]).shards  # type: ignore[union-attr]
+            shards = msamp_state_of(params[0]).shards  # type: ignore[union-attr]
             self._flat_steps[key] = FlatStep(
                 params, formats, self.compile, shards
             )  # holds them, so their ids stay theirs
@@ -161,7 +170,7 @@ class ScaledOptimizer(Optimizer):
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """The state of ``p``; what is not there yet starts at zero."""
         state: dict[str, Any] = self.state[p]
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         if scaled is not None:
             state.setdefault("step", 0)
         for key, format in moments.items():
@@ -184,7 +193,7 @@ class ScaledOptimizer(Optimizer):
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for name, p in zip(names, params, strict=True):
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if name in state and scaled is not None and scaled.shards is not None:
                 state[name] = _values(state[name], p, scaled.shards)
         return {**state_dict, "state": state}
@@ -204,7 +213,7 @@ class ScaledOptimizer(Optimizer):
                 self._load(p, state_dict["state"][name], self._moments(group))
 
     def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         others = sorted(saved.keys() - {*_NO_MOMENTS, *moments})
         if moments and others and not moments.keys() & saved.keys():
             raise ValueError(

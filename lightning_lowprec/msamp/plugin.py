@@ -24,7 +24,7 @@ from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.msamp.adopt import adopt
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
 from lightning_lowprec.msamp.replicas import Replicas
-from lightning_lowprec.msamp.weight import LEVELS, Level, scaled_of
+from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
 from lightning_lowprec.precision.host import alive, trainer_of
@@ -301,5 +301,5 @@ class MSAMP(LowPrecision):
 
 
 def _has_master(linear: ScaledLinear) -> bool:
-    scaled = scaled_of(linear.weight)
+    scaled = msamp_state_of(linear.weight)
     return scaled is not None and scaled.master is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.precision.host import alive
 
 
@@ -43,7 +43,7 @@ class Replicas:
 
         hide_from_ddp(module)
         trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
-        coded = [fqn for fqn, p in trained.items() if scaled_of(p) is not None]
+        coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
         if will_train and process_group_exists() and coded and len(coded) == len(trained):
             fqn = coded[-1].rpartition(".")[0]
             raise ValueError(
@@ -68,7 +68,7 @@ class Replicas:
         Raises:
             RuntimeError: nobody called :meth:`see`.
         """
-        coded = any(scaled_of(p) is not None and p.requires_grad for p in _params(optimizer))
+        coded = any(msamp_state_of(p) is not None and p.requires_grad for p in _params(optimizer))
         if coded and several_ranks() and not alive(self._modules):
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"

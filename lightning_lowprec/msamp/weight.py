@@ -125,7 +125,7 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """
     if level not in LEVELS:
         raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-    if scaled_of(param) is not None:
+    if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
     values = param.detach().float()
     master, master_scale = encode(values, FP16)
@@ -148,7 +148,7 @@ def attach_(param: Any, scaled: MsampWeightState) -> None:
     scaled.note_write()
 
 
-def scaled_of(param: Any) -> MsampWeightState | None:
+def msamp_state_of(param: Any) -> MsampWeightState | None:
     """What hangs at a parameter of codes; None for any other tensor."""
     scaled: MsampWeightState | None = getattr(param, "scaled", None)
     return scaled
@@ -195,7 +195,7 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     If it does not, it waits until the parameter gets other values: an optimizer may be loaded before its model.
     For a sharded parameter a collective: every rank calls it.
     """
-    scaled = scaled_of(param)
+    scaled = msamp_state_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return
     values = local(master).to(param.device).float()
@@ -207,14 +207,14 @@ def set_master_(param: Tensor, master: Tensor) -> None:
 
 def master_of(param: Tensor) -> Tensor | None:
     """The values of a parameter's master, (...) float32, sharded as it is; None if it has none beside itself."""
-    scaled = scaled_of(param)
+    scaled = msamp_state_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return None
     return _like(scaled.master.float() / scaled.master_scale, param)
 
 
 def _needed(param: Tensor) -> MsampWeightState:
-    scaled = scaled_of(param)
+    scaled = msamp_state_of(param)
     assert scaled is not None, "no codes"
     return scaled
 

@@ -9,7 +9,7 @@ import lightning.pytorch.callbacks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
 """Callbacks; the second came with lightning 2.6."""
@@ -17,7 +17,7 @@ AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
 
 def refuse_unfit(module: Module, precision: str, keeps_codes: bool) -> bool:
     """Raise for a model that this precision would train wrongly: sharded already, or kept as codes by another."""
-    fqn = next((fqn for fqn, p in module.named_parameters() if scaled_of(p) is not None), None)
+    fqn = next((fqn for fqn, p in module.named_parameters() if msamp_state_of(p) is not None), None)
     if fqn is not None and not keeps_codes:
         raise TypeError(
             f"`precision={precision!r}`: {type(module).__name__} keeps {fqn!r} as codes with a scale, from an earlier"

@@ -25,7 +25,7 @@ from lightning_lowprec.fsdp2.resolve import half_under_fsdp2
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.masters.optimizer import kept_masters
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.tools.availability import availability
 
@@ -108,7 +108,7 @@ def _trained(name: str) -> Widths:
     optimizer.step()
     raw = optimizer.optimizer
     entry = next(e for e in raw.state.values() if e["exp_avg"].shape == weight.shape)
-    scaled = scaled_of(weight)
+    scaled = msamp_state_of(weight)
     masters = kept_masters(raw) if scaled is None else [scaled.master]
     return Widths(
         precision=name,
