@@ -177,9 +177,9 @@ class _ScaledMatmul(torch.autograd.Function):
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
         ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
-        ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
-        ctx.scaled.check_writes()
-        weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+        ctx.dtype, ctx.msamp_state = rows.dtype, _scaled(weight)
+        ctx.msamp_state.check_writes()
+        weight_codes, weight_scale = _in_e4m3(weight, ctx.msamp_state)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
@@ -189,7 +189,7 @@ class _ScaledMatmul(torch.autograd.Function):
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+            weight_codes, weight_scale = _in_e4m3(weight, ctx.msamp_state)
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)

@@ -100,7 +100,7 @@ class ScaledOptimizer(Optimizer):
         states = [self._state_of(p, moments) for p in params]
         for state in states:
             state["step"] += 1
-        scaled = [p.scaled for p in params]  # type: ignore[attr-defined]
+        scaled = [p.msamp_state for p in params]  # type: ignore[attr-defined]
         rounded = None
         if self.stochastic_rounding:
             shards = scaled[0].shards

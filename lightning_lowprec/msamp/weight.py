@@ -5,7 +5,7 @@
 | O1, O2 | float16 codes | the parameter itself | ``codes * inv_scale`` |
 | O3 | float8_e4m3fn codes | float16 codes with a scale of their own | the master, rounded once more |
 
-The Parameter object stays the same; only its ``data`` change. What belongs to it hangs at ``param.scaled``.
+The Parameter object stays the same; only its ``data`` change. What belongs to it hangs at ``param.msamp_state``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MsampWeightState:
 
 
 def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
-    """Make ``param`` hold codes, in place, and return what is then at ``param.scaled``.
+    """Make ``param`` hold codes, in place, and return what is then at ``param.msamp_state``.
 
     Its ``grad`` is float32 from then on. ``param.shape``, the object and its place in modules and optimizers stay.
 
@@ -143,14 +143,14 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
 def attach_(param: Any, scaled: MsampWeightState) -> None:
     """Hang ``scaled`` at a parameter that holds its codes already."""
     param.grad_dtype = torch.float32
-    param.scaled = scaled
+    param.msamp_state = scaled
     scaled._param = weakref.ref(param)
     scaled.note_write()
 
 
 def msamp_state_of(param: Any) -> MsampWeightState | None:
     """What hangs at a parameter of codes; None for any other tensor."""
-    scaled: MsampWeightState | None = getattr(param, "scaled", None)
+    scaled: MsampWeightState | None = getattr(param, "msamp_state", None)
     return scaled
 
 
