@@ -22,7 +22,7 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     Level,
     MsampWeightState,
-    attach_,
+    bind_state,
     codes_of,
     encode,
     msamp_state_of,
@@ -91,7 +91,7 @@ class ScaledLinear(nn.Linear):
                 weight.data = moved
             else:  # to or from meta: a new Parameter, as in every module
                 self.weight = nn.Parameter(moved, weight.requires_grad)
-                attach_(self.weight, scaled)
+                bind_state(self.weight, scaled)
             if gradient is not None and not moved.is_meta:
                 self.weight.grad = gradient.to(device)
         return self
@@ -105,7 +105,7 @@ class ScaledLinear(nn.Linear):
         state = dict(state)
         scaled = state.pop("_scaled_weight")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        attach_(self.weight, scaled)
+        bind_state(self.weight, scaled)
 
 
 def scale_linears(

@@ -107,7 +107,7 @@ class MsampWeightState:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no parameter until :func:`attach_`."""
+        """A copy belongs to no parameter until :func:`bind_state`."""
         return {**self.__dict__, "_param": None}
 
 
@@ -136,11 +136,11 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
         codes, scaled = master, MsampWeightState(master_scale, None, None)
     param.grad = None
     param.data = codes
-    attach_(param, scaled)
+    bind_state(param, scaled)
     return scaled
 
 
-def attach_(param: Any, scaled: MsampWeightState) -> None:
+def bind_state(param: Any, scaled: MsampWeightState) -> None:
     """Hang ``scaled`` at a parameter that holds its codes already."""
     param.grad_dtype = torch.float32
     param.msamp_state = scaled
