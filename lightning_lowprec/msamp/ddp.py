@@ -34,11 +34,11 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
         model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
         group: the process group; None is the default one. Its first rank is the one whose weights count.
     """
-    hide_from_ddp(model)
+    exclude_from_ddp(model)
     send_scaled_weights(model, group)
 
 
-def hide_from_ddp(model: nn.Module) -> None:
+def exclude_from_ddp(model: nn.Module) -> None:
     """Tell DDP to ignore the parameters of codes, without communication."""
     ignored = {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
     ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))

@@ -39,9 +39,9 @@ class Replicas:
         Raises:
             ValueError: nothing would be left for DDP to train, which it refuses.
         """
-        from lightning_lowprec.msamp.ddp import hide_from_ddp
+        from lightning_lowprec.msamp.ddp import exclude_from_ddp
 
-        hide_from_ddp(module)
+        exclude_from_ddp(module)
         trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
         if will_train and process_group_exists() and coded and len(coded) == len(trained):
