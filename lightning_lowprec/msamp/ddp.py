@@ -35,7 +35,7 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
         group: the process group; None is the default one. Its first rank is the one whose weights count.
     """
     exclude_from_ddp(model)
-    send_scaled_weights(model, group)
+    broadcast_codes(model, group)
 
 
 def exclude_from_ddp(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ def exclude_from_ddp(model: nn.Module) -> None:
     tell_ddp(model, sorted(ignored))
 
 
-def send_scaled_weights(model: nn.Module, group: Any = None) -> None:
+def broadcast_codes(model: nn.Module, group: Any = None) -> None:
     """Give every rank of ``group`` the parameters of codes of its first rank, with scales and masters."""
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for p in model.parameters():

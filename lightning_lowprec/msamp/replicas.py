@@ -54,13 +54,13 @@ class Replicas:
 
     def see(self, module: nn.Module, *, always: bool) -> None:
         """A module as the strategy set it up: all ranks get the codes of rank 0, under DDP or ``always``."""
-        from lightning_lowprec.msamp.ddp import send_scaled_weights
+        from lightning_lowprec.msamp.ddp import broadcast_codes
 
         if isinstance(module, DistributedDataParallel):
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
-            send_scaled_weights(module, module.process_group)
+            broadcast_codes(module, module.process_group)
         elif always and several_ranks():
-            send_scaled_weights(module)
+            broadcast_codes(module)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if several processes train codes and no module under DDP was seen.
