@@ -183,7 +183,7 @@ class MeshShards:
 
 
 @final
-class CodedShards:
+class PendingShards:
     """The coded weights of one model on their way into FSDP2; made by :func:`code_shards`."""
 
     def __init__(self, layers: Mapping[str, ScaledLinear]) -> None:
@@ -202,7 +202,7 @@ class CodedShards:
             weight.codes, weight.msamp_state = shard.codes, scaled
 
 
-def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
+def code_shards(model: nn.Module, shards: int) -> PendingShards | None:
     """Make the weights of ScaledLinears ones that FSDP2 can shard; call before ``fully_shard``.
 
     Their Parameters are replaced, as ``fully_shard`` replaces all of them, and their gradients are float32.
@@ -222,7 +222,7 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
         coded = MsampShard(layer.weight.detach(), scaled.master, scaled)
         layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
         layer.float32_gradients = True
-    return CodedShards(layers) if layers else None
+    return PendingShards(layers) if layers else None
 
 
 def check_codes(model: nn.Module, shards: int) -> None:
