@@ -21,7 +21,7 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
-from lightning_lowprec.msamp.adopt import adopt
+from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
 from lightning_lowprec.msamp.replicas import Replicas
 from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
@@ -217,7 +217,7 @@ class MSAMP(LowPrecision):
 
     def _adopt(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        adopt(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+        convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @override
     def see_optimizer(self, optimizer: Optimizer) -> None:

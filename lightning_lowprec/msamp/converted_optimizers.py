@@ -2,7 +2,7 @@
 
     optimizer = torch.optim.AdamW(model.parameters())
     scale_linears(model, ["fc"], "O2")
-    adopt(optimizer, "O2")                   # with or without a scheduler, before or after its first step
+    convert_optimizer_(optimizer, "O2")                   # with or without a scheduler, before or after its first step
 
 Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments:
 they load into it and come from it. At level O3 they also have the ``master_param`` (float32) of every weight that was
@@ -34,7 +34,7 @@ SUPPORTED: Final = (
 _UNKNOWN: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-def adopt(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Let ``optimizer`` step parameters of codes. One that holds none, or only frozen ones, stays as it is.
 
     Args:
@@ -120,7 +120,7 @@ def _noted(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 class _Converted(ScaledOptimizer):
-    """What :func:`adopt` puts in front of the class; never instantiated by itself."""
+    """What :func:`convert_optimizer_` puts in front of the class; never instantiated by itself."""
 
     @override
     def state_dict(self) -> dict[str, Any]:
