@@ -23,7 +23,7 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.replicas import Replicas
+from lightning_lowprec.msamp.replicas import DDPModels
 from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
@@ -119,7 +119,7 @@ class MSAMP(LowPrecision):
         self.plan: Plan | None = None
         """What was converted and what was kept, of the module that was set up last."""
         self.precision = f"msamp-{level.lower()}" + ("-fp16" if base == "fp16" else "")
-        self._replicas = Replicas(self.precision)
+        self._replicas = DDPModels(self.precision)
 
     # ---- device
 
@@ -194,7 +194,7 @@ class MSAMP(LowPrecision):
             linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
         if self._sharded is None:
-            self._replicas.hide(module, will_train=self._will_train)
+            self._replicas.exclude_codes(module, will_train=self._will_train)
         for optimizer in alive(self._optimizers):
             self._adopt(optimizer)
         if plan != self.plan:
@@ -229,7 +229,7 @@ class MSAMP(LowPrecision):
     def see_module(self, module: Module) -> None:
         """A module as the strategy wrapped it: all ranks get the codes of rank 0."""
         super().see_module(module)
-        self._replicas.see(module, always=False)
+        self._replicas.synchronize(module, always=False)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -241,7 +241,7 @@ class MSAMP(LowPrecision):
             " the state dicts of checkpoints, which are plain.",
         )
         if not isinstance(model, DistributedDataParallel) and self._sharded is None:
-            self._replicas.see(model, always=True)
+            self._replicas.synchronize(model, always=True)
         for optimizer in optimizers:
             self._adopt(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
@@ -250,7 +250,7 @@ class MSAMP(LowPrecision):
     def _before_first_step(self, optimizer: Optimizer) -> None:
         super()._before_first_step(optimizer)
         if self._sharded is None:
-            self._replicas.check(optimizer)
+            self._replicas.check_registered(optimizer)
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -272,10 +272,10 @@ class MSAMP(LowPrecision):
 
         def averaged() -> Any:
             result = None if closure is None else closure()
-            self._replicas.average(optimizer)
+            self._replicas.average_gradients(optimizer)
             return result
 
-        with self._replicas.step():
+        with self._replicas.averaging_once():
             if closure is None:
                 averaged()
             own = None if closure is None else averaged
@@ -284,7 +284,7 @@ class MSAMP(LowPrecision):
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Called by ``fabric.clip_gradients``: average, then unscale."""
-        self._replicas.average(optimizer)
+        self._replicas.average_gradients(optimizer)
         super().unscale_gradients(optimizer)
 
     @override
@@ -296,7 +296,7 @@ class MSAMP(LowPrecision):
     ) -> None:
         """Clip averaged, unscaled gradients; FP8 ones are rounded again where they are clipped by value."""
         if clip_val > 0:
-            self._replicas.average(optimizer)
+            self._replicas.average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
 
