@@ -152,7 +152,7 @@ def test_a_write_without_the_scale_is_noticed(level):
     copied.update_parameters(module)  # copies parameters
     nn.init.constant_(module.weight, 0.5)
     for written in (module, copied):
-        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.optim\.set_values_\(weight, values\)`"):
+        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.msamp\.set_values_\(weight, values\)`"):
             written(x)
         with pytest.raises(RuntimeError, match="average their state dicts"):
             written.state_dict()
