@@ -55,13 +55,13 @@ class MsampShard(Tensor):
     Args:
         codes: (...) float8_e4m3fn.
         master: (...) float16; None where the codes were gathered.
-        state: has the scales.
+        scaled: has the scales.
         dtype: what it looks like, and gets gradients in.
     """
 
     codes: Tensor
     master: Tensor | None
-    state: MsampWeightState
+    msamp_state: MsampWeightState
 
     @staticmethod
     def __new__(
@@ -77,7 +77,7 @@ class MsampShard(Tensor):
             dtype=dtype,
             device=codes.device,
         )
-        made.codes, made.master, made.state = codes, master, scaled
+        made.codes, made.master, made.msamp_state = codes, master, scaled
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -99,7 +99,7 @@ class MsampShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Called by FSDP2: the codes to send."""
-        return (self.codes.view(torch.uint8),), self.state
+        return (self.codes.view(torch.uint8),), self.msamp_state
 
     def fsdp_post_all_gather(
         self,
@@ -121,11 +121,11 @@ class MsampShard(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape and the scale."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.state.scale})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.msamp_state.scale})"
 
 
 def _values(coded: MsampShard) -> Tensor:
-    return coded.codes.float() / coded.state.scale
+    return coded.codes.float() / coded.msamp_state.scale
 
 
 def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,17 +136,17 @@ def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
     if first.master is None:
-        return pytree.tree_map_only(Tensor, lambda c: MsampShard(c, None, first.state, first.dtype), codes)
+        return pytree.tree_map_only(Tensor, lambda c: MsampShard(c, None, first.msamp_state, first.dtype), codes)
     masters = func(first.master, *args[1:], **kept)
     if isinstance(codes, Tensor):
-        return MsampShard(codes, masters, first.state)
-    return [MsampShard(c, m, first.state) for c, m in zip(codes, masters, strict=True)]
+        return MsampShard(codes, masters, first.msamp_state)
+    return [MsampShard(c, m, first.msamp_state) for c, m in zip(codes, masters, strict=True)]
 
 
 def _copy(target: MsampShard, source: Tensor) -> None:
     """Codes are copied; values are encoded in the scale there is, which ``set_values_`` then makes a good one."""
     if not isinstance(source, MsampShard):
-        target.codes.copy_(saturating_cast(source.float() * target.state.scale, E4M3))
+        target.codes.copy_(saturating_cast(source.float() * target.msamp_state.scale, E4M3))
         return
     target.codes.copy_(source.codes)
     if target.master is not None and source.master is not None:
@@ -196,7 +196,7 @@ class PendingShards:
             weight: Any = layer.weight
             shard = weight._local_tensor if isinstance(weight, DTensor) else None
             assert isinstance(shard, MsampShard), f"{fqn!r} was not sharded"
-            scaled = shard.state
+            scaled = shard.msamp_state
             scaled.master, scaled.shards = shard.master, shards
             scaled._param = weakref.ref(weight)
             weight.codes, weight.msamp_state = shard.codes, scaled
