@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 
 _CLIPPED: Final = 2
@@ -34,23 +34,23 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
         model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
         group: the process group; None is the default one. Its first rank is the one whose weights count.
     """
-    hide_from_ddp(model)
-    send_scaled_weights(model, group)
+    exclude_from_ddp(model)
+    broadcast_codes(model, group)
 
 
-def hide_from_ddp(model: nn.Module) -> None:
+def exclude_from_ddp(model: nn.Module) -> None:
     """Tell DDP to ignore the parameters of codes, without communication."""
-    ignored = {name for name, p in model.named_parameters() if scaled_of(p) is not None}
+    ignored = {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
     ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     tell_ddp: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     tell_ddp(model, sorted(ignored))
 
 
-def send_scaled_weights(model: nn.Module, group: Any = None) -> None:
+def broadcast_codes(model: nn.Module, group: Any = None) -> None:
     """Give every rank of ``group`` the parameters of codes of its first rank, with scales and masters."""
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for p in model.parameters():
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         if scaled is None:
             continue
         for tensor in (p.detach(), scaled.scale, scaled.master, scaled.master_scale):
@@ -74,7 +74,7 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     Raises:
         RuntimeError: on every rank, if one has clipped its own gradients, as ``clip_grad_norm_`` does.
     """
-    coded = [p for p in params if scaled_of(p) is not None and p.requires_grad and p.numel()]
+    coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
     waiting = torch.tensor([_waits(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)

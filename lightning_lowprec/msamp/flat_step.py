@@ -18,7 +18,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.msamp.weight import ScaledWeight, Shards, codes_of
+from lightning_lowprec.msamp.weight import MsampWeightState, Shards, codes_of
 from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
@@ -50,7 +50,7 @@ class Rounding:
 
 
 @final
-class Shelf:
+class FlatStep:
     """Parameters of codes, of one device and level, that step together.
 
     Args:
@@ -83,7 +83,7 @@ class Shelf:
 
     @torch.no_grad()
     def update(
-        self, scaled: Sequence[ScaledWeight], states: Sequence[State], rule: Rule, rounded: Rounding | None
+        self, scaled: Sequence[MsampWeightState], states: Sequence[State], rule: Rule, rounded: Rounding | None
     ) -> None:
         """``rule`` in float32; all codes are written anew, float16 masters with ``rounded`` or to nearest."""
         for buffer in (*self._full.values(), *self._codes.values()):
@@ -114,7 +114,7 @@ class Shelf:
 
     def _read(
         self,
-        scaled: Sequence[ScaledWeight],
+        scaled: Sequence[MsampWeightState],
         stored: Mapping[str, list[Tensor]],
         scales: Mapping[str, list[Tensor]],
         rule: Rule,
@@ -158,7 +158,7 @@ class Shelf:
         weight.div_(scale)
 
     def _copy_scale(
-        self, scaled: Sequence[ScaledWeight], scales: Tensor, largest: Tensor, rounded: Rounding | None
+        self, scaled: Sequence[MsampWeightState], scales: Tensor, largest: Tensor, rounded: Rounding | None
     ) -> Tensor:
         """The scale of the e4m3 weight, which is the master as it is rounded."""
         if rounded is None:  # rounding keeps the order, so the largest becomes the largest

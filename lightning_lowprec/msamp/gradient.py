@@ -221,7 +221,7 @@ _SPECIAL: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 def _check_meeting(func: Any, args: Sequence[Any]) -> None:
     """Raise where a gradient meets codes: an optimizer is at work that takes the codes for weights."""
-    if any(getattr(t, "scaled", None) is not None for arg in args for t in _listed(arg)):
+    if any(getattr(t, "msamp_state", None) is not None for arg in args for t in _listed(arg)):
         raise TypeError(_stranger(func))
 
 

@@ -21,12 +21,12 @@ from torch.autograd.function import once_differentiable
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     Level,
-    ScaledWeight,
-    attach_,
+    MsampWeightState,
+    bind_state,
     codes_of,
     encode,
+    msamp_state_of,
     scale_weight_,
-    scaled_of,
     set_values_,
     values_of,
 )
@@ -91,7 +91,7 @@ class ScaledLinear(nn.Linear):
                 weight.data = moved
             else:  # to or from meta: a new Parameter, as in every module
                 self.weight = nn.Parameter(moved, weight.requires_grad)
-                attach_(self.weight, scaled)
+                bind_state(self.weight, scaled)
             if gradient is not None and not moved.is_meta:
                 self.weight.grad = gradient.to(device)
         return self
@@ -105,7 +105,7 @@ class ScaledLinear(nn.Linear):
         state = dict(state)
         scaled = state.pop("_scaled_weight")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        attach_(self.weight, scaled)
+        bind_state(self.weight, scaled)
 
 
 def scale_linears(
@@ -177,9 +177,9 @@ class _ScaledMatmul(torch.autograd.Function):
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
         ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
-        ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
-        ctx.scaled.check_writes()
-        weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+        ctx.dtype, ctx.msamp_state = rows.dtype, _scaled(weight)
+        ctx.msamp_state.check_writes()
+        weight_codes, weight_scale = _in_e4m3(weight, ctx.msamp_state)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
@@ -189,7 +189,7 @@ class _ScaledMatmul(torch.autograd.Function):
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+            weight_codes, weight_scale = _in_e4m3(weight, ctx.msamp_state)
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
@@ -197,7 +197,7 @@ class _ScaledMatmul(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:
+def _in_e4m3(weight: Tensor, scaled: MsampWeightState) -> tuple[Tensor, Tensor]:
     codes = codes_of(weight).detach()
     return (codes, scaled.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scaled.scale, E4M3)
 
@@ -212,8 +212,8 @@ def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: 
     return torch._scaled_mm(a, b, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
 
 
-def _scaled(weight: Any) -> ScaledWeight:
-    scaled = scaled_of(weight)
+def _scaled(weight: Any) -> MsampWeightState:
+    scaled = msamp_state_of(weight)
     if scaled is None:
         raise TypeError(
             f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"

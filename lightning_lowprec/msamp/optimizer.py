@@ -13,15 +13,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
-from lightning_lowprec.msamp.flat_step import Rounding, Rule, Shelf
-from lightning_lowprec.msamp.weight import LEVELS, Level, Shards, codes_of, encode, master_of, scaled_of, set_master_
+from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
+from lightning_lowprec.msamp.weight import (
+    LEVELS,
+    Level,
+    Shards,
+    codes_of,
+    encode,
+    master_of,
+    msamp_state_of,
+    set_master_,
+)
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
-_SHELVES: Final = 256  # remembered combinations of parameters that stepped together
+_MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
 
 
 class ScaledOptimizer(Optimizer):
@@ -41,7 +50,7 @@ class ScaledOptimizer(Optimizer):
         if level not in LEVELS:
             raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
         self.level, self.stochastic_rounding, self.seed, self.compile = level, stochastic_rounding, seed, compile
-        self._shelves: dict[tuple[int, ...], Shelf] = {}
+        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
         super().__init__(params, defaults)
 
     # ---- what a subclass says
@@ -64,7 +73,7 @@ class ScaledOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if scaled is not None and (scaled.master is not None) != (self.level == "O3"):
                 raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {p.dtype} codes.")
 
@@ -78,7 +87,7 @@ class ScaledOptimizer(Optimizer):
                 loss = closure()
         starts = self._numbering()[0] if self.stochastic_rounding else {}
         for group in self.param_groups:
-            plain = [p for p in group["params"] if scaled_of(p) is None and p.grad is not None]
+            plain = [p for p in group["params"] if msamp_state_of(p) is None and p.grad is not None]
             if plain:
                 self._step_plain(group, plain)
             for params in self._together(group["params"]):
@@ -91,19 +100,19 @@ class ScaledOptimizer(Optimizer):
         states = [self._state_of(p, moments) for p in params]
         for state in states:
             state["step"] += 1
-        scaled = [p.scaled for p in params]  # type: ignore[attr-defined]
+        scaled = [p.msamp_state for p in params]  # type: ignore[attr-defined]
         rounded = None
         if self.stochastic_rounding:
             shards = scaled[0].shards
             start += 0 if shards is None else shards.rank * self._numbering()[1]
             rounded = Rounding(seed=self.seed, step=states[0]["step"], start=start)
-        self._shelf(params, moments).update(scaled, states, rule, rounded)
+        self._flat_step(params, moments).update(scaled, states, rule, rounded)
 
     def _together(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Parameters of codes with a gradient, in lists of one kind and of at most ``_CHUNK`` elements."""
         kinds: dict[Any, list[Tensor]] = {}
         for p in params:
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if scaled is None or (scaled.grad is None and p.grad is None) or not p.numel():
                 continue
             state = self.state[p]
@@ -120,15 +129,17 @@ class ScaledOptimizer(Optimizer):
                 room -= p.numel()
             yield chunk
 
-    def _shelf(self, params: list[Tensor], moments: Mapping[str, Format]) -> Shelf:
+    def _flat_step(self, params: list[Tensor], moments: Mapping[str, Format]) -> FlatStep:
         key = (self.compile, len(moments), *map(id, params))
-        if key not in self._shelves:
-            if len(self._shelves) >= _SHELVES:
-                self._shelves.clear()
+        if key not in self._flat_steps:
+            if len(self._flat_steps) >= _MAX_FLAT_STEPS:
+                self._flat_steps.clear()
             formats = {key: None if self.level == "O1" else format for key, format in moments.items()}
-            shards = scaled_of(params[0]).shards  # type: ignore[union-attr]
-            self._shelves[key] = Shelf(params, formats, self.compile, shards)  # holds them, so their ids stay theirs
-        return self._shelves[key]
+            shards = msamp_state_of(params[0]).shards  # type: ignore[union-attr]
+            self._flat_steps[key] = FlatStep(
+                params, formats, self.compile, shards
+            )  # holds them, so their ids stay theirs
+        return self._flat_steps[key]
 
     def _numbering(self) -> tuple[dict[int, int], int]:
         """Of all elements: where those of each parameter start, by its id; and how many there are."""
@@ -154,12 +165,12 @@ class ScaledOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep."""
         own: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return {**super().__getstate__(), **own, "_shelves": {}}
+        return {**super().__getstate__(), **own, "_flat_steps": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """The state of ``p``; what is not there yet starts at zero."""
         state: dict[str, Any] = self.state[p]
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         if scaled is not None:
             state.setdefault("step", 0)
         for key, format in moments.items():
@@ -182,7 +193,7 @@ class ScaledOptimizer(Optimizer):
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for name, p in zip(names, params, strict=True):
-            scaled = scaled_of(p)
+            scaled = msamp_state_of(p)
             if name in state and scaled is not None and scaled.shards is not None:
                 state[name] = _values(state[name], p, scaled.shards)
         return {**state_dict, "state": state}
@@ -202,7 +213,7 @@ class ScaledOptimizer(Optimizer):
                 self._load(p, state_dict["state"][name], self._moments(group))
 
     def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         others = sorted(saved.keys() - {*_NO_MOMENTS, *moments})
         if moments and others and not moments.keys() & saved.keys():
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.references import alive
 
 
@@ -25,7 +25,7 @@ def several_ranks() -> bool:
     return process_group_exists() and torch.distributed.get_world_size() > 1
 
 
-class Replicas:
+class DDPModels:
     """The models under DDP whose weights are kept as codes."""
 
     def __init__(self, precision: str) -> None:
@@ -33,17 +33,17 @@ class Replicas:
         self._modules: list[weakref.ref[DistributedDataParallel]] = []
         self._stepping = self._averaged = False
 
-    def hide(self, module: nn.Module, *, will_train: bool) -> None:
+    def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
         """Before DDP wraps ``module``, if it will train: DDP shall ignore the weights that are codes.
 
         Raises:
             ValueError: nothing would be left for DDP to train, which it refuses.
         """
-        from lightning_lowprec.msamp.ddp import hide_from_ddp
+        from lightning_lowprec.msamp.ddp import exclude_from_ddp
 
-        hide_from_ddp(module)
+        exclude_from_ddp(module)
         trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
-        coded = [fqn for fqn, p in trained.items() if scaled_of(p) is not None]
+        coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
         if will_train and process_group_exists() and coded and len(coded) == len(trained):
             fqn = coded[-1].rpartition(".")[0]
             raise ValueError(
@@ -52,30 +52,30 @@ class Replicas:
                 f" `MSAMP(..., keep=[{fqn!r}])`."
             )
 
-    def see(self, module: nn.Module, *, always: bool) -> None:
+    def synchronize(self, module: nn.Module, *, always: bool) -> None:
         """A module as the strategy set it up: all ranks get the codes of rank 0, under DDP or ``always``."""
-        from lightning_lowprec.msamp.ddp import send_scaled_weights
+        from lightning_lowprec.msamp.ddp import broadcast_codes
 
         if isinstance(module, DistributedDataParallel):
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
-            send_scaled_weights(module, module.process_group)
+            broadcast_codes(module, module.process_group)
         elif always and several_ranks():
-            send_scaled_weights(module)
+            broadcast_codes(module)
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check_registered(self, optimizer: Optimizer) -> None:
         """Raise if several processes train codes and no module under DDP was seen.
 
         Raises:
-            RuntimeError: nobody called :meth:`see`.
+            RuntimeError: nobody called :meth:`synchronize`.
         """
-        coded = any(scaled_of(p) is not None and p.requires_grad for p in _params(optimizer))
+        coded = any(msamp_state_of(p) is not None and p.requires_grad for p in _params(optimizer))
         if coded and several_ranks() and not alive(self._modules):
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
             )
 
-    def average(self, optimizer: Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of the weights that ``optimizer`` holds over the ranks; those that are, stay."""
         from lightning_lowprec.msamp.ddp import average_scaled_gradients
 
@@ -88,7 +88,7 @@ class Replicas:
                 average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def averaging_once(self) -> Iterator[None]:
         """Around a step: within it gradients are averaged once, whoever asks again (clipping does)."""
         self._stepping = True
         try:

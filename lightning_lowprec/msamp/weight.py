@@ -5,7 +5,7 @@
 | O1, O2 | float16 codes | the parameter itself | ``codes * inv_scale`` |
 | O3 | float8_e4m3fn codes | float16 codes with a scale of their own | the master, rounded once more |
 
-The Parameter object stays the same; only its ``data`` change. What belongs to it hangs at ``param.scaled``.
+The Parameter object stays the same; only its ``data`` change. What belongs to it hangs at ``param.msamp_state``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shards(Protocol):
 
 
 @final
-class ScaledWeight:
+class MsampWeightState:
     """What a parameter of codes is worth.
 
     Made by :func:`scale_weight_`; ``scale`` and ``master_scale`` are scalar float32 tensors, changed in place by
@@ -107,12 +107,12 @@ class ScaledWeight:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no parameter until :func:`attach_`."""
+        """A copy belongs to no parameter until :func:`bind_state`."""
         return {**self.__dict__, "_param": None}
 
 
-def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
-    """Make ``param`` hold codes, in place, and return what is then at ``param.scaled``.
+def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
+    """Make ``param`` hold codes, in place, and return what is then at ``param.msamp_state``.
 
     Its ``grad`` is float32 from then on. ``param.shape``, the object and its place in modules and optimizers stay.
 
@@ -125,33 +125,38 @@ def scale_weight_(param: Parameter, level: Level) -> ScaledWeight:
     """
     if level not in LEVELS:
         raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-    if scaled_of(param) is not None:
+    if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
     values = param.detach().float()
     master, master_scale = encode(values, FP16)
     if level == "O3":
         codes, scale = encode(master.float() / master_scale, E4M3)
-        scaled = ScaledWeight(scale, master, master_scale)
+        scaled = MsampWeightState(scale, master, master_scale)
     else:
-        codes, scaled = master, ScaledWeight(master_scale, None, None)
+        codes, scaled = master, MsampWeightState(master_scale, None, None)
     param.grad = None
     param.data = codes
-    attach_(param, scaled)
+    bind_state(param, scaled)
     return scaled
 
 
-def attach_(param: Any, scaled: ScaledWeight) -> None:
+def bind_state(param: Any, scaled: MsampWeightState) -> None:
     """Hang ``scaled`` at a parameter that holds its codes already."""
     param.grad_dtype = torch.float32
-    param.scaled = scaled
+    param.msamp_state = scaled
     scaled._param = weakref.ref(param)
     scaled.note_write()
 
 
-def scaled_of(param: Any) -> ScaledWeight | None:
+def msamp_state_of(param: Any) -> MsampWeightState | None:
     """What hangs at a parameter of codes; None for any other tensor."""
-    scaled: ScaledWeight | None = getattr(param, "scaled", None)
+    scaled: MsampWeightState | None = getattr(param, "msamp_state", None)
     return scaled
+
+
+def coded_weight(model: nn.Module) -> str | None:
+    """Return the fqn of the first parameter of ``model`` that is kept as codes, or None."""
+    return next((fqn for fqn, p in model.named_parameters() if msamp_state_of(p) is not None), None)
 
 
 def codes_of(param: Any) -> Tensor:
@@ -195,7 +200,7 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     If it does not, it waits until the parameter gets other values: an optimizer may be loaded before its model.
     For a sharded parameter a collective: every rank calls it.
     """
-    scaled = scaled_of(param)
+    scaled = msamp_state_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return
     values = local(master).to(param.device).float()
@@ -207,14 +212,14 @@ def set_master_(param: Tensor, master: Tensor) -> None:
 
 def master_of(param: Tensor) -> Tensor | None:
     """The values of a parameter's master, (...) float32, sharded as it is; None if it has none beside itself."""
-    scaled = scaled_of(param)
+    scaled = msamp_state_of(param)
     if scaled is None or scaled.master is None or scaled.master_scale is None:
         return None
     return _like(scaled.master.float() / scaled.master_scale, param)
 
 
-def _needed(param: Tensor) -> ScaledWeight:
-    scaled = scaled_of(param)
+def _needed(param: Tensor) -> MsampWeightState:
+    scaled = msamp_state_of(param)
     assert scaled is not None, "no codes"
     return scaled
 

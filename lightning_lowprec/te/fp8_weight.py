@@ -3,7 +3,7 @@
     weight = codes * inv_scale
 
 Nothing updates such a weight. It was gathered from shards that are updated, or it is frozen and kept in FP8 alone.
-(MS-AMP's codes, which are updated, have a master beside them: ``distributed.scaled_fsdp.CodedTensor``.)
+(MS-AMP's codes, which are updated, have a master beside them: ``msamp.fsdp2.MsampShard``.)
 """
 
 from __future__ import annotations

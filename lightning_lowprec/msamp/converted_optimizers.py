@@ -2,7 +2,7 @@
 
     optimizer = torch.optim.AdamW(model.parameters())
     scale_linears(model, ["fc"], "O2")
-    adopt(optimizer, "O2")                   # with or without a scheduler, before or after its first step
+    convert_optimizer_(optimizer, "O2")                   # with or without a scheduler, before or after its first step
 
 Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments:
 they load into it and come from it. At level O3 they also have the ``master_param`` (float32) of every weight that was
@@ -25,7 +25,7 @@ from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
-from lightning_lowprec.msamp.weight import Level, master_of, scaled_of, set_master_
+from lightning_lowprec.msamp.weight import Level, master_of, msamp_state_of, set_master_
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
@@ -34,7 +34,7 @@ SUPPORTED: Final = (
 _UNKNOWN: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-def adopt(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Let ``optimizer`` step parameters of codes. One that holds none, or only frozen ones, stays as it is.
 
     Args:
@@ -49,7 +49,7 @@ def adopt(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = Fal
         ValueError: an option that cannot be kept, or an optimizer of another level.
         RuntimeError: somebody replaced ``optimizer.step``.
     """
-    coded = [p for p in _params(optimizer) if scaled_of(p) is not None]
+    coded = [p for p in _params(optimizer) if msamp_state_of(p) is not None]
     if not coded:
         return
     if isinstance(optimizer, ScaledOptimizer):
@@ -98,7 +98,7 @@ def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)
     optimizer.__class__ = target
-    vars(optimizer).update(options, _shelves={})
+    vars(optimizer).update(options, _flat_steps={})
     optimizer._patch_step_function()  # what Optimizer.__init__ does for a class: step hooks
     if step is not None:
         optimizer.step = _noted(optimizer)
@@ -120,7 +120,7 @@ def _noted(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 class _Converted(ScaledOptimizer):
-    """What :func:`adopt` puts in front of the class; never instantiated by itself."""
+    """What :func:`convert_optimizer_` puts in front of the class; never instantiated by itself."""
 
     @override
     def state_dict(self) -> dict[str, Any]:
