@@ -22,8 +22,8 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
+from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.replicas import DDPModels
 from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import DTYPES
