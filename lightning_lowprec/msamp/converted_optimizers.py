@@ -1,19 +1,17 @@
-"""Makes an AdamW or SGD that holds parameters of codes one that knows them, in place: the object stays.
+"""Converting an AdamW, Adam or SGD that holds parameters of codes, in place: the optimizer object stays.
 
     optimizer = torch.optim.AdamW(model.parameters())
     scale_linears(model, ["fc"], "O2")
-    convert_optimizer_(optimizer, "O2")                   # with or without a scheduler, before or after its first step
+    convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
 
-Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments:
-they load into it and come from it. At level O3 they also have the ``master_param`` (float32) of every weight that was
-stepped, the name that :mod:`~lightning_lowprec.masters.optimizer` uses.
+Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments, and
+load into the plain optimizer and from it. At level O3 a state dict also has the ``master_param`` (float32) of every
+weight that was stepped, the name that :mod:`~lightning_lowprec.masters.optimizer` uses.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 import torch
@@ -21,35 +19,35 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
-from lightning_lowprec.msamp.weight import Level, master_of, msamp_state_of, set_master_
+from lightning_lowprec.msamp.weight import Level, msamp_state_of
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import step_is_replaced
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
     " ScaledAdamW and ScaledSGD"
 )
-_UNKNOWN: Final = ("amsgrad", "maximize", "capturable", "differentiable")
+_REFUSED_OPTIONS: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """Let ``optimizer`` step parameters of codes. One that holds none, or only frozen ones, stays as it is.
+    """Let ``optimizer`` step parameters of codes. Without such parameters, or with frozen ones only, it stays as before.
 
     Args:
         optimizer: see ``SUPPORTED``; a second call changes nothing.
-        level: of the parameters.
-        stochastic_rounding: of the float16 weight or master, see
-            :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
+        level: the level of the parameters.
+        stochastic_rounding: see :class:`~lightning_lowprec.msamp.optimizer.ScaledOptions`.
         seed: of the stochastic rounding.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: an option that cannot be kept, or an optimizer of another level.
+        ValueError: an option that is not possible with MS-AMP, or an optimizer of another level.
         RuntimeError: somebody replaced ``optimizer.step``.
     """
-    coded = [p for p in _params(optimizer) if msamp_state_of(p) is not None]
+    coded = [p for p in parameters_of(optimizer) if msamp_state_of(p) is not None]
     if not coded:
         return
     if isinstance(optimizer, ScaledOptimizer):
@@ -70,13 +68,9 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         )
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _check_options(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        for name in _UNKNOWN:
+        for name in _REFUSED_OPTIONS:
             if group.get(name):
                 raise ValueError(f"`{name}={group[name]!r}` of {type(optimizer).__name__} is not possible with MS-AMP.")
         decay = group["weight_decay"]
@@ -89,68 +83,38 @@ def _check_options(optimizer: Optimizer) -> None:
 
 
 def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if step_is_replaced(optimizer):
         raise RuntimeError(
             f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which MS-AMP changes."
             " Set the optimizer up before whatever replaces its `step`."
         )
     saved = optimizer.state_dict() if optimizer.state else None
-    vars(optimizer).pop("step", None)
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     optimizer.__class__ = target
-    vars(optimizer).update(options, _flat_steps={})
-    optimizer._patch_step_function()  # what Optimizer.__init__ does for a class: step hooks
-    if step is not None:
-        optimizer.step = _noted(optimizer)
+    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
     if saved is not None:
         optimizer.load_state_dict(saved)
 
 
-def _noted(optimizer: Optimizer) -> Callable[..., Any]:
-    """Notes that ``step`` was called, for the schedulers that asked for it before the class changed."""
-    reference = weakref.ref(optimizer)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        live: Any = reference()
-        live._opt_called = True
-        return type(live).step(live, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
-
-
 class _Converted(ScaledOptimizer):
-    """What :func:`convert_optimizer_` puts in front of the class; never instantiated by itself."""
+    """The first base class of converted optimizers: state dicts of the plain optimizer."""
+
+    @override
+    def _saves_values(self, p: Tensor) -> bool:
+        return True
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """That of the plain optimizer, with float32 moments and a step; at level O3 with the master of every weight."""
+        """Return the state dict of the plain optimizer; at level O3 with the master of every weight."""
         state_dict = super().state_dict()
-        state = dict(state_dict["state"])
-        names = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
-        for name, param in zip(names, _params(self), strict=True):
-            if name in state:
-                state[name] = _plain(state[name])
-                master = master_of(param)
-                if master is not None:
-                    state[name][MASTER_PARAM] = master
-        ordered = {name: state[name] for name in names if name in state}
-        return {**state_dict, "state": ordered}
-
-    @override
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of any level, or of the plain optimizer; moments get fresh scales, masters are taken where they fit."""
-        super().load_state_dict(state_dict)
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for name, param in zip(names, _params(self), strict=True):
-            master = state_dict["state"].get(name, {}).get(MASTER_PARAM)
-            if master is not None:
-                set_master_(param, master)
+        for entry in state_dict["state"].values():
+            if "step" in entry:
+                entry["step"] = torch.as_tensor(float(entry["step"]))
+        return state_dict
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Without Adam's own, which makes tensors of our step counts."""
+        """Restore attributes. Adam's method is left out, because it would make tensors of the step counts."""
         Optimizer.__setstate__(self, state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -159,27 +123,17 @@ class _Converted(ScaledOptimizer):
 
 @final
 class ConvertedAdamW(_Converted, ScaledAdamW, AdamW):
-    """An AdamW that was built as such."""
+    """A torch AdamW after :func:`convert_optimizer_`."""
 
 
 @final
 class ConvertedAdam(_Converted, ScaledAdamW, Adam):
-    """An Adam without weight decay, which is an AdamW without."""
+    """A torch Adam after :func:`convert_optimizer_`; without weight decay Adam is AdamW."""
 
 
 @final
 class ConvertedSGD(_Converted, ScaledSGD, SGD):
-    """An SGD that was built as such."""
+    """A torch SGD after :func:`convert_optimizer_`."""
 
 
 _CLASSES: Final[Mapping[type[Any], type[_Converted]]] = {AdamW: ConvertedAdamW, Adam: ConvertedAdam, SGD: ConvertedSGD}
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Moments as float32 values, the step as a tensor; the master is left out."""
-    plain: dict[str, Any] = {"step": torch.as_tensor(float(state["step"]))} if "step" in state else {}
-    for key, value in state.items():
-        scale = state.get(f"{key}_scale")
-        if key != "step" and key != "master" and not key.endswith("_scale"):
-            plain[key] = value if scale is None else value.float() / scale
-    return plain

@@ -172,7 +172,7 @@ class MeshShards:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return largest
 
-    def like(self, shard: Tensor, param: Tensor) -> Tensor:
+    def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
         """A DTensor of which this rank has ``shard``, placed as ``param`` is."""
         assert isinstance(param, DTensor)
         make: Any = DTensor.from_local

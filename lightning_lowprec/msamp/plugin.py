@@ -21,8 +21,8 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
+from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.replicas import DDPModels
 from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision

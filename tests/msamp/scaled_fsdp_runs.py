@@ -226,7 +226,7 @@ def stochastic(rank):
     coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
     for p in coded:
         alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
-        set_values_(p, p.msamp_state.shards.like(alike, p))
+        set_values_(p, p.msamp_state.shards.to_dtensor(alike, p))
     before = [master_of(p).to_local() for p in coded]
     train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
     moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
