@@ -43,9 +43,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.fsdp2.meshes import by_mesh
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
-from lightning_lowprec.private.torch import largest_values, local_tensor, make_wrapper_subclass, with_local_tensor
+from lightning_lowprec.private.torch import (
+    largest_absolute_values,
+    local_tensor,
+    make_wrapper_subclass,
+    with_local_tensor,
+    written_arguments,
+)
 
 _aten = torch.ops.aten
 _KEEP_CLASS = {  # FSDP2 makes and moves shards by these; so do views, because a write to a view writes to the shard
@@ -96,7 +101,7 @@ class GatherScales:
         self.reductions += 1
 
     def _compute(self, weights: list[Tensor]) -> None:
-        amax = torch.stack(largest_values(weights))  # partial values of the ranks, which `clamp` reduces
+        amax = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
         # offloaded shards are on CPU, which nccl does not reduce
         amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), min=self.format.least_amax)
         scales = self.format.scales(cast(DTensor, amax).to_local())
@@ -121,7 +126,16 @@ class Fp8GatherShard(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
         """Return a tensor without memory, shaped and strided like ``tensor``."""
-        made: Fp8GatherShard = make_wrapper_subclass(cls, tensor)
+        made: Fp8GatherShard = make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
         return made
 
     def __init__(self, tensor: Tensor, scales: GatherScales) -> None:
@@ -142,7 +156,7 @@ class Fp8GatherShard(Tensor):
             return weight._tensor
 
         plain_args, plain_kwargs = pytree.tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
-        for target in written(func, args, kwargs):
+        for target in written_arguments(func, args, kwargs):
             for weight in pytree.tree_leaves(target):
                 if isinstance(weight, Fp8GatherShard):
                     weight._scales.stale = True

@@ -143,13 +143,12 @@ def _modules(policy: Any, argument: str, option: str) -> Modules:
 
     Raises:
         ValueError: a policy by size, or a function of the user's, which FSDP1 calls with sizes.
-        ImportError: this torch stores the classes of ``ModuleWrapPolicy`` under another name.
     """
     remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"
     given = getattr(policy, "keywords", {})
     function = policy.func if isinstance(policy, partial) else policy
     if isinstance(policy, (set, wrap.ModuleWrapPolicy)):
-        classes = policy if isinstance(policy, set) else classes_of(policy, f"{remedy} instead")
+        classes = policy if isinstance(policy, set) else classes_of(policy)
         return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
     if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in given:
         return _modules(set(given["transformer_layer_cls"]), argument, option)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
-F = TypeVar("F", bound=Callable[..., Any])
 Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
 than 4.27.)"""
@@ -20,44 +16,50 @@ than 4.27.)"""
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; what is left alone follows the precision."""
+    """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; by default they follow the precision.
+
+    Args:
+        wrap: Which modules are gathered and freed as one: ``"auto"`` takes the repeated blocks (the children of one
+            class of the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left.
+        replicate: Copies of the sharded model (HSDP): each is sharded over ``devices / replicate /
+            tensor_parallel_size``. ``"nodes"``: one copy per node, so that only gradients travel between nodes.
+        shards: Over how many ranks one copy is sharded; None: over all that there are. A number that does not fit
+            raises.
+        tensor_parallel: A function ``(model, mesh)`` that applies tensor parallelism, or a plan for
+            ``parallelize_module``.
+        tensor_parallel_size: Devices per tensor-parallel group.
+        activation_checkpointing: Recompute activations in the backward pass. ``True``: in the modules of ``wrap``;
+            otherwise classes or a predicate, as for ``wrap``.
+        compile: Compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision
+            compiles by its own option.
+        cpu_offload: Keep shards, gradients and optimizer state in CPU memory.
+        reshard_after_forward: Free gathered weights after the forward pass; None: yes, but for the root. An int keeps
+            parts of them, which FSDP2 cannot do in float8: weights are then gathered in high precision. See
+            ``fully_shard``.
+        fp8_all_gather: Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
+        param_dtype: What weights are gathered as and computed in; None: as the precision computes.
+        reduce_dtype: What gradients are reduced in; None: float32.
+        sync_module_states: Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
+            rank shards what it has, so the ranks must build the same model (from one seed, or from one checkpoint).
+        buffer_dtype: What floating-point buffers are cast to; None leaves them.
+        output_dtype: What the floating-point outputs of the model are cast to; None leaves them.
+    """
 
     wrap: Literal["auto"] | Modules = "auto"
-    """Which modules are gathered and freed as one: ``"auto"`` takes the repeated blocks (the children of one class of
-    the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left."""
     replicate: int | Literal["nodes"] = 1
-    """Copies of the sharded model (HSDP): each is sharded over ``devices / replicate / tensor_parallel_size``.
-    ``"nodes"``: one copy per node, so that only gradients travel between nodes."""
     shards: int | None = None
-    """Over how many ranks one copy is sharded; None: over all that there are. A number that does not fit raises."""
     tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None = None
-    """A function ``(model, mesh)`` that applies tensor parallelism, or a plan for ``parallelize_module``."""
     tensor_parallel_size: int = 1
-    """Devices per tensor-parallel group."""
     activation_checkpointing: bool | Modules = False
-    """Recompute activations in the backward pass. ``True``: in the modules of ``wrap``; otherwise classes or a
-    predicate, as for ``wrap``."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision compiles by
-    its own option."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered weights after the forward pass; None: yes, but for the root. An int keeps parts of them, which
-    FSDP2 cannot do in float8: weights are then gathered in high precision. See ``fully_shard``."""
     fp8_all_gather: Literal["auto"] | bool = "auto"
-    """Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it."""
     param_dtype: torch.dtype | None = None
-    """What weights are gathered as and computed in; None: as the precision computes."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in; None: float32."""
     sync_module_states: bool = False
-    """Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each rank shards what it has,
-    so the ranks must build the same model (from one seed, or from one checkpoint)."""
     buffer_dtype: torch.dtype | None = None
-    """What floating-point buffers are cast to; None leaves them."""
     output_dtype: torch.dtype | None = None
-    """What the floating-point outputs of the model are cast to; None leaves them."""
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
@@ -85,8 +87,8 @@ class ShardOptions:
             )
 
 
-class ShardKeywords(TypedDict, total=False):
-    """The fields of :class:`ShardOptions` as keyword arguments, for type checkers and editors."""
+class ShardChoices(TypedDict, total=False):
+    """The fields of :class:`ShardOptions`, for type checkers and editors."""
 
     wrap: Literal["auto"] | Modules
     replicate: int | Literal["nodes"]
@@ -103,45 +105,6 @@ class ShardKeywords(TypedDict, total=False):
     sync_module_states: bool
     buffer_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-
-
-def show_options(function: F) -> F:
-    """Show the fields of :class:`ShardOptions` in the signature and docstring of a function that takes ``**options``.
-
-    ``help()``, ``inspect.signature`` and LightningCLI then list every option, with its default and its docs. The
-    docstring of ``function`` has a line that begins with ``options:``, which the options replace.
-    """
-    hints = get_type_hints(ShardOptions)
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters += [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(ShardOptions)
-    ]
-    shown: Any = function
-    shown.__signature__ = signature.replace(parameters=parameters)
-    lines: list[str] = []
-    for line in (function.__doc__ or "").splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        is_place = line.lstrip().startswith("options:")
-        lines += [f"{indent}{name}: {doc}" for name, doc in _field_docs().items()] if is_place else [line]
-    shown.__doc__ = "\n".join(lines)
-    return function
-
-
-def _field_docs() -> dict[str, str]:
-    """Return the docstring of every field of ShardOptions, as one line each; none without the source."""
-    try:
-        (cls,) = ast.parse(inspect.getsource(ShardOptions)).body
-    except OSError:
-        return {}
-    assert isinstance(cls, ast.ClassDef)
-    return {
-        field.target.id: " ".join(str(doc.value.value).split())
-        for field, doc in pairwise(cls.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
 
 
 def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:

@@ -8,13 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions, show_options
+from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
 from lightning_lowprec.precision.base import LowPrecision
 
 
-@show_options
-def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardKeywords]) -> Module:
+def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardChoices]) -> Module:
     """Convert and shard ``model`` in place, in ``configure_model`` or in a ``parallelize_fn``.
 
         def configure_model(self):

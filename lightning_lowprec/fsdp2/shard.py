@@ -33,10 +33,11 @@ from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
-from lightning_lowprec.fsdp2.traffic import BATCH_NORMS, Traffic
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
 from lightning_lowprec.msamp.linear import scaled_linears
+from lightning_lowprec.private.torch import is_batch_norm
 
 TE_LAYERS = ("transformer_engine.", "lightning_lowprec.te.")
 """Modules of classes from here compute by Transformer Engine."""
@@ -248,7 +249,7 @@ def _fully_shard(
 
 
 def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+    norms = {fqn: module for fqn, module in model.named_modules() if is_batch_norm(module)}
     return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 

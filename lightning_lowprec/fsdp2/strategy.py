@@ -24,17 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards, step_one_by_one
-from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions, show_options
+from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import lightning as names
-from lightning_lowprec.private.torch import check_fsdp2_names
-from lightning_lowprec.te.gathered import unwired
+from lightning_lowprec.private.torch import FSDP2, check
 from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
@@ -43,15 +44,29 @@ STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 """What the Trainer calls instead of the module itself; Fabric goes through the module."""
 
 
+@shows(ShardOptions)
 class FSDP2Base:
-    """The half that the strategies of the Trainer and of Fabric share; the other base is a ModelParallelStrategy."""
+    """The half that both strategies share; their other base is Lightning's ModelParallelStrategy.
+
+    Args:
+        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
+            checkpoints are single files.
+        process_group_backend: None: nccl on CUDA, gloo on CPU.
+        timeout: the timeout of the process group.
+        cluster_environment: where the processes come from; None: Lightning finds out.
+        checkpoint_io: how the Trainer writes and reads single-file checkpoints. It must be None in Fabric, whose
+            sharded strategies write their checkpoints themselves.
+
+    Raises:
+        ValueError: an option is not valid.
+        ImportError: Lightning has moved a private name that is needed here.
+    """
 
     strategy_name = "fsdp2"
     parent_arguments: ClassVar[Mapping[str, Any]] = {}
     """More arguments for the constructor of Lightning's ModelParallelStrategy."""
     takes_checkpoint_io: ClassVar[bool] = True
 
-    @show_options
     def __init__(
         self,
         *,
@@ -60,24 +75,8 @@ class FSDP2Base:
         timeout: timedelta | None = default_pg_timeout,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        **options: Unpack[ShardKeywords],
+        **options: Unpack[ShardChoices],
     ) -> None:
-        """Check and store the options.
-
-        Args:
-            state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
-                checkpoints are single files.
-            process_group_backend: None: nccl on CUDA, gloo on CPU.
-            timeout: the timeout of the process group.
-            cluster_environment: where the processes come from; None: Lightning finds out.
-            checkpoint_io: how the Trainer writes and reads single-file checkpoints. It must be None in Fabric, whose
-                sharded strategies write their checkpoints themselves.
-            options: the fields of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
-
-        Raises:
-            ValueError: an option is not valid.
-            ImportError: Lightning has moved a private name that is needed here.
-        """
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
         if checkpoint_io is not None and not self.takes_checkpoint_io:
@@ -176,7 +175,7 @@ class Sharding:
             ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
             ImportError: torch has moved a private name that is needed here.
         """
-        check_fsdp2_names()
+        check(FSDP2)
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
 
@@ -350,7 +349,7 @@ def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
     if not isinstance(plugin, (FP8TE, FP8TorchAO)):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
     if isinstance(plugin, FP8TE):
-        unable = unwired(plugin.recipe)
+        unable = gather_refusal(plugin.recipe)
         if unable is not None:
             return f"`recipe={plugin.kind!r}` {unable}"
     elif plugin.recipe != "tensorwise":

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.private.torch import is_batch_norm, local_tensor
 
-BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""These modules are float32 groups of their own."""
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -61,7 +59,7 @@ class Traffic:
 
     def __init__(self, groups: Mapping[str, FSDPModule]) -> None:
         self.gathers: dict[str, ByteGather] = {}
-        self._norms = {fqn for fqn, module in groups.items() if isinstance(module, BATCH_NORMS)}
+        self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
         for fqn, module in groups.items():
             self.gathers[fqn] = ByteGather(_shards(module, groups))
             custom: Any = self.gathers[fqn]  # torch's interface, a private class, asks for these two methods

@@ -61,7 +61,7 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, with_norm
     Raises:
         ValueError: a name or pattern that matches neither a Linear nor a norm.
     """
-    reasons = {fqn: norms.kept(module) for fqn, module in model.named_modules()} if with_norms else {}
+    reasons = {fqn: norms.reason_to_keep(module) for fqn, module in model.named_modules()} if with_norms else {}
     reasons = {fqn: reason for fqn, reason in reasons.items() if reason != norms.NO_NORM}
     for pattern in options.keep:
         reasons |= {fqn: f"kept by {pattern!r}" for fqn in reasons if matches(pattern, fqn)}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import custom, fusion, linear, norms, scales
 from lightning_lowprec.te.choice import Choice, choose
-from lightning_lowprec.te.gathered import wire_format
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, kind_of
 from lightning_lowprec.te.recompute import checkpoint_by_te
+from lightning_lowprec.te.wire_format import wire_format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,18 @@ class Settings:
     weight_cache: bool | Literal["always"]
 
 
-def convert(model: nn.Module, settings: Settings) -> Choice:
+def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer of Transformer Engine that may keep scales, with its fqn.
+
+    These are our layers, layers of Transformer Engine that the user built, and the engines of fused layers.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            yield fqn, module
+    yield from fusion.engines(model).items()
+
+
+def convert_model(model: nn.Module, settings: Settings) -> Choice:
     """Convert ``model`` in place; the scales of layers that were converted before are kept.
 
     Returns:
@@ -44,31 +56,31 @@ def convert(model: nn.Module, settings: Settings) -> Choice:
         RuntimeError: by Transformer Engine, there is no CUDA.
     """
     kind, alignment = kind_of(settings.recipe), alignment_of(settings.recipe)
-    before = scales.saved(scales.scaled_layers(model))
+    before = scales.saved(scaled_layers(model))
     with unchanged(model):
         fusion.unfuse(model)
         if settings.fuse:  # it takes torch's own layers
-            linear.convert(model, ())
-            norms.convert(model, ())
+            linear.revert_linears(model)
+            norms.revert_norms(model)
         found = choose(model, settings.layers, alignment=alignment, with_norms=settings.norms)
         if settings.fuse:
             found = replace(found, fusion=_fuse(model, found, settings, kind))
         handled: Collection[str] = found.fusion.handled if found.fusion is not None else ()
-        linear.convert(
+        linear.convert_linears(
             model,
             [fqn for fqn in found.linears.converted if fqn not in handled],
             fp8_eval=settings.fp8_eval,
             token_alignment=alignment,
             weight_cache=settings.weight_cache,
-            wire_format=wire_format(settings.recipe),
+            wire_format=wire_format_of(settings.recipe),
             custom=kind == CUSTOM,
         )
-        norms.convert(model, [fqn for fqn in found.converted_norms if fqn not in handled])
+        norms.convert_norms(model, [fqn for fqn in found.converted_norms if fqn not in handled])
     if kind == CUSTOM:
-        custom.check(model, settings.recipe)
+        custom.check(scaled_layers(model), settings.recipe)
     checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
-        scales.restore(scales.scaled_layers(model), before, settings.recipe)
+        scales.restore(scaled_layers(model), before, settings.recipe)
     return found
 
 

@@ -8,25 +8,23 @@ Importing this module imports Transformer Engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from transformer_engine.pytorch.quantization import QuantizerRequest, QuantizerRole
 
-from lightning_lowprec.te.scales import scaled_layers
 
-
-def check(model: nn.Module, recipe: Any) -> None:
+def check(layers: Iterable[tuple[str, Any]], recipe: Any) -> None:
     """Refuse quantizers with a history: their scales would neither be saved, nor renewed, nor restored to recompute.
 
     Args:
-        model: converted; its own layers of Transformer Engine count too.
+        layers: the fqns and the layers of Transformer Engine.
         recipe: a CustomRecipe. Its function is called for every role, as the first forward will do again.
 
     Raises:
         ValueError: it returned a request (``DelayedScalingRequest``).
     """
-    for fqn, layer in scaled_layers(model):
+    for fqn, layer in layers:
         for role in _roles(layer):
             made = recipe.qfactory(role)
             if isinstance(made, QuantizerRequest):

@@ -3,7 +3,7 @@
     weight = codes * inv_scale
 
 Nothing updates such a weight. It was gathered from shards that are updated, or it is frozen and kept in FP8 alone.
-(MS-AMP's codes, which are updated, have a master beside them: ``distributed.scaled_fsdp.CodedTensor``.)
+(MS-AMP's codes, which are updated, have a master beside them: ``msamp.fsdp2.MsampShard``.)
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.private.torch import written_arguments
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole shape
-_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is a CodedWeight
+_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is a Fp8Weight
 
 
-class CodedWeight(Tensor):
+class Fp8Weight(Tensor):
     """Codes and their scale, looking like a tensor of ``dtype``.
 
     Args:
@@ -57,10 +57,10 @@ class CodedWeight(Tensor):
         if func is _aten._to_copy.default:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in pytree.tree_leaves(written(func, args, kwargs)):
-            if isinstance(target, CodedWeight):
+        for target in pytree.tree_leaves(written_arguments(func, args, kwargs)):
+            if isinstance(target, Fp8Weight):
                 return target.write(func, *args[1:])
-        return func(*pytree.tree_map_only(CodedWeight, lambda w: w.values().to(w.dtype), args), **kwargs)
+        return func(*pytree.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
 
     def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Of the same class; with what users have hung at it, which ``module.to`` would lose when it swaps."""
@@ -106,7 +106,7 @@ class CodedWeight(Tensor):
 
 
 @final
-class FrozenWeight(CodedWeight):
+class FrozenWeight(Fp8Weight):
     """A weight that does not train, in FP8 alone: one byte per element.
 
     Its scale is a power of two, so float32 and bf16 hold its values exactly, and give the same codes again: it passes
@@ -131,14 +131,14 @@ class FrozenWeight(CodedWeight):
 
 def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """(...) any float -> codes, and (1,) float32."""
-    if isinstance(values, CodedWeight):
+    if isinstance(values, Fp8Weight):
         values = values.values()
     scale = power_of_two_scale(amax(values), E4M3)
     return saturating_cast(values.float() * scale, E4M3), scale.reciprocal().reshape(1)
 
 
 @torch.no_grad()
-def freeze_in_fp8(layer: Any, device: torch.device) -> None:
+def store_in_fp8(layer: Any, device: torch.device) -> None:
     """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
 
     Args:
@@ -150,7 +150,7 @@ def freeze_in_fp8(layer: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def thaw(layer: Any) -> None:
+def store_in_full(layer: Any) -> None:
     """Give a weight that is in FP8 alone its values in full, in the dtype that it has shown; any other stays."""
     weight = layer.weight
     if isinstance(weight, FrozenWeight):

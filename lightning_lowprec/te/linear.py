@@ -27,9 +27,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.te import scales
-from lightning_lowprec.te.fp8_weight import CodedWeight, FrozenWeight, freeze_in_fp8, thaw
-from lightning_lowprec.te.gathered import for_gemm
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.weight_cache import WeightCache
+from lightning_lowprec.te.wire_format import for_gemm
 
 _WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
 """What Transformer Engine finds out at the first forward and never asks again: whether FSDP2 gathers the weight."""
@@ -121,7 +121,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return output.reshape(*input.shape[:-1], self.out_features)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
-        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, CodedWeight):
+        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):
             return None
         if not (torch.is_grad_enabled() or self.weight_cache.always):
             return None
@@ -140,7 +140,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
-        if isinstance(self.weight, CodedWeight):
+        if isinstance(self.weight, Fp8Weight):
             quantizers = self.quantizers["scaling_fwd"]
             return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
         return [self.weight]
@@ -169,22 +169,28 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "weight_cache": cache}
 
 
-def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
-    """Make the Linears named by ``fqns`` TELinears, and no others; what is converted already keeps its scales.
+def convert_linears(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
+    """Make the Linears named by ``fqns`` TELinears, and all other TELinears Linears again.
 
     Args:
-        model: changed in place.
-        fqns: by fqn; ``""`` is the model itself.
-        options: see :func:`configure`.
+        model: changed in place. A TELinear that stays one keeps its scales.
+        fqns: ``""`` is the model itself.
+        options: see :func:`convert_linear`.
     """
     for fqn, module in list(model.named_modules()):
         if fqn in fqns:
-            configure(module, fqn=fqn, **options)
+            convert_linear(module, fqn=fqn, **options)
         elif isinstance(module, TELinear):
-            revert(module)
+            revert_linear(module)
 
 
-def configure(
+def revert_linears(model: nn.Module) -> None:
+    """Make every TELinear of ``model`` a Linear again, in place."""
+    for layer in te_linears(model):
+        revert_linear(layer)
+
+
+def convert_linear(
     linear: nn.Module,
     *,
     fp8_eval: bool,
@@ -207,7 +213,7 @@ def configure(
             quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
         fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
     """
-    thaw(linear)
+    store_in_full(linear)
     if not isinstance(linear, TELinear):
         donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
@@ -222,21 +228,21 @@ def configure(
     linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused, _fp8_workspaces={})
 
 
-def revert(linear: nn.Module) -> None:
+def revert_linear(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
-    thaw(linear)
+    store_in_full(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
     for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
         linear.__dict__.pop(name, None)
     linear.__class__ = nn.Linear
 
 
-def freeze_weights(model: nn.Module, device: torch.device) -> None:
+def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
     """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
     for layer in te_linears(model):
         weight = layer._parameters.get("weight")  # none where `weight_norm` computes it
-        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, CodedWeight)):
-            freeze_in_fp8(layer, device)
+        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, Fp8Weight)):
+            store_in_fp8(layer, device)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:

@@ -94,7 +94,7 @@ def _complete(norm: Any, like: Tensor) -> Iterator[list[str]]:
             del norm.__dict__[name]
 
 
-def kept(norm: nn.Module) -> str | None:
+def reason_to_keep(norm: nn.Module) -> str | None:
     """Why a norm stays what it is, or None if it converts; ``NO_NORM`` for what is none."""
     if isinstance(norm, _Norm):
         return None
@@ -105,7 +105,7 @@ def kept(norm: nn.Module) -> str | None:
             return "eps=None, which depends on the input's dtype"
         features = norm.normalized_shape[0]
     elif "RMSNorm" in type(norm).__name__:
-        if formula(norm) is None:
+        if norm_formula(norm) is None:
             return f"{type(norm).__name__} computes something else than an RMSNorm"
         features = norm._parameters["weight"].numel()  # type: ignore[union-attr]
     elif isinstance(norm, nn.LayerNorm):
@@ -118,7 +118,7 @@ def kept(norm: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def formula(norm: nn.Module) -> Formula | None:
+def norm_formula(norm: nn.Module) -> Formula | None:
     """What an RMSNorm multiplies with, seen from a run on a small input; None if it is none."""
     weight = norm._parameters.get("weight")
     epsilon = _epsilon(norm)
@@ -150,31 +150,38 @@ def _epsilon(norm: nn.Module) -> str | None:
     return next((name for name in EPSILONS if isinstance(norm.__dict__.get(name), float)), None)
 
 
-def convert(model: nn.Module, fqns: Collection[str]) -> None:
-    """Make the norms named by ``fqns`` Transformer Engine's, and no others."""
+def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
+    """Make the norms named by ``fqns`` Transformer Engine's, and give all other norms their own class back."""
     for fqn, module in list(model.named_modules()):
         if fqn in fqns and not isinstance(module, _Norm):
-            configure(module)
+            convert_norm(module)
         elif fqn not in fqns and isinstance(module, _Norm):
-            revert(module)
+            revert_norm(module)
 
 
-def configure(norm: nn.Module) -> None:
-    """Make a norm that :func:`kept` does not keep Transformer Engine's, in place."""
+def revert_norms(model: nn.Module) -> None:
+    """Give every converted norm of ``model`` its own class back, in place."""
+    for module in model.modules():
+        if isinstance(module, _Norm):
+            revert_norm(module)
+
+
+def convert_norm(norm: nn.Module) -> None:
+    """Make a norm that :func:`reason_to_keep` does not keep Transformer Engine's, in place."""
     own = type(norm)
     if own is nn.LayerNorm:
         donor: Any = te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")
     else:
         weight = norm._parameters["weight"]
         shape = norm.normalized_shape if weight is None else weight.shape
-        centred = own is not nn.RMSNorm and formula(norm) == "1 + weight"
+        centred = own is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
         donor = te.RMSNorm(shape, eps=norm.__dict__[str(_epsilon(norm))], zero_centered_gamma=centred, device="meta")
     added = donor.__dict__.keys() - norm.__dict__.keys() - norm._parameters.keys()
     norm.__class__ = TELayerNorm if own is nn.LayerNorm else TERMSNorm
     norm.__dict__.update({name: donor.__dict__[name] for name in added}, own_class=own, added_by_te=frozenset(added))
 
 
-def revert(norm: Any) -> None:
+def revert_norm(norm: Any) -> None:
     """Make a converted norm what it was, in place."""
     own, added = norm.own_class, norm.added_by_te
     for name in (*added, "own_class", "added_by_te"):

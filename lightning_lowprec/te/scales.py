@@ -7,17 +7,14 @@ and registers them in process-wide buffers, where they are reduced and renewed t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch import Linear
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
-
-from lightning_lowprec.te import fusion
 
 _MODES: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _TENSORS: Final = ("scale", "amax_history")
@@ -27,14 +24,6 @@ _STASHED: Final = "global_fp8_buffer_pos_fwd_recompute"
 
 LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
-
-
-def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer of Transformer Engine by fqn, ours, the user's own, and those that compute for fused ones."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, TransformerEngineBaseModule):
-            yield fqn, module
-    yield from fusion.engines(model).items()
 
 
 def saved(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:

@@ -1,4 +1,4 @@
-"""The options of sharding are shown by `inspect`, `help()` and jsonargparse: both strategies and `parallelize`."""
+"""The options of sharding are shown by `inspect`, `help()` and jsonargparse: in both strategies."""
 
 import inspect
 from dataclasses import fields
@@ -7,23 +7,23 @@ from typing import get_type_hints
 import pytest
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy, parallelize
-from lightning_lowprec.fsdp2.options import ShardKeywords, ShardOptions
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 
 OPTIONS = {field.name: field.default for field in fields(ShardOptions)}
 
 
 def test_the_keywords_for_type_checkers_are_the_fields():
-    assert get_type_hints(ShardKeywords) == get_type_hints(ShardOptions)
-    assert list(get_type_hints(ShardKeywords)) == list(OPTIONS)
+    assert get_type_hints(ShardChoices) == get_type_hints(ShardOptions)
+    assert list(get_type_hints(ShardChoices)) == list(OPTIONS)
 
 
-@pytest.mark.parametrize("shown", [FSDP2Strategy, FabricFSDP2Strategy, parallelize])
+@pytest.mark.parametrize("shown", [FSDP2Strategy, FabricFSDP2Strategy])
 def test_signatures_and_docstrings_have_every_option(shown):
     parameters = inspect.signature(shown).parameters
     assert {name: parameters[name].default for name in OPTIONS} == OPTIONS
     assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    text = inspect.getdoc(shown if shown is parallelize else shown.__init__)
+    text = " ".join(inspect.getdoc(shown).split())
     for name in OPTIONS:
         assert f"{name}: " in text
     assert "cpu_offload: Keep shards, gradients and optimizer state in CPU memory." in text

@@ -153,13 +153,6 @@ def test_policies_without_an_equal_are_refused():
             options(auto_wrap_policy=policy)
 
 
-def test_a_torch_that_has_moved_the_classes_of_a_policy():
-    policy = ModuleWrapPolicy([Block])
-    del policy._module_classes
-    with pytest.raises(ImportError, match=r"has moved the classes of ModuleWrapPolicy; pass classes.*by `wrap=`"):
-        options(auto_wrap_policy=policy)
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_lightnings_deprecated_activation_checkpointing():
     assert chosen(options(activation_checkpointing=[Block]).activation_checkpointing) == ["1.0", "1.1"]

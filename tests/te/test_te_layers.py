@@ -60,11 +60,11 @@ def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
     layer = nn.Linear(32, 48, bias=bias)
     x = torch.randn(shape)
     expected = layer(x)
-    linears.convert(layer, {""}, **OPTIONS)
+    linears.convert_linears(layer, {""}, **OPTIONS)
     assert isinstance(layer, te.Linear)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(onnx_forward(layer)(x), expected)
-    linears.revert(layer)
+    linears.revert_linear(layer)
     assert type(layer) is nn.Linear
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 
@@ -88,14 +88,14 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     own, attributes, parameters = type(norm), set(norm.__dict__), list(norm.parameters())
     x = torch.randn(3, 5, 32)
     expected = norm(x)
-    assert norms.kept(norm) is None
+    assert norms.reason_to_keep(norm) is None
     model = nn.Sequential(norm)
     with unchanged(model):
-        norms.convert(model, {"0"})
+        norms.convert_norms(model, {"0"})
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
-    norms.revert(norm)
+    norms.revert_norm(norm)
     assert type(norm) is own
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 
@@ -114,15 +114,15 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     ],
 )
 def test_norms_that_stay(norm, reason):
-    assert reason in norms.kept(norm)
+    assert reason in norms.reason_to_keep(norm)
 
 
 def test_probing_a_norm_runs_no_hook_and_changes_nothing():
     norm, calls = llama_norm(32), []
     norm.register_forward_hook(lambda *args: calls.append(args))
     before = norm.weight.detach().clone()
-    assert norms.formula(norm) == "weight"
-    assert norms.formula(GemmaRMSNorm(32)) == "1 + weight"
+    assert norms.norm_formula(norm) == "weight"
+    assert norms.norm_formula(GemmaRMSNorm(32)) == "1 + weight"
     assert not calls
     assert torch.equal(norm.weight, before)
     assert norm.variance_epsilon == 1e-3
@@ -135,8 +135,8 @@ def model():
 
 def converted():
     net = model()
-    linears.convert(net, {"2", "3"}, **OPTIONS)
-    norms.convert(net, {"1"})
+    linears.convert_linears(net, {"2", "3"}, **OPTIONS)
+    norms.convert_norms(net, {"1"})
     return net
 
 
@@ -154,11 +154,11 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
     net[3].eval()
     net[2].register_forward_hook(lambda *args: None)
     with unchanged(net):
-        linears.convert(net, {"2", "3"}, **OPTIONS)
-        norms.convert(net, {"1"})
+        linears.convert_linears(net, {"2", "3"}, **OPTIONS)
+        norms.convert_norms(net, {"1"})
     with unchanged(net):  # another plan: what is not in it goes back
-        linears.convert(net, {"2"}, **OPTIONS)
-        norms.convert(net, set())
+        linears.convert_linears(net, {"2"}, **OPTIONS)
+        norms.revert_norms(net)
     assert [type(m) for m in net[1:]] == [nn.LayerNorm, linears.TELinear, nn.Linear]
 
 
@@ -167,7 +167,7 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
 def test_any_device_and_dtype(pretend_gpu, device, dtype):
     net = model().to(device, dtype)
     with unchanged(net):
-        linears.convert(net, {"2", "3"}, **OPTIONS)
+        linears.convert_linears(net, {"2", "3"}, **OPTIONS)
     moved = net.to_empty(device="cpu") if device == "meta" else net.to(torch.float16)
     assert isinstance(moved[2], te.Linear)
     assert moved[2].weight.device.type == "cpu"
@@ -197,7 +197,7 @@ def test_copies(pretend_gpu, onnx_forward, how):
 
 def test_without_cuda_transformer_engine_refuses():
     with pytest.raises(RuntimeError, match="needs CUDA"):
-        linears.convert(nn.Linear(32, 32), {""}, **OPTIONS)
+        linears.convert_linears(nn.Linear(32, 32), {""}, **OPTIONS)
 
 
 def some_scales(length):
@@ -280,7 +280,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     """``fp8_eval=False``: bit for bit, with gradients too (an evaluated backbone in a model that trains)."""
     plain, x = model()[2], torch.randn(7, 32)
     layer = copy.deepcopy(plain).eval()
-    linears.convert(layer, {""}, **OPTIONS | {"fp8_eval": False})
+    linears.convert_linears(layer, {""}, **OPTIONS | {"fp8_eval": False})
     layer.fp8 = True  # it trained before
     layer.weight.requires_grad_(False)
     monkeypatch.setattr(linears, "check_input", lambda x: None)
@@ -294,7 +294,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
 def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
     """Checkpoints that are not reentrant, torch's and Transformer Engine's, replace saved tensors by their number."""
     layer = model()[2]
-    linears.convert(layer, {""}, **OPTIONS | {"weight_cache": True})
+    linears.convert_linears(layer, {""}, **OPTIONS | {"weight_cache": True})
     seen, weight = [], torch.ones(3, requires_grad=True)
 
     def counted(x):
@@ -313,7 +313,7 @@ def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
 def test_a_backward_in_high_precision_multiplies_in_one_dtype(pretend_gpu, override, dtype):
     """Transformer Engine's multiplies grad_output, in the autocast dtype, by the weight that it got."""
     layer = model()[2]
-    linears.convert(layer, {""}, **OPTIONS)
+    linears.convert_linears(layer, {""}, **OPTIONS)
     layer.fp8, layer.activation_dtype = True, torch.bfloat16  # as after the first forward
     layer.fp8_meta["recipe"] = Float8CurrentScaling(backward_override=override)
     weight, bias = layer._get_weight_and_bias_tensors()

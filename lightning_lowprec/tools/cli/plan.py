@@ -17,6 +17,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.te.recipes import ALIGNMENT
+from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.tools.planning.render import Report, page, text
 from lightning_lowprec.tools.planning.source import load
@@ -58,9 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def _show_widths(as_json: bool) -> int:
-    from lightning_lowprec.tools.planning import widths  # imports strategies and trains
-
-    rows = widths.survey()
+    rows = [widths.widths(name) for name in widths.all_names()]
     print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else widths.text(rows))
     return 0
 
@@ -108,8 +107,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--precisions",
         action="store_true",
-        help="the bit widths of every precision instead: GEMMs, weight, gradient, master, moments, communication; read"
-        " from a small layer that each trains for a step, in a few seconds",
+        help="print instead a table of the number formats of every precision: GEMMs, weight, gradient, master, moments,"
+        " communication",
     )
     parser.add_argument("--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config")
     parser.add_argument("--precision", type=str, default="fp8-hybrid", help="an FP8 precision")

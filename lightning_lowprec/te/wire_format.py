@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
-from lightning_lowprec.te.fp8_weight import CodedWeight
+from lightning_lowprec.te.fp8_weight import Fp8Weight
 
 
 @final
-class TEWire:
+class TEWireFormat:
     """Transformer Engine's arithmetic with one scale per tensor.
 
     Args:
@@ -51,12 +51,12 @@ class TEWire:
         return saturating_cast(values.float() * scale, E4M3)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """A :class:`CodedWeight`."""
-        return CodedWeight(codes, _inverse(scale), dtype)
+        """A :class:`Fp8Weight`."""
+        return Fp8Weight(codes, _inverse(scale), dtype)
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The codes have come to the same memory; the scale goes where autograd may hold the old one's tensor."""
-        assert isinstance(whole, CodedWeight)
+        assert isinstance(whole, Fp8Weight)
         whole.inv_scale.copy_(_inverse(scale))
 
 
@@ -64,17 +64,17 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal().reshape(1)
 
 
-def wire_format(recipe: Any) -> TEWire | None:
-    """How weights travel under a recipe of Transformer Engine; None: in high precision (see :func:`unwired`)."""
-    if unwired(recipe) is not None:
+def wire_format_of(recipe: Any) -> TEWireFormat | None:
+    """How weights travel under a recipe of Transformer Engine; None: in high precision (see :func:`gather_refusal`)."""
+    if gather_refusal(recipe) is not None:
         return None
     if recipe.delayed():
-        return TEWire()
+        return TEWireFormat()
     options = recipe.fp8_quant_fwd_weight
-    return TEWire(power_of_two=options.power_2_scale, least_amax=options.amax_epsilon)
+    return TEWireFormat(power_of_two=options.power_2_scale, least_amax=options.amax_epsilon)
 
 
-def unwired(recipe: Any) -> str | None:
+def gather_refusal(recipe: Any) -> str | None:
     """Why weights cannot travel as float8 under ``recipe``, or None if they can."""
     if not (recipe.delayed() or recipe.float8_current_scaling()):
         return "has no single scale for a weight, and only one per tensor can be gathered"
@@ -84,14 +84,14 @@ def unwired(recipe: Any) -> str | None:
 
 
 class _AsFloat8Tensor(torch.autograd.Function):
-    """CodedWeight as Transformer Engine's tensor, sharing the memory; the gradient passes through.
+    """Fp8Weight as Transformer Engine's tensor, sharing the memory; the gradient passes through.
 
     Its transpose, which Hopper needs for the backward GEMM, belongs to this tensor and goes with the graph: one kept by
     the gathered weight would outlive the gather.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: CodedWeight, quantizer: Any) -> Tensor:
+    def forward(ctx: Any, weight: Fp8Weight, quantizer: Any) -> Tensor:
         from transformer_engine.pytorch import Float8Tensor
 
         own = quantizer.copy()
@@ -114,10 +114,10 @@ class _AsFloat8Tensor(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """The values of a CodedWeight, float32; the gradient passes through."""
+    """The values of a Fp8Weight, float32; the gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, weight: CodedWeight) -> Tensor:
+    def forward(ctx: Any, weight: Fp8Weight) -> Tensor:
         return weight.values()
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Values(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine's tensors do not trace
-def for_gemm(weight: CodedWeight, quantizer: Any) -> Tensor:
+def for_gemm(weight: Fp8Weight, quantizer: Any) -> Tensor:
     """The weight as a layer of Transformer Engine takes it.
 
     Args:
