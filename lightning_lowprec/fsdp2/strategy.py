@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards, step_one_by_one
+from lightning_lowprec.fsdp2.meshes import data_ranks, disable_foreach, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
@@ -238,7 +238,7 @@ class Sharding:
         """Let an optimizer that was built before sharding update what its model has become."""
         for replacements in self._replacements:
             replacements.put_into(optimizer)
-        if step_one_by_one(optimizer):
+        if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 
     def before_backward(self, model: Module | None, loss: Tensor) -> None:
