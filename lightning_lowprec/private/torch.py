@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -209,7 +209,7 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
 

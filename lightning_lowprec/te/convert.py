@@ -34,6 +34,15 @@ class Settings:
     weight_cache: bool | Literal["always"]
 
 
+def revert(model: nn.Module) -> None:
+    """Give ``model`` torch's own layers back, in place."""
+    if any(type(m).__module__.startswith("lightning_lowprec.te.") for m in model.modules()):
+        fusion.unfuse(model)
+        linear.revert_linears(model)
+        norms.revert_norms(model)
+    checkpoint_by_te(model, wanted=False)
+
+
 def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer of Transformer Engine that may keep scales, with its fqn.
 
