@@ -25,9 +25,9 @@ from lightning_lowprec.precision.half import DTYPES
 from lightning_lowprec.precision.host import alive, device_of
 from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
 from lightning_lowprec.te import recipes, support
-from lightning_lowprec.te.delayed import SCALES, DelayedScales
-from lightning_lowprec.te.wire_format import gather_refusal
+from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.te_options import Base, check_base, check_options
+from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
 _OVERRIDE: Final = "override_linear_precision"
@@ -224,7 +224,7 @@ class FP8TE(LowPrecision):
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
-        from lightning_lowprec.te.choice import choose
+        from lightning_lowprec.te.convert import choose
 
         alignment = recipes.alignment_of(self.recipe)
         layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted

@@ -131,8 +131,8 @@ def train(rank, sharded):
 
     from lightning_lowprec.fsdp2.options import ShardOptions
     from lightning_lowprec.fsdp2.shard import shard
-    from lightning_lowprec.te.wire_format import TEWireFormat
     from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -236,8 +236,8 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     from lightning_lowprec.fsdp2.fp8_gather import GatheredWeight, gather_in_fp8
-    from lightning_lowprec.te.wire_format import TEWireFormat
     from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import run_on_cpu
 
     run_on_cpu(monkeypatch)
