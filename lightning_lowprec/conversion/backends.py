@@ -37,7 +37,7 @@ class PrecisionName:
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
     bytes_of_codes: tuple[int, int, int] | None = None
-    """For weights that are kept as codes: bytes of a weight, of its gradient, of master and AdamW's moments together."""
+    """Of a weight that is kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
 
 
 def _no_revert(model: nn.Module) -> None:

@@ -151,7 +151,7 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
 
 
 def _checkpoint_for(module: nn.Module) -> Any:
-    """The backend's own checkpoint function for a block with its layers, which may have state to restore; else torch's."""
+    """The checkpoint function of the backend whose layers the block has, which may restore their state; else torch's."""
     for backend in backends.registered():
         if backend.checkpoint is not None and any(backend.owns(m) for m in module.modules()):
             return backend.checkpoint()

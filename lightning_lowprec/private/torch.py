@@ -18,6 +18,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 MASTERS: Final = "float32 masters"
 MSAMP: Final = "MS-AMP"
+TRANSFORMER_ENGINE: Final = "FP8TE"
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
         "torch._foreach_copy_",
@@ -43,6 +44,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_zero_.default",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
+    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 
@@ -269,3 +271,21 @@ def noted_by_schedulers(step: F) -> F:
 
     noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return noted  # type: ignore[return-value]
+
+
+# ---- Transformer Engine: the backward pass and its saved tensors
+
+
+def is_in_backward() -> bool:
+    """Return whether the caller runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether hooks on all saved tensors are active, as inside a checkpoint that is not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_tensors(node: Any) -> tuple[Any, ...]:
+    """Return what the node of a ``torch.autograd.Function`` has saved, each with ``register_hooks``; () if unknown."""
+    return tuple(getattr(node, "_raw_saved_tensors", ()))
