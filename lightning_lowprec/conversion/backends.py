@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_lowprec.conversion.gains import Recipe
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionName:
@@ -27,7 +29,15 @@ class PrecisionName:
     summary: str
     """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
     fp16: bool = False
-    """Whether ``NAME-fp16`` exists too: the same with ``base="fp16"``, that is fp16 with loss scaling outside of FP8."""
+    """Whether ``NAME-fp16`` exists too: the same with ``base="fp16"``, fp16 with loss scaling outside of FP8."""
+    alignment: int = 16
+    """The features of a converted Linear are multiples of this number."""
+    gains: Recipe = "tensorwise"
+    """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
+    gathers_fp8: bool = False
+    """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
+    bytes_of_codes: tuple[int, int, int] | None = None
+    """Of a weight that is kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
 
 
 def _no_revert(model: nn.Module) -> None:

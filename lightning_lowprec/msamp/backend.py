@@ -18,16 +18,19 @@ _NAMES: Final = {
         plugin=MSAMP,
         options={"level": "O1"},
         summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
+        bytes_of_codes=(2, 1, 8),
     ),
     "msamp-o2": PrecisionName(
         plugin=MSAMP,
         options={"level": "O2"},
         summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
+        bytes_of_codes=(2, 1, 3),
     ),
     "msamp-o3": PrecisionName(
         plugin=MSAMP,
         options={"level": "O3"},
         summary="FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2",
+        bytes_of_codes=(1, 1, 5),
     ),
 }
 

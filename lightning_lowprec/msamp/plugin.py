@@ -50,7 +50,7 @@ class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
     AdamW and SGD are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
-    O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights in full precision.
+    O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights as stored.
 
     Args:
         level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 weights

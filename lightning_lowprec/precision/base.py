@@ -154,8 +154,9 @@ class LowPrecision(TrainerPrecision, ABC):
                 self.masters.cast(module, self.autocast_dtype)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             prepared.append((module, device))
-        for optimizer in self.optimizers.known if self.masters is not None else ():
-            self.masters.add_masters(optimizer)
+        if self.masters is not None:
+            for optimizer in self.optimizers.known:
+                self.masters.add_masters(optimizer)
         for module, device in prepared:
             self._finish(module, device)
 

@@ -44,8 +44,8 @@ class HalfMixed(LowPrecision):
         dtype: ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the device has it, else fp16.
 
     Raises:
-        ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; no loss scale with fp16; an
-            option that needs masters without masters.
+        ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; no loss scale with fp16;
+            an option that needs masters without masters.
     """
 
     def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:

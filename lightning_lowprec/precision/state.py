@@ -48,7 +48,8 @@ def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> l
 
 
 def _names_below(cls: type) -> list[str]:
-    return [name for child in cls.__subclasses__() for name in (child.__qualname__, *_names_below(child))]
+    children: list[type] = cls.__subclasses__()
+    return [name for child in children for name in (child.__qualname__, *_names_below(child))]
 
 
 # ---- names without a backend, such as fp8-hybrid, mean one backend on all ranks and after a resume

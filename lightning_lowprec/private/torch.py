@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -20,6 +20,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 MASTERS: Final = "float32 masters"
 MSAMP: Final = "MS-AMP"
+TRANSFORMER_ENGINE: Final = "FP8TE"
 FSDP2: Final = "'fsdp2'"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
@@ -49,6 +50,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_zero_.default",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
+    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
     FSDP2: (
         "torch._foreach_norm",
         "torch._functorch.config.enable_autograd_cache",
@@ -233,7 +235,7 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
 
@@ -336,3 +338,21 @@ def noted_by_schedulers(step: F) -> F:
 
     noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return noted  # type: ignore[return-value]
+
+
+# ---- Transformer Engine: the backward pass and its saved tensors
+
+
+def is_in_backward() -> bool:
+    """Return whether the caller runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether hooks on all saved tensors are active, as inside a checkpoint that is not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_tensors(node: Any) -> tuple[Any, ...]:
+    """Return what the node of a ``torch.autograd.Function`` has saved, each with ``register_hooks``; () if unknown."""
+    return tuple(getattr(node, "_raw_saved_tensors", ()))

@@ -11,18 +11,24 @@ from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.te import support
 from lightning_lowprec.te.plugin import BACKEND as NAME
 from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.te.recipes import ALIGNMENT
 
 _DELAYED: Final = "Transformer Engine, scales from the amax of past steps"
 _NAMES: Final = {
-    "fp8-hybrid-te": PrecisionName(plugin=FP8TE, summary=f"{_DELAYED}, gradients in e5m2", fp16=True),
+    "fp8-hybrid-te": PrecisionName(plugin=FP8TE, summary=f"{_DELAYED}, gradients in e5m2", fp16=True, gathers_fp8=True),
     "fp8-e4m3-te": PrecisionName(
-        plugin=FP8TE, options={"fp8_format": "e4m3"}, summary=f"{_DELAYED}, e4m3 everywhere", fp16=True
+        plugin=FP8TE,
+        options={"fp8_format": "e4m3"},
+        summary=f"{_DELAYED}, e4m3 everywhere",
+        fp16=True,
+        gathers_fp8=True,
     ),
     "fp8-current": PrecisionName(
         plugin=FP8TE,
         options={"recipe": "current"},
         summary="Transformer Engine, scales from each tensor, gradients in e5m2",
         fp16=True,
+        gathers_fp8=True,
     ),
     "fp8-block": PrecisionName(
         plugin=FP8TE,
@@ -33,11 +39,13 @@ _NAMES: Final = {
         plugin=FP8TE,
         options={"recipe": "mxfp8"},
         summary="Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
+        alignment=ALIGNMENT["mxfp8"],
     ),
     "nvfp4": PrecisionName(
         plugin=FP8TE,
         options={"recipe": "nvfp4"},
         summary="Transformer Engine, 4 bits with a scale per 16 values (Blackwell)",
+        alignment=ALIGNMENT["nvfp4"],
     ),
 }
 

@@ -28,7 +28,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
-from lightning_lowprec.te.delayed import SCALES, DelayedScales
+from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
@@ -218,7 +218,7 @@ class FP8TE(LowPrecision):
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
-        from lightning_lowprec.te.choice import choose
+        from lightning_lowprec.te.convert import choose
 
         alignment = recipes.alignment_of(self.recipe)
         layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from torch import nn
@@ -32,11 +33,12 @@ def _names() -> dict[str, PrecisionName]:
             options={"recipe": recipe, "fp8_format": fp8_format},
             summary=_SUMMARIES[name],
             fp16=recipe == "tensorwise",  # rowwise kernels round through bf16
+            gains=recipe,
+            gathers_fp8=recipe == "tensorwise",
         )
         for (recipe, fp8_format), name in NAMES.items()
     }
-    tensorwise = PrecisionName(plugin=FP8TorchAO, summary="another name of fp8-tensorwise", fp16=True)
-    return {**rows, "fp8-hybrid-torchao": tensorwise}
+    return {**rows, "fp8-hybrid-torchao": replace(rows["fp8-tensorwise"], summary="another name of fp8-tensorwise")}
 
 
 BACKEND: Final = Backend(

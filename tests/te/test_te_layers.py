@@ -9,12 +9,14 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.private.transformer_engine import buffer_places
 from lightning_lowprec.te import linear as linears
-from lightning_lowprec.te import norms, scales
+from lightning_lowprec.te import norms
+from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 
 OPTIONS = {"fp8_eval": True, "token_alignment": 16, "weight_cache": False}
 
@@ -178,15 +180,14 @@ def test_any_device_and_dtype(pretend_gpu, device, dtype):
 )
 def test_copies(pretend_gpu, onnx_forward, how):
     net = converted()
-    scales.restore([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
-    net[2].fp8_meta[scales._REGISTERED] = [0, "forward", 0, "backward"]
-    net[2].fp8_meta[scales._STASHED] = 0
+    restore_scales([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
+    net[2].fp8_meta.update({key: [0, "forward", 0, "backward"] for key in buffer_places()})
     net[3].weight = nn.Parameter(torch.randn(32, 48))
     other = how(net)
     assert type(other[2]) is linears.TELinear
-    assert not {scales._REGISTERED, scales._STASHED} & other[2].fp8_meta.keys()  # both are of this process and layer
+    assert not buffer_places() & other[2].fp8_meta.keys()  # both are of this process and layer
     assert not other[2].fp8_meta_tensors_initialized
-    kept = scales.saved([("2", other[2])])["2"]
+    kept = saved_scales([("2", other[2])])["2"]
     assert all(torch.equal(kept[key], value) for key, value in some_scales(4).items())
     x = torch.randint(16, (4, 16))
     torch.testing.assert_close(onnx_forward(other)(x), onnx_forward(net)(x), rtol=0, atol=0)
@@ -212,9 +213,9 @@ def some_scales(length):
 def test_scales_survive_a_file(pretend_gpu, tmp_path):
     net, recipe = converted(), DelayedScaling(amax_history_len=4)
     layers = [("2", net[2]), ("3", net[3])]
-    assert scales.saved(layers) == {}  # nothing has run
-    assert scales.restore(layers, {"2": some_scales(4), "gone": some_scales(4)}, recipe) == ["gone"]
-    torch.save(scales.saved(layers), tmp_path / "scales.pt")
+    assert saved_scales(layers) == {}  # nothing has run
+    assert restore_scales(layers, {"2": some_scales(4), "gone": some_scales(4)}, recipe) == ["gone"]
+    torch.save(saved_scales(layers), tmp_path / "scales.pt")
     loaded = torch.load(tmp_path / "scales.pt", weights_only=True)
     assert list(loaded) == ["2"]
     assert all(torch.equal(loaded["2"][key], value) for key, value in some_scales(4).items())
@@ -223,7 +224,7 @@ def test_scales_survive_a_file(pretend_gpu, tmp_path):
 def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
     """Its first forward makes new state and takes over the tensors of the old one: the same storage."""
     net, recipe = converted(), DelayedScaling(amax_history_len=4)
-    scales.restore([("2", net[2])], {"2": some_scales(4)}, recipe)
+    restore_scales([("2", net[2])], {"2": some_scales(4)}, recipe)
     old = net[2].fp8_meta["scaling_fwd"]
     new = type(old)(recipe, mode="forward", num_quantizers=3, device=torch.device("cpu"))
     assert new.inherit_state_from(old)
@@ -235,7 +236,7 @@ def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
 def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
     with torch.inference_mode():
-        scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+        restore_scales([("", layer)], {"": some_scales(4)}, recipe)
     layer.fp8_meta["scaling_fwd"].amax_history.zero_()
     layer.fp8_meta["scaling_fwd"].scale.mul_(2)
 
@@ -244,8 +245,8 @@ def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
 def test_a_history_of_another_length(pretend_gpu, length):
     layer = converted()[2]
     entry = some_scales(length)
-    scales.restore([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
-    history = scales.saved([("", layer)])[""]["forward.amax_history"]
+    restore_scales([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
+    history = saved_scales([("", layer)])[""]["forward.amax_history"]
     assert history.shape == (4, 3)
     common = min(length, 4)
     assert torch.equal(history[:common], entry["forward.amax_history"][:common])
@@ -255,25 +256,25 @@ def test_a_history_of_another_length(pretend_gpu, length):
 def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     """Transformer Engine's global buffers point at them."""
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
-    scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+    restore_scales([("", layer)], {"": some_scales(4)}, recipe)
     before = layer.fp8_meta["scaling_fwd"].scale
-    scales.restore([("", layer)], {"": some_scales(8)}, recipe)
+    restore_scales([("", layer)], {"": some_scales(8)}, recipe)
     assert layer.fp8_meta["scaling_fwd"].scale is before
     assert torch.equal(before, some_scales(8)["forward.scale"])
-    scales.restore([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
+    restore_scales([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
     assert layer.fp8_meta["scaling_fwd"].amax_history[2:].eq(0).all()
 
 
 def test_the_keys_of_process_wide_buffers_are_transformer_engines():
     """Its own code fills in both; a layer that brought another's would use that one's."""
     recipe = DelayedScaling(amax_history_len=4)
-    state = scales.DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
+    state = DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
     meta = {"recipe": recipe, "fp8_group": None, "scaling_fwd": state}
     before = set(meta)
     FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(meta)
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
     FP8GlobalStateManager.reset()
-    assert meta.keys() - before == {scales._STASHED, scales._REGISTERED}
+    assert meta.keys() - before == buffer_places()
 
 
 def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):

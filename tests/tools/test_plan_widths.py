@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.resolve import half_under_fsdp2
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.masters.optimizer import stored_masters
 from lightning_lowprec.msamp import adamw as scaled_adamw
@@ -25,6 +24,7 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.availability import availability
 from lightning_lowprec.tools.cli.main import main
