@@ -65,6 +65,11 @@ class FSDP2Base:
     """More arguments for the constructor of Lightning's ModelParallelStrategy."""
     takes_checkpoint_io: ClassVar[bool] = True
 
+    def __init_subclass__(cls) -> None:
+        """Show the options in the docstrings of both strategies."""
+        _, title, options = (FSDP2Base.__doc__ or "").partition("\n\n    Args:\n")
+        cls.__doc__ = f"{cls.__doc__}{title}{options}"
+
     def __init__(
         self,
         *,
