@@ -26,13 +26,13 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def setup_module(self, module: Module) -> Module:
-        """Shard a module that Fabric has had converted."""
+        """Shard a module that the precision plugin has converted."""
         self.sharding.apply(module, self.device_mesh, self.precision, self.root_device)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer, built before or after sharding, updates the shards."""
+        """Let an optimizer, built before or after sharding, update the shards."""
         self.sharding.follow(optimizer)
         torchao_optimizers.check(optimizer)
         if isinstance(self.precision, LowPrecision):
@@ -48,7 +48,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm of all gradients; with tensor parallelism they lie on two meshes."""
+        """Clip by the norm of all gradients, which lie on two meshes with tensor parallelism."""
         if self.sharding.options.tensor_parallel is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
@@ -56,7 +56,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """A step; after the first, what was gathered is checked and said."""
+        """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, **kwargs)
         self.sharding.after_step()
         return output
@@ -69,12 +69,12 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save ``state``: complete, or not at all. See :mod:`~lightning_lowprec.fsdp2.checkpoint`.
+        """Save ``state`` completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
 
         Raises:
-            TypeError: ``storage_options``, which only a CheckpointIO takes.
-            ValueError: no sharded model in ``state``, or several.
-            NotImplementedError: a ``filter`` with sharded checkpoints.
+            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
+            ValueError: ``state`` has no sharded model, or several.
+            NotImplementedError: ``filter`` is given, and checkpoints are folders.
         """
         checkpoint_layouts.check_storage_options(storage_options)
         if filter is not None and not self.is_full:
@@ -92,18 +92,16 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of any precision and number of ranks into ``state``; returns what ``state`` has no key for.
+        """Load a checkpoint of any precision and number of ranks into ``state``; return what ``state`` has no key for.
 
-        Folders and single files are told apart by themselves. ``weights_only`` None means True.
+        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
 
         Raises:
-            ValueError: no sharded model in ``state``, or several; or the checkpoint is of another model.
-            KeyError: something that the checkpoint does not hold, unless not ``strict``.
+            ValueError: ``state`` has no sharded model, or several; or the checkpoint belongs to another model.
+            KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
             FileNotFoundError: there is no checkpoint.
         """
-        asked = Path(self.broadcast(path))
-        found = checkpoint.locate(asked)
-        checkpoint_layouts.say_where(asked, found)
+        found = checkpoint.locate(Path(self.broadcast(path)))
         if isinstance(state, Module):
             checkpoint_layouts.load_raw(found, state, strict=strict)
             return {}

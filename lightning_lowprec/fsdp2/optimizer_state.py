@@ -1,8 +1,8 @@
-"""The state of an optimizer by the names of its parameters, collected and loaded without stepping.
+"""Collect and load the state of an optimizer by the names of its parameters, without a step.
 
-torch's own ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` initialise empty state by a step with zero
-gradients and a learning rate of zero. That step counts: for stochastic rounding, for schedulers and hooks, and for
-optimizers that do not look at the learning rate. Here what a checkpoint holds is what the optimizer gets.
+``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` of torch initialise empty state by a step with zero
+gradients and a learning rate of zero. That step has effects: on stochastic rounding, on schedulers and hooks, and with
+optimizers that ignore the learning rate. The functions here load exactly what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ StateDict = dict[str, Any]
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the fqn that they have in checkpoints, whatever wraps their modules."""
+    """Return parameters by the fqn that they have in checkpoints, without the names of wrapping modules."""
     return {clean(fqn): p for fqn, p in model.named_parameters()}
 
 
 def clean(fqn: str) -> str:
-    """A name without those of wrapping modules."""
+    """Return a name without the names of wrapping modules."""
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn
 
 
 def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
-    """``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
+    """Return ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
 
     Args:
-        model: whose parameters the optimizer updates.
-        optimizer: with or without masters (``master_param`` is among the names then).
-        full: whole tensors on the CPU, on rank 0; empty dicts elsewhere. Otherwise DTensors as they are.
+        model: the model whose parameters the optimizer updates.
+        optimizer: with or without masters, which have the name ``master_param``.
+        full: True: whole tensors on the CPU of rank 0, and empty dicts elsewhere. False: DTensors.
     """
     state_dict = optimizer.state_dict()
     fqns = _fqns(model, optimizer)
@@ -63,7 +63,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
 
 
 def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
-    """The same, by position of the parameter in the model in place of its fqn: how the Trainer writes single files."""
+    """Replace fqns by the parameters' positions in the model, as the Trainer writes single files."""
     if not state_dict:
         return state_dict
     number = {fqn: i for i, fqn in enumerate(named_parameters(model))}
@@ -72,9 +72,9 @@ def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
 
 
 def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, key: str) -> StateDict:
-    """A stored state dict, whose parameters are numbered or named, as ``optimizer`` groups them now.
+    """Return a stored state dict by fqn, with the parameter groups that ``optimizer`` has now.
 
-    Numbers count along the groups, as everywhere in torch.
+    The stored parameters have names or numbers. Numbers count along the groups, as everywhere in torch.
 
     Raises:
         ValueError: the optimizer holds other parameters, or groups them in another way.
@@ -118,7 +118,7 @@ def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: 
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
-    """Whole state tensors as their parameters are sharded, quantised ones included."""
+    """Shard whole state tensors like their parameters, quantised state too."""
     return {fqn: _placed_entry(entry, params[fqn]) for fqn, entry in state.items()}
 
 
@@ -130,18 +130,16 @@ def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """``value``, built again if it was quantised; else with ``one`` of every tensor in it."""
+    """Return quantised state built again, or any other ``value`` with ``one`` applied to every tensor in it."""
     if isinstance(value, Mapping) and torchao_optimizers.CLASS in value:
         return torchao_optimizers.unpack(value, like)
     return map_tensors(one, value)
 
 
 def load(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Load what :func:`by_fqn` returns, its state placed as the parameters are."""
-    numbers: dict[str, int] = {}
-    for group in state_dict["param_groups"]:
-        for fqn in group["params"]:
-            numbers[fqn] = len(numbers)
+    """Load the result of :func:`by_fqn`, after its state was sharded like the parameters."""
+    fqns = [fqn for group in state_dict["param_groups"] for fqn in group["params"]]
+    numbers = {fqn: i for i, fqn in enumerate(fqns)}
     groups = [
         {**old, **_rates_like(old, new), "params": [numbers[fqn] for fqn in new["params"]]}
         for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
@@ -152,7 +150,7 @@ def load(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
-    """Hyperparameters as tensors where the optimizer has them so (torchao's learning rate), else as numbers."""
+    """Return hyperparameters as tensors where the optimizer has tensors (torchao's learning rate), else as numbers."""
     values = dict(new)
     for name, value in new.items():
         if isinstance(old.get(name), Tensor) and isinstance(value, (int, float)):
@@ -163,7 +161,7 @@ def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` of every tensor in its dicts, lists and tuples."""
+    """Return ``value`` with ``function`` applied to every tensor in its dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

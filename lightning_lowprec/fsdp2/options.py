@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
-than 4.27.)"""
+"""Classes, or a predicate of fqn and module. (``Collection`` would need a jsonargparse newer than 4.27.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +18,12 @@ class ShardOptions:
     """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; by default they follow the precision.
 
     Args:
-        wrap: Which modules are gathered and freed as one: ``"auto"`` takes the repeated blocks (the children of one
+        wrap: The modules that are gathered and freed as one. ``"auto"`` takes the repeated blocks (the children of one
             class of the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left.
         replicate: Copies of the sharded model (HSDP): each is sharded over ``devices / replicate /
             tensor_parallel_size``. ``"nodes"``: one copy per node, so that only gradients travel between nodes.
-        shards: Over how many ranks one copy is sharded; None: over all that there are. A number that does not fit
-            raises.
+        shards: The number of ranks over which one copy is sharded; None: all that there are. A number that does not
+            fit raises.
         tensor_parallel: A function ``(model, mesh)`` that applies tensor parallelism, or a plan for
             ``parallelize_module``.
         tensor_parallel_size: Devices per tensor-parallel group.
@@ -37,12 +36,12 @@ class ShardOptions:
             parts of them, which FSDP2 cannot do in float8: weights are then gathered in high precision. See
             ``fully_shard``.
         fp8_all_gather: Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
-        param_dtype: What weights are gathered as and computed in; None: as the precision computes.
-        reduce_dtype: What gradients are reduced in; None: float32.
+        param_dtype: The dtype in which weights are gathered and computed with; None: the precision's.
+        reduce_dtype: The dtype in which gradients are reduced; None: float32.
         sync_module_states: Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
             rank shards what it has, so the ranks must build the same model (from one seed, or from one checkpoint).
-        buffer_dtype: What floating-point buffers are cast to; None leaves them.
-        output_dtype: What the floating-point outputs of the model are cast to; None leaves them.
+        buffer_dtype: The dtype that floating-point buffers are cast to; None: they are not cast.
+        output_dtype: The dtype that floating-point outputs of the model are cast to; None: they are not cast.
     """
 
     wrap: Literal["auto"] | Modules = "auto"
@@ -121,9 +120,9 @@ def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """By fqn: the children, all of one class, of the outermost ModuleLists and Sequentials with several children.
+    """Return repeated blocks by fqn: the children of the outermost ModuleLists and Sequentials, if all have one class.
 
-    A child without parameters is no block; a list of Linears is one of layers, not of blocks.
+    A child without parameters is no block, and neither is a child without children, such as a Linear.
     """
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
@@ -143,10 +142,10 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
-    """By fqn: the modules that ``choice`` means, the model itself left out.
+    """Return the modules that ``choice`` means by fqn, without the model itself.
 
     Raises:
-        ValueError: classes or a predicate that match nothing.
+        ValueError: the classes or the predicate match nothing.
     """
     if isinstance(choice, str):
         return blocks(model)

@@ -1,4 +1,4 @@
-"""Our part of sharding, for users who keep Lightning's ModelParallelStrategy."""
+"""Convert and shard a model for users who keep Lightning's ModelParallelStrategy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         ModelParallelStrategy(parallelize_fn=lambda model, mesh: parallelize(model, mesh, fabric.strategy.precision))
 
     Args:
-        model: not sharded yet; on a second call nothing happens.
-        mesh: Lightning's ``device_mesh``, or any of at most two dimensions (copies, shards).
+        model: not sharded yet; a second call changes nothing.
+        mesh: Lightning's ``device_mesh``, or a mesh of at most two dimensions (copies, shards).
         plugin: the precision.
         options: the fields of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`. The mesh says how many copies,
             shards and tensor-parallel ranks there are, so ``replicate`` and ``shards`` raise.
@@ -32,16 +32,18 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         ``model`` itself.
 
     Raises:
-        TypeError: the model is sharded already, by somebody else.
+        TypeError: the model was sharded already, but not by this function.
         ValueError: options that do not fit the precision or the model.
     """
     for name in ("replicate", "shards"):
         if name in options:
-            raise ValueError(f"`{name}={options[name]!r}` is the mesh's business in `parallelize`; make it so.")
+            raise ValueError(
+                f"`{name}={options[name]!r}` is not valid in `parallelize`: the mesh says it. Pass such a mesh."
+            )
     sharding = Sharding(ShardOptions(**options))
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     sharding.meet(plugin, device)
     if not sharding.knows(model, plugin):
         plugin.convert_module(model)
-        sharding.apply(model, mesh, plugin, device)
+    sharding.apply(model, mesh, plugin, device)
     return model

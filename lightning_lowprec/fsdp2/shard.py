@@ -1,4 +1,4 @@
-"""Sharding a converted model by FSDP2, in the one order that works.
+"""Shard a converted model by FSDP2, in the one order that works.
 
     (convert) -> float8 weights -> tensor parallel -> activation checkpointing -> compile -> fully_shard -> weights
 
@@ -40,16 +40,16 @@ from lightning_lowprec.private.torch import is_batch_norm
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """What sharding has made of a model."""
+    """The parts that sharding has added to a model."""
 
     groups: Mapping[str, FSDPModule]
-    """By fqn: what is gathered as one; the root is ``""``."""
+    """The modules that are gathered as one, by fqn; the root is ``""``."""
     traffic: Traffic
-    """What goes over the traffic."""
+    """The all-gathers of the groups."""
     scales: GatherScales | None
-    """Of the weights that are gathered as float8."""
+    """The scales of the weights that are gathered as float8."""
     hooks: ForwardHooks
-    """What computes it just now."""
+    """The hooks at the beginning and end of every forward."""
 
 
 def shard(
@@ -67,15 +67,15 @@ def shard(
     Args:
         model: converted, on any device, on meta, or on meta on all ranks but 0.
         mesh: see :func:`~lightning_lowprec.fsdp2.meshes.make_mesh`.
-        options: what the user chose.
-        device: what this rank computes on.
-        param_dtype: what weights are gathered as and computed in, unless ``options`` says otherwise.
+        options: the user's choices.
+        device: the device of this rank.
+        param_dtype: the dtype in which weights are gathered and computed with, unless ``options`` says otherwise.
         fp8_all_gather: gather the weights of FP8 layers as float8.
         methods: names of methods that compute without calling the module itself.
 
     Raises:
         ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size.
-        TypeError: a model that is sharded already.
+        TypeError: the model is sharded already.
     """
     check_model(model)
     wrapped = chosen(model, options.wrap, "wrap")
@@ -171,7 +171,7 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
             )
     else:
         modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
-    for module in modules.values():  # an instance attribute keeps every fqn, which a wrapping module does not
+    for module in modules.values():  # an attribute of the instance keeps every fqn; a wrapping module would not
         module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
 
@@ -201,7 +201,7 @@ def _fully_shard(
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
     }
-    # the root's own inputs are the user's batch, targets included: autocast and the plugin see to them
+    # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
     arguments: dict[str, Any] = {
@@ -210,7 +210,7 @@ def _fully_shard(
         "reshard_after_forward": options.reshard_after_forward,
     }
     norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
-    for norm in norms.values():  # float32, like their running statistics; a group has one dtype
+    for norm in norms.values():  # one group each: they stay float32, like their statistics, and a group has one dtype
         policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
         fully_shard(norm, mp_policy=policy, **arguments)
     for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
@@ -225,6 +225,6 @@ def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a part of ``model`` is under FSDP2, or holds DTensors."""
+    """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
     tensors: list[Tensor] = list(model.parameters())
     return any(isinstance(t, DTensor) for t in tensors) or any(isinstance(m, FSDPModule) for m in model.modules())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
 
@@ -39,12 +39,12 @@ from lightning_lowprec.private.torch import FSDP2, check
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
 """The backends for shards in CPU memory: norms and overflow flags are reduced there."""
 STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-"""What the Trainer calls instead of the module itself; Fabric goes through the module."""
+"""The Trainer calls these methods, and not the module itself; Fabric calls the module."""
 
 
 @shows(ShardOptions)
 class FSDP2Base:
-    """The half that both strategies share; their other base is Lightning's ModelParallelStrategy.
+    """Share one half between both strategies; their other base is Lightning's ModelParallelStrategy.
 
     Args:
         state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
@@ -163,7 +163,7 @@ class Sharding:
     """The sharded models of one strategy.
 
     Args:
-        options: what the user chose.
+        options: the user's choices.
     """
 
     def __init__(self, options: ShardOptions) -> None:
@@ -183,7 +183,7 @@ class Sharding:
         gathers_fp8(plugin, self.options)
 
     def meet(self, plugin: Any, device: torch.device) -> None:
-        """The strategy has its precision plugin and its device.
+        """Let the precision plugin and the options know of each other; the strategy has its device now.
 
         Raises:
             ValueError: see :meth:`check`.
@@ -196,16 +196,16 @@ class Sharding:
             plugin.bind_shards(reshard)
 
     def knows(self, model: Module, plugin: Any) -> bool:
-        """Whether ``model`` was sharded for this precision before: in an earlier fit, or by an earlier Trainer."""
+        """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
         known = _sharded.get(model)
         return known is not None and known.choices == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
-        """Shard a converted model in place, unless that was done before."""
+        """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
-            self._say_what_stays(model)
+            self._warn_of_other_options(model)
             if isinstance(plugin, LowPrecision):
-                plugin.cast_shards(model)  # they are cast: it only learns of them
+                plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
         replacements = ReplacedParameters(model)
         sharded = shard(
@@ -224,38 +224,39 @@ class Sharding:
         self._unreported.append(sharded)
         _sharded[model] = _Known(_identity(plugin), self.options, sharded)
 
-    def _say_what_stays(self, model: Module) -> None:
-        """Warn of options that differ from those that ``model`` was sharded with."""
-        before = _sharded[model].options
-        values = {
-            field.name: (getattr(before, field.name), getattr(self.options, field.name)) for field in fields(before)
-        }
-        kept = [f"{n}={old!r}" for n, (old, new) in values.items() if n not in NOT_SEEN and _differ(old, new)]
+    def _warn_of_other_options(self, model: Module) -> None:
+        """Warn of options that differ from the options that ``model`` was sharded with."""
+        before, now = vars(_sharded[model].options), vars(self.options)
+        kept = [f"{n}={before[n]!r}" for n in before if n not in NOT_COMPARED and _differ(before[n], now[n])]
         if kept:
             rank_zero_warn(
-                f"fsdp2: {type(model).__name__} stays sharded as it was, with {', '.join(kept)}; for other options"
-                " build the model anew."
+                f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
+                " for other options build the model anew."
             )
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was built before sharding update what its model has become."""
+        """Let an optimizer that was built before sharding update the new parameters."""
         for replacements in self._replacements:
             replacements.put_into(optimizer)
         if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 
     def before_backward(self, model: Module | None, loss: Tensor) -> None:
-        """A backward pass begins; within ``training_step`` FSDP2 has to be told."""
+        """Prepare a backward pass from ``loss``, which may begin within ``training_step``."""
         if model is not None and model in _sharded:
             _sharded[model].sharded.hooks.before_backward(loss)
 
     def gather_again(self, model: Module | None) -> None:
-        """After a backward pass or a step within ``training_step``: what follows in it may use the model again."""
+        """Gather the root's weights again, if a backward pass or a step within ``training_step`` has just ended."""
         if model is not None and model in _sharded:
             _sharded[model].sharded.hooks.gather_again()
 
     def after_step(self) -> None:
-        """Once, after the first step: say what was gathered; raise if it was not what was promised."""
+        """Log what was gathered, once after the first step.
+
+        Raises:
+            RuntimeError: weights were not gathered as float8 although they were to be.
+        """
         unreported, self._unreported = self._unreported, []
         for sharded in unreported:
             line = sharded.traffic.report()
@@ -263,8 +264,8 @@ class Sharding:
                 rank_zero_info(f"fsdp2: {line}.")
 
 
-NOT_SEEN: Final = ("sync_module_states", "tensor_parallel")
-"""Options without a trace in a sharded model, or whose plans do not compare."""
+NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
+"""Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -275,15 +276,15 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _identity(plugin: Any) -> tuple[Any, ...]:
-    """Everything about a precision that is built into a model when it is sharded."""
+    """Return everything about a precision that is built into a model when the model is sharded."""
     return plugin.sharded_identity() if isinstance(plugin, LowPrecision) else (getattr(plugin, "precision", None),)
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:
-    """What weights are gathered as under a precision plugin; None: as they are stored.
+    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards.
 
     Raises:
-        ValueError: a plugin of which that is not known.
+        ValueError: this package does not know the plugin.
     """
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
@@ -297,10 +298,10 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
-    """Whether float32 or bf16 weights are gathered as float8.
+    """Return whether float32 or bf16 weights are gathered as float8.
 
     Raises:
-        ValueError: it was asked for and the precision cannot.
+        ValueError: the options ask for float8, and the precision does not allow it.
     """
     wanted = options.fp8_all_gather
     if getattr(plugin, "fp8_params", False):
@@ -316,7 +317,7 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
             )
         if (reason := _in_parts(options)) is not None:
             raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {reason}.")
-        return False  # not by what `fp8_all_gather` does to float32 weights
+        return False  # its weights are codes already
     if wanted is False:
         return False
     reason = _not_gathered(plugin, options)
@@ -330,7 +331,7 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
 
 
 def _in_parts(options: ShardOptions) -> str | None:
-    """Why what is gathered is not freed in a way that float8 weights can be, or None if it is."""
+    """Return why float8 weights cannot be freed as ``reshard_after_forward`` asks, or None if they can."""
     size = options.reshard_after_forward
     if size is None or isinstance(size, bool):
         return None
@@ -338,7 +339,7 @@ def _in_parts(options: ShardOptions) -> str | None:
 
 
 def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
-    """Why the weights are not gathered as float8, or None if they are."""
+    """Return why the weights are not gathered as float8, or None if they are."""
     if not isinstance(plugin, LowPrecision):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
     return plugin.gathers(options) or _in_parts(options)

@@ -1,11 +1,11 @@
-"""torchao's quantised optimizer state (AdamW8bit, AdamW4bit, AdamWFp8) in checkpoints: plain tensors, exact.
+"""Store the quantised optimizer state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) as plain tensors, bit for bit.
 
-A quantised tensor has codes and one scale per block of consecutive elements. Sharded by rows, the codes and scales of
-all ranks, one after the other, are those of the whole tensor: they are stored as tensors of their own, sharded by their
-first dimension, and need neither pickle nor torchao's own resharding, which knows whole blocks of some classes only.
-Where the shards of another number of ranks would cut a block, the state is loaded dequantised.
+A quantised tensor has codes and one scale per block of consecutive elements. If it is sharded by rows, the codes and
+scales of all ranks follow each other in the whole tensor. So they are stored as tensors that are sharded by their first
+dimension. That needs no pickle, and no resharding by torchao, which supports whole blocks of some classes only. If the
+shards of another number of ranks would cut a block, the state is loaded dequantised.
 
-torchao quantises where a local shard has at least 4096 elements and whole blocks.
+torchao quantises a local shard that has at least 4096 elements and whole blocks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _CLASSES: Final = {
 
 
 def check(optimizer: Optimizer) -> None:
-    """Before the first step of an optimizer of torchao's that quantises its state, of sharded parameters.
+    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused.
 
     Raises:
-        ValueError: parameters in half precision, which its kernels mix with float32 in a way that fails under FSDP2.
+        ValueError: torchao's optimizer quantises its state and has parameters in half precision. Its kernels mix them
+            with float32 in a way that fails under FSDP2.
     """
     cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
     if cls is None:
         return
-    # torch caches compiled graphs by what a DTensor looks like from outside, and would run one kernel on the shards of
-    # another format (pytorch#188390)
+    # torch's cache looks at the outside of a DTensor only, and would run a kernel on shards of another format
+    # (pytorch#188390)
     disable_autograd_cache()
     if cls.__name__.startswith("_"):  # its plain AdamW
         return
@@ -55,14 +56,14 @@ def check(optimizer: Optimizer) -> None:
 
 
 def is_quantised(value: Any) -> bool:
-    """Whether a local tensor is torchao's quantised state."""
+    """Return whether a local tensor is quantised state of torchao."""
     return type(value).__name__ in _CLASSES and type(value).__module__.startswith("torchao.")
 
 
 def pack(value: Any) -> Any:
-    """Quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
+    """Return quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
 
-    Shards that do not lie in the whole tensor one after the other are dequantised.
+    Shards that do not follow each other in the whole tensor are dequantised.
     """
     local: Any = local_tensor(value)
     if not is_quantised(local):
@@ -81,7 +82,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
-    """The inverse, for a parameter ``like``: quantised where its shards have whole blocks, else dequantised."""
+    """Undo :func:`pack` for a parameter ``like``: quantised if the shards have whole blocks, else dequantised."""
     shape = torch.Size(packed["shape"])
     codes, scale = packed["codes"], packed["scale"]
     if not isinstance(like, DTensor):
@@ -99,7 +100,7 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
 
 
 def keeps_blocks(block_size: int, like: Tensor) -> bool:
-    """Whether the shards of a parameter are equal, whole blocks of consecutive elements."""
+    """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
     return isinstance(like, DTensor) and _row_sharded(like) and like.to_local().numel() % block_size == 0
 
 
@@ -110,7 +111,7 @@ def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor]
         inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
     attributes = [packed["signed"]] if "signed" in packed else []
     attributes += [shape] if packed[CLASS] == "OptimState4bit" else []
-    built: Tensor = cls(*inner.values(), *attributes)  # float32 from outside; older torchao knows no other
+    built: Tensor = cls(*inner.values(), *attributes)  # looks like float32, as in all versions of torchao
     return built
 
 
@@ -134,7 +135,7 @@ def _rows(inner: Tensor, outer: DTensor) -> DTensor:
 
 
 def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> DTensor:
-    """Codes or scales to be filled, sharded by their first dimension as ``like`` is by its own."""
+    """Return a DTensor to be filled with codes or scales, sharded by its first dimension as ``like`` is."""
     assert isinstance(like, DTensor)
     _, ranks = _row_rank(like)
     local = torch.empty((shape[0] // ranks, *shape[1:]), dtype=dtype, device=like.device_mesh.device_type)

@@ -46,7 +46,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
-            self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
+        self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
         if self.sharding.options.tensor_parallel is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self._move_metrics()
@@ -61,12 +61,12 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def _move_metrics(self) -> None:
         assert self.model is not None
         for module in self.model.modules():
-            if isinstance(module, Metric):  # their states are no buffers, which are there already
+            if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
                 module.to(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """The user's optimizers; one that was built in ``__init__`` follows its parameters."""
+        """Set up the user's optimizers; an optimizer that was built in ``__init__`` gets the sharded parameters."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
@@ -74,13 +74,13 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization the backward pass runs within what FSDP2 takes for the forward pass."""
+        """Prepare FSDP2: in manual optimization the backward pass begins within its forward pass."""
         super().pre_backward(closure_loss)
         self.sharding.before_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization the rest of ``training_step`` may compute with the model again."""
+        """Gather the root again: in manual optimization the rest of ``training_step`` may use the model."""
         super().post_backward(closure_loss)
         self.sharding.gather_again(self.model)
 
@@ -92,7 +92,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A step; after the first, what was gathered is checked and said."""
+        """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
         self.sharding.gather_again(self.model)
@@ -100,13 +100,13 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0 (nothing elsewhere), or the shards of this rank."""
+        """Return whole tensors on rank 0 and nothing elsewhere, or the shards of this rank."""
         assert self.model is not None
         return checkpoint.model_state(self.model, full=self.is_full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state by fqn, sharded; or whole, by number, on rank 0."""
+        """Return the state by fqn, sharded; or by number, whole, on rank 0."""
         assert self.model is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = optimizer_state.collect(self.model, plain, full=self.is_full)
@@ -114,28 +114,26 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save: complete, or not at all. See :mod:`~lightning_lowprec.fsdp2.checkpoint`.
+        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
 
         Raises:
-            TypeError: ``storage_options``, which only a CheckpointIO takes.
+            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
         """
         checkpoint_layouts.check_storage_options(storage_options)
         checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self.is_full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model and optimizers from a checkpoint of any precision and number of ranks; returns the rest.
+        """Load model and optimizers from a checkpoint of any precision and number of ranks; return the rest.
 
-        Folders and single files are told apart by themselves. ``weights_only`` None means True.
+        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
 
         Raises:
-            ValueError: it is of another model, or has other optimizers.
-            KeyError: what the Trainer restores is not in it.
+            ValueError: the checkpoint belongs to another model, or has other optimizers.
+            KeyError: the checkpoint lacks something that the Trainer restores.
             FileNotFoundError: there is no checkpoint.
         """
-        asked = Path(self.broadcast(checkpoint_path))
-        found = checkpoint.locate(asked)
-        checkpoint_layouts.say_where(asked, found)
+        found = checkpoint.locate(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -149,6 +147,6 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, on rank 0, with what a killed run may have left of it."""
+        """Delete a checkpoint and the leftovers of killed runs, on rank 0."""
         if self.is_global_zero:
             atomic.remove(Path(filepath))

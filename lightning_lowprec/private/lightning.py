@@ -50,7 +50,12 @@ def _moved_of_fsdp2() -> list[str]:
         "FSDPStrategy": (trainer.FSDPStrategy(), (*FSDP_NAMES, *TRAINER_FSDP_NAMES)),
         "Fabric's FSDPStrategy": (fabric.FSDPStrategy(), (*FSDP_NAMES, *FABRIC_FSDP_NAMES)),
     }
-    missing = [f"{owner}.{name}" for owner, (it, names) in objects.items() for name in names if not hasattr(it, name)]
+    missing = [
+        f"{owner}.{name}"
+        for owner, (instance, names) in objects.items()
+        for name in names
+        if not hasattr(instance, name)
+    ]
     connector: Any = signal_connector._SignalConnector
     known = (*dir(connector), *connector.__init__.__code__.co_names)  # a method, and an attribute set by `__init__`
     return missing + [f"_SignalConnector.{name}" for name in SIGNAL_NAMES if name not in known]
