@@ -53,7 +53,7 @@ def find(path: Path) -> Path:
     raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
 
 
-def is_sharded(path: Path) -> bool:
+def is_checkpoint_folder(path: Path) -> bool:
     """Return whether ``path`` is the folder of a sharded checkpoint."""
     return path.is_dir() and (path / META).is_file()
 
@@ -133,7 +133,7 @@ def _commit(path: Path) -> None:
 
 def _check_replaceable(path: Path) -> None:
     """Check before a folder is replaced that the folder is a checkpoint, or empty."""
-    if path.is_dir() and not path.is_symlink() and not is_sharded(path):
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint_folder(path):
         inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
         if inside:
             raise IsADirectoryError(

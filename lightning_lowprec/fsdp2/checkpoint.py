@@ -64,7 +64,7 @@ def locate(path: Path) -> Path:
 
     def look() -> Path:
         found = atomic.find(path)
-        if found.is_dir() and not atomic.is_sharded(found):
+        if found.is_dir() and not atomic.is_checkpoint_folder(found):
             raise ValueError(
                 f"{str(path)!r} is a folder without {atomic.META!r}, so it is no sharded checkpoint of Lightning or of"
                 " this package. Give the folder of a sharded checkpoint, or the file of a full one."

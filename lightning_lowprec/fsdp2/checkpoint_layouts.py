@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import atomic, checkpoint, optimizer_state
+from lightning_lowprec.fsdp2.shard import is_sharded
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -91,7 +91,7 @@ def one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
     Raises:
         ValueError: the state has no sharded model, or several.
     """
-    models = {key: value for key, value in state.items() if isinstance(value, Module) and _is_sharded(value)}
+    models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
     if len(models) == 1:
         return next(iter(models.items()))
     found = f"{len(models)} sharded models ({', '.join(models)})" if models else "no sharded model"
@@ -150,10 +150,6 @@ def check_storage_options(value: Any) -> None:
             f"`storage_options={value!r}` is not valid with 'fsdp2', which writes checkpoints by itself and not through"
             " a CheckpointIO; leave it out."
         )
-
-
-def _is_sharded(module: Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def _stateful(value: Any) -> bool:

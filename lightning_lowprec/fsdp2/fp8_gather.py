@@ -37,7 +37,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -48,6 +47,8 @@ from lightning_lowprec.private.torch import (
     largest_absolute_values,
     local_tensor,
     make_wrapper_subclass,
+    tree_leaves,
+    tree_map_only,
     with_local_tensor,
     written_arguments,
 )
@@ -155,15 +156,15 @@ class Fp8GatherShard(Tensor):
             scales.append(weight._scales)
             return weight._tensor
 
-        plain_args, plain_kwargs = pytree.tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
         for target in written_arguments(func, args, kwargs):
-            for weight in pytree.tree_leaves(target):
+            for weight in tree_leaves(target):
                 if isinstance(weight, Fp8GatherShard):
                     weight._scales.stale = True
         out = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and not func.is_view:
             return out
-        kept = pytree.tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
+        kept = tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
         if func in _SAME_VALUES:  # a shard that CPU offloading moves to the device keeps its scale
             kept._scale = args[0]._scale
         return kept

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -226,5 +226,5 @@ def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
-    tensors: list[Tensor] = list(model.parameters())
-    return any(isinstance(t, DTensor) for t in tensors) or any(isinstance(m, FSDPModule) for m in model.modules())
+    parameters = any(isinstance(p, DTensor) for p in model.parameters())
+    return parameters or any(isinstance(module, FSDPModule) for module in model.modules())

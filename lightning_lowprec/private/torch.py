@@ -55,6 +55,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._foreach_norm",
         "torch._functorch.config.enable_autograd_cache",
         "torch.Tensor._make_wrapper_subclass",
+        "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_map_only",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.ops.aten.copy_.default._schema",
         "torch.distributed.tensor.DTensor._local_tensor",
@@ -241,6 +243,9 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 # ---- FSDP2
+
+tree_leaves = torch.utils._pytree.tree_leaves
+tree_map_only = torch.utils._pytree.tree_map_only
 
 
 def keep_in_forward(module: nn.Module) -> None:
