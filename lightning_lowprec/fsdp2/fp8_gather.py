@@ -54,7 +54,9 @@ from lightning_lowprec.private.torch import (
 )
 
 _aten = torch.ops.aten
-_KEEP_CLASS = {  # FSDP2 makes and moves shards by these; so do views, because a write to a view writes to the shard
+# FSDP2 makes and moves shards by these operations, so their results are shards too. The results of views are shards as
+# well, because a write to a view is a write to the shard.
+_KEEP_CLASS = {
     _aten.empty_like.default,
     _aten.new_zeros.default,
     _aten.copy_.default,
@@ -62,7 +64,8 @@ _KEEP_CLASS = {  # FSDP2 makes and moves shards by these; so do views, because a
     _aten._pin_memory.default,
     _aten.clone.default,
 }
-_SAME_VALUES = {  # of these, the ones whose result has the values of the shard, so its scale is the same
+# The result of these operations has the values of the shard, and so the scale of the shard.
+_SAME_VALUES = {
     _aten.detach.default,
     _aten.view.default,
     _aten.as_strided.default,
@@ -165,7 +168,7 @@ class Fp8GatherShard(Tensor):
         if func not in _KEEP_CLASS and not func.is_view:
             return out
         kept = tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
-        if func in _SAME_VALUES:  # a shard that CPU offloading moves to the device keeps its scale
+        if func in _SAME_VALUES:  # such as a shard that CPU offloading moves to the device
             kept._scale = args[0]._scale
         return kept
 

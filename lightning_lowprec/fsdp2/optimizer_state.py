@@ -174,9 +174,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def _gathered(value: Any) -> Any:
     gathered = map_tensors(whole, value)
     if isinstance(gathered, Mapping) and torchao_optimizers.CLASS in gathered:
-        return torchao_optimizers.unpack(
-            gathered, gathered["codes"]
-        )  # the class that torchao's optimizers load by themselves
+        return torchao_optimizers.unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
     return gathered
 
 

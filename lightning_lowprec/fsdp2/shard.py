@@ -176,7 +176,7 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
 
 
 def _checkpoint_for(module: nn.Module) -> Any:
-    """The checkpoint function of the backend of a block's layers, which may have state to restore; else torch's."""
+    """Return the checkpoint function of the backend whose layers the block has (it may restore state), else torch's."""
     for backend in backends.registered():
         if backend.checkpoint is not None and any(backend.owns(m) for m in module.modules()):
             return backend.checkpoint()

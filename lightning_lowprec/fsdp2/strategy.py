@@ -122,7 +122,7 @@ class FSDP2Base:
 
     @property
     def is_full(self) -> bool:
-        """Whether checkpoints are single files."""
+        """Return whether checkpoints are single files."""
         return self.state_dict_type == "full"
 
     @property
