@@ -18,30 +18,30 @@ class ShardOptions:
     """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; by default they follow the precision.
 
     Args:
-        wrap: The modules that are gathered and freed as one. ``"auto"`` takes the repeated blocks (the children of one
+        wrap: the modules that are gathered and freed as one. ``"auto"`` takes the repeated blocks (the children of one
             class of the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left.
-        replicate: Copies of the sharded model (HSDP): each is sharded over ``devices / replicate /
+        replicate: copies of the sharded model (HSDP): each is sharded over ``devices / replicate /
             tensor_parallel_size``. ``"nodes"``: one copy per node, so that only gradients travel between nodes.
-        shards: The number of ranks over which one copy is sharded; None: all that there are. A number that does not
+        shards: the number of ranks over which one copy is sharded; None: all that there are. A number that does not
             fit raises.
-        tensor_parallel: A function ``(model, mesh)`` that applies tensor parallelism, or a plan for
+        tensor_parallel: a function ``(model, mesh)`` that applies tensor parallelism, or a plan for
             ``parallelize_module``.
-        tensor_parallel_size: Devices per tensor-parallel group.
-        activation_checkpointing: Recompute activations in the backward pass. ``True``: in the modules of ``wrap``;
+        tensor_parallel_size: devices per tensor-parallel group.
+        activation_checkpointing: recompute activations in the backward pass. ``True``: in the modules of ``wrap``;
             otherwise classes or a predicate, as for ``wrap``.
-        compile: Compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision
+        compile: compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision
             compiles by its own option.
-        cpu_offload: Keep shards, gradients and optimizer state in CPU memory.
-        reshard_after_forward: Free gathered weights after the forward pass; None: yes, but for the root. An int keeps
+        cpu_offload: keep shards, gradients and optimizer state in CPU memory.
+        reshard_after_forward: free gathered weights after the forward pass; None: yes, but for the root. An int keeps
             parts of them, which FSDP2 cannot do in float8: weights are then gathered in high precision. See
             ``fully_shard``.
-        fp8_all_gather: Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
-        param_dtype: The dtype in which weights are gathered and computed with; None: the precision's.
-        reduce_dtype: The dtype in which gradients are reduced; None: float32.
-        sync_module_states: Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
+        fp8_all_gather: gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
+        param_dtype: the dtype in which weights are gathered and computed with; None: the precision's.
+        reduce_dtype: the dtype in which gradients are reduced; None: float32.
+        sync_module_states: send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
             rank shards what it has, so the ranks must build the same model (from one seed, or from one checkpoint).
-        buffer_dtype: The dtype that floating-point buffers are cast to; None: they are not cast.
-        output_dtype: The dtype that floating-point outputs of the model are cast to; None: they are not cast.
+        buffer_dtype: the dtype that floating-point buffers are cast to; None: they are not cast.
+        output_dtype: the dtype that floating-point outputs of the model are cast to; None: they are not cast.
     """
 
     wrap: Literal["auto"] | Modules = "auto"

@@ -172,7 +172,7 @@ class Gained(Block):
 
 
 class Uneven(L.LightningModule):
-    """Parameters of one row, of which the second rank has nothing: alone in the root, and in a block with FP8 weights."""
+    """Parameters of one row, of which the second rank has nothing: in the root, and in blocks with FP8 weights."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ def test_signatures_and_docstrings_have_every_option(shown):
     text = " ".join(inspect.getdoc(shown).split())
     for name in OPTIONS:
         assert f"{name}: " in text
-    assert "cpu_offload: Keep shards, gradients and optimizer state in CPU memory." in text
+    assert "cpu_offload: keep shards, gradients and optimizer state in CPU memory." in text
 
 
 def test_the_two_strategies_agree():
@@ -40,7 +40,7 @@ def test_the_help_of_a_command_line_has_every_option_with_its_docs(strategy):
     text = " ".join(parser.format_help().split())
     for name in ("state_dict_type", *OPTIONS):
         assert f"--strategy.{name}" in text
-    assert "Keep shards, gradients and optimizer state in CPU memory." in text
-    assert "Which modules are gathered and freed as one" in text
+    assert "keep shards, gradients and optimizer state in CPU memory." in text
+    assert "the modules that are gathered and freed as one" in text
     parsed = parser.parse_args(["--strategy.cpu_offload=true", "--strategy.replicate=nodes"])
     assert (parsed.strategy.cpu_offload, parsed.strategy.replicate) == (True, "nodes")
