@@ -96,12 +96,12 @@ class Store(ABC):
     def save(self, step: int) -> None:
         """Round the masters into the parameters and give their memory back; ``step`` counts the calls."""
         self._round(step)
-        self.show()
+        self.cast_to_params()
         self._unsaved = False
         self.release()
 
     @torch.no_grad()
-    def show(self) -> None:
+    def cast_to_params(self) -> None:
         """Cast the masters into the parameters and keep them loaded: for an evaluation inside a step."""
         torch._foreach_copy_(self._weights(), self.buffer.views)
         self._note_weights()
