@@ -262,7 +262,7 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         values = registry.values()
         held = {id(p): i for i, p in enumerate(registry.params())}
-        plain = type(self).__mro__[2]
+        _, plain = type(self).__bases__  # see `_master_class`
         return _rebuild, (plain, self.__getstate__(), registry.config, {held[k]: v.clone() for k, v in values.items()})
 
 

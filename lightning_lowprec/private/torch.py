@@ -37,11 +37,11 @@ def moved() -> list[str]:
     return [*_missing(OTHER_NAMES), *_missing_for_optimizers()]
 
 
-def check_optimizer_names(needed_by: str) -> None:
+def check_optimizer_names(purpose: str) -> None:
     """Raise if a private name is missing that optimizers of this package need in the middle of a step.
 
     Args:
-        needed_by: the subject of the error's sentence, for example "master weights".
+        purpose: the feature that needs the names, for example "master weights".
 
     Raises:
         RuntimeError: the installed PyTorch lacks a name.
@@ -49,8 +49,8 @@ def check_optimizer_names(needed_by: str) -> None:
     missing = _missing_for_optimizers()
     if missing:
         raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)}, which {needed_by} needs. Install a"
-            " torch that this version of lightning_lowprec supports."
+            f"{purpose}: torch {torch.__version__} no longer has {', '.join(missing)}. Install a torch that this"
+            " version of lightning_lowprec supports."
         )
 
 
@@ -84,7 +84,7 @@ def _missing_for_optimizers() -> list[str]:
 # ---- an optimizer's class
 
 
-def check_step(optimizer: Optimizer, needed_by: str) -> None:
+def check_step(optimizer: Optimizer, purpose: str) -> None:
     """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect.
 
     Raises:
@@ -93,8 +93,8 @@ def check_step(optimizer: Optimizer, needed_by: str) -> None:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which {needed_by}"
-            " changes. Set the optimizer up before anything that replaces its `step`."
+            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which must"
+            f" change for {purpose}. Set the optimizer up before anything that replaces its `step`."
         )
 
 
