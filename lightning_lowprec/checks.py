@@ -21,3 +21,13 @@ def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
     choices = list(allowed)
     if value not in choices:
         raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.")
+
+
+def check_integer(field: str, value: Any, *, least: int) -> None:
+    """Raise if ``value`` is not an integer of at least ``least``.
+
+    Raises:
+        ValueError: ``value`` is of another type, a bool, or too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{field}={value!r}` is not valid; expected an integer of at least {least}.")

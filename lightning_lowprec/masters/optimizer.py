@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import change_class, check_optimizer_names, check_step
+from lightning_lowprec.private.torch import MASTERS, check, check_step, noted_by_schedulers, without_own_hooks
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
@@ -71,11 +71,12 @@ def add_masters(
             f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use the other"
             " optimizer directly, or a precision with float32 weights."
         )
-    check_optimizer_names("master weights")
-    check_step(optimizer, "master weights")
+    check(MASTERS)
+    check_step(optimizer, MASTERS)
     registry = MasterRegistry(config, optimizer, values or {})
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
-    change_class(optimizer, _master_class(plain))
+    optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
     return optimizer
 
@@ -185,6 +186,8 @@ class MasterOptimizer(Optimizer):
     _masters: MasterRegistry
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
+    @without_own_hooks
+    @noted_by_schedulers
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters."""
         registry = self._masters
@@ -194,8 +197,6 @@ class MasterOptimizer(Optimizer):
         registry.move_grads(1.0)
         with registry.stepping(), registry.showing_masters():
             return super().step(*args, **kwargs)
-
-    step.hooked = True  # type: ignore[attr-defined]  # else torch runs step hooks here too, a second time
 
     def _evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
         """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.

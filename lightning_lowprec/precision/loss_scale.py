@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import check_optimizer_names, multiply_all_, unscale_all_
+from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 
 LossScaleInput = Literal["dynamic"] | float
 
@@ -89,7 +89,7 @@ class LossScaler:
     """
 
     def __init__(self, config: LossScale) -> None:
-        check_optimizer_names("loss scaling")
+        check(LOSS_SCALING)
         self.config = config
         self.scale: float = config.initial
         self.skipped_steps: int = 0
