@@ -81,20 +81,3 @@ class MasterChoices(TypedDict, total=False):
     buffer_dtype: torch.dtype | None
     grad_reduce_dtype: torch.dtype | None
     grad_accumulation_dtype: torch.dtype | None
-
-
-def resolve_masters(
-    base: Literal["bf16", "fp16", "auto"],
-    choice: MasterWeights,
-    *,
-    buffer_dtype: torch.dtype | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-) -> HalfWeights | None:
-    """Return ``MasterOptions(...).resolve(base)``, for plugins that still list the four options by hand."""
-    return MasterOptions(
-        master_weights=choice,
-        buffer_dtype=buffer_dtype,
-        grad_reduce_dtype=grad_reduce_dtype,
-        grad_accumulation_dtype=grad_accumulation_dtype,
-    ).resolve(base)
