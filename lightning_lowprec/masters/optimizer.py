@@ -164,13 +164,6 @@ def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = 
     _registry_of(optimizer).refresh(values)
 
 
-def stored_masters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
-    stores = optimizer._masters.stores if isinstance(optimizer, MasterOptimizer) else []
-    tensors = [tensor for store in stores for tensor in store.at_rest()]
-    return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
-
-
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a shallow copy of an optimizer's state dict that the plain optimizer of the same class can load."""
     state = {

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.checks import check_integer
 from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
@@ -51,15 +52,12 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        check_integer("growth_interval", self.growth_interval, least=1)
+        check_integer("hysteresis", self.hysteresis, least=1)
         checks = {
             "initial": (self.floor <= self.initial < math.inf, f"finite and at least floor={self.floor!r}"),
             "growth_factor": (1.0 <= self.growth_factor < math.inf, "finite and at least 1.0"),
             "backoff_factor": (0.0 < self.backoff_factor <= 1.0, "in (0, 1]"),
-            "growth_interval": (
-                isinstance(self.growth_interval, int) and self.growth_interval >= 1,
-                "an integer of at least 1",
-            ),
-            "hysteresis": (isinstance(self.hysteresis, int) and self.hysteresis >= 1, "an integer of at least 1"),
             "floor": (self.floor > 0.0, "above 0"),
             "patience_at_floor": (self.patience_at_floor >= 1, "at least 1"),
         }
