@@ -88,7 +88,7 @@ class _StateBuffers:
 
 
 def _owners_by_kind(state: OptimizerState, params: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
-    """Return the parameters that have a state tensor of their own shape, for every kind of state."""
+    """Return the parameters that have a state tensor of the same shape, for every kind of state."""
     owners: dict[Kind, list[Tensor]] = {}
     for p in params:
         for name, value in state[p].items() if p in state else ():
