@@ -31,11 +31,9 @@ def test_this_torch_and_this_lightning_have_them():
 )
 def test_a_torch_without_a_name_fails_at_set_up(monkeypatch, owner, name):
     monkeypatch.delattr(owner, name)
-    assert [missing for missing in of_torch.moved() if f"{name}, which 'fsdp2' needs" in missing]
+    assert [missing for missing in of_torch.moved() if f"{name}, needed for 'fsdp2'" in missing]
     for build, strategy in ((L.Fabric, FabricFSDP2Strategy()), (L.Trainer, FSDP2Strategy())):
-        with pytest.raises(
-            ImportError, match=rf"torch {torch.__version__[:4]}.* no longer has .*{name}, which .* needs"
-        ):
+        with pytest.raises(ImportError, match=rf"torch {torch.__version__[:4]}.* no longer has .*{name}"):
             build(accelerator="cpu", devices=1, strategy=strategy, precision="fp8-hybrid")
 
 
@@ -44,7 +42,7 @@ def test_a_torch_that_keeps_its_parameter_groups_elsewhere(monkeypatch):
     for name in of_torch.PARAM_GROUPS:
         monkeypatch.delattr(FSDPState, name, raising=False)
     name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"
-    assert of_torch.moved() == [f"{name}, which 'fsdp2' needs"]
+    assert of_torch.moved() == [f"{name}, needed for 'fsdp2'"]
 
 
 @pytest.mark.parametrize("name", of_lightning.MODEL_PARALLEL_NAMES)
