@@ -1,7 +1,6 @@
 """`lowprec plan`: sources, options, what is printed, and the figures behind it."""
 
 import json
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_a_checkpoint(tmp_path, capsys, kind):
 
 def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_gains):
     config = llama(tmp_path, 3)
-    assert main(["plan", str(config), "--html", str(tmp_path / "plan.html")]) == 0
+    assert main(["plan", str(config), "--markdown", str(tmp_path / "plan.md")]) == 0
     text = capsys.readouterr().out
     assert "converted 21 of 22 linear layers" in text
     assert "3 x model.layers.*.self_attn.k_proj" in text
@@ -146,13 +145,13 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_ga
     assert "\033" not in text, "no colours in a pipe"
     assert main(["plan", str(config), "--all"]) == 0
     assert "model.layers.2.self_attn.k_proj" in capsys.readouterr().out
-    tags = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: tags.append((tag, dict(attrs)))
-    page = (tmp_path / "plan.html").read_text()
-    parser.feed(page)
-    assert not [attrs for _, attrs in tags if "src" in attrs or "href" in attrs], "self-contained"
-    assert "model.layers.*.mlp.down_proj" in page
+    page = (tmp_path / "plan.md").read_text()
+    assert page.startswith("# transformers config config.json: converted 21 of 22 linear layers")
+    assert "\n| 3 x model.layers.\\*.mlp.down\\_proj " in page
+    assert "\n| 32-true " in page
+    for said in ("matrix FLOPs per token", "gains per layer", "all-gather:"):
+        assert said in text
+        assert said in page
 
 
 def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):
