@@ -147,7 +147,7 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_ga
     assert "model.layers.2.self_attn.k_proj" in capsys.readouterr().out
     page = (tmp_path / "plan.md").read_text()
     assert page.startswith("# transformers config config.json: converted 21 of 22 linear layers")
-    assert "\n| 3 x model.layers.\\*.mlp.down\\_proj " in page
+    assert "\n| 3 x model.layers.\\*.mlp.down_proj " in page
     assert "\n| 32-true " in page
     for said in ("matrix FLOPs per token", "gains per layer", "all-gather:"):
         assert said in text
