@@ -1,4 +1,4 @@
-"""``lowprec doctor``: what this machine can run."""
+"""``lowprec doctor``: the precisions that run on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("lightning-lowprec", "torch", "lightning", "torchao", "transformer-e
 
 
 def run(argv: list[str]) -> int:
-    """Print the survey, or the verdict on one name; 1 if that one does not run."""
+    """Print the verdict on every name, or on one name; return 1 if that name does not run."""
     args = _parser().parse_args(argv)
     device = _device(args.device) if args.device else default_device()
     if args.name is not None:
@@ -50,7 +50,7 @@ def _device(name: str) -> torch.device:
 def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     validate_name(name)
     if name not in TABLE:
-        print(f"{name} is Lightning's own precision; there is nothing of ours to check.")
+        print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
         return 0
     verdict = availability(name, device)
     if as_json:
@@ -62,7 +62,7 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Device, driver and versions, as plain values."""
+    """Return the device, the driver and the versions, as plain values."""
     return {
         "device": describe(device),
         "driver": _driver(),
@@ -117,9 +117,11 @@ def _line(verdict: Availability, width: int) -> str:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lowprec doctor",
-        description="What this machine can run: per precision whether it runs, why not, and what to install.",
+        description="Print for every precision whether it runs on this machine, why not, and what to install.",
     )
-    parser.add_argument("--for", dest="name", type=str | None, help="one precision; exits 1 if it does not run here")
+    parser.add_argument(
+        "--for", dest="name", type=str | None, help="check one precision; the exit status is 1 if it does not run here"
+    )
     parser.add_argument(
         "--device", type=str | None, help="a torch device such as cpu or cuda:1 (default: the first GPU)"
     )

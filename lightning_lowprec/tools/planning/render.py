@@ -88,11 +88,11 @@ def _costs(report: Report) -> list[str]:
 
 
 def _sizes(rows: Sequence[Bytes]) -> list[tuple[str, ...]]:
-    table = [("with AdamW", "weights", "gradients", "moments", "together", "all-gather")]
+    lines: list[tuple[str, ...]] = [("with AdamW", "weights", "gradients", "moments", "together", "all-gather")]
     for row in rows:
         sizes = [_size(value) for value in (row.weights, row.gradients, row.optimizer, row.state)]
-        table.append((row.precision, *sizes, _size(row.gathered) if row.gathered else "-"))
-    return table
+        lines.append((row.precision, *sizes, _size(row.gathered) if row.gathered else "-"))
+    return lines
 
 
 def _size(value: float) -> str:
