@@ -27,7 +27,7 @@ class Sharded(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp8-hybrid", help="decides the format of the GEMMs and of the gathered weights")
+    parser.add_argument("--precision", default="fp8-hybrid", help="the format of GEMMs and gathered weights")
     parser.add_argument("--strategy", default="fsdp2")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--nodes", type=int, default=1)
