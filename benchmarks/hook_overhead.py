@@ -3,9 +3,9 @@
     python -m benchmarks.hook_overhead [--steps 60] [--out results.json]
 
 By hand means: the model is converted with torchao's own ``convert_to_float8_training``, the step contains an autocast,
-and Lightning's stock ``Precision`` runs the loop (on CPU only, a hook also casts the input, because torchao does not see
-CPU autocast). Three things are counted per step: aten operations, Python calls into our files, and collectives (under
-DDP with one process). The time is a ratio of medians in one run: Fabric alternates step by step, the Trainer fit by fit,
+and Lightning's stock ``Precision`` runs the loop. On CPU a hook also casts the input, because torchao does not see CPU
+autocast. Three things are counted per step: aten operations, Python calls into our files, and collectives (under DDP
+with one process). The time is a ratio of medians in one run: Fabric alternates step by step, the Trainer fit by fit,
 which a busy machine disturbs. Counts are the same on every machine; the time has a meaning on a GPU only.
 """
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.master_memory [--out results.json]
 
-A stack of linears trains for two steps under each precision, by Fabric on CPU. The bytes of every storage that the model
-and the optimizer hold are counted: *at rest* between backward and step (with gradients; this decides whether a model
+A stack of linears trains for two steps under each precision, by Fabric on CPU. The bytes of all storages of the model
+and the optimizer are counted: *at rest* between backward and step (with gradients; this decides whether a model
 fits), and at the *peak* inside the optimizer's step. Temporaries of torch's own update are not counted, because every
 foreach optimizer has them.
 """
