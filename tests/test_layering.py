@@ -15,12 +15,12 @@ FLOORS = [
     {"precision"},
     {"torchao", "te", "msamp"},
     {"fsdp2", "callbacks"},
-    {"names", "registration", "recipes"},
+    {"names", "registration", "recipes", "strategies"},
     {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 MAY_IMPORT_EACH_OTHER = [
-    {"names", "registration", "recipes"},
+    {"names", "registration", "recipes", "strategies"},
     {"numerics", "hardware", "extras", "checks", "references", "private"},
 ]
 LIGHTNING_FROM = FLOOR["precision"]

@@ -2,7 +2,7 @@
 
     optimizer = add_masters(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
     loss.backward()
-    prepare_grads(optimizer, inv_scale=1 / scale)                            # optional: step does it
+    move_grads_to_masters(optimizer, inv_scale=1 / scale)                            # optional: step does it
     torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)              # float32 gradients
     optimizer.step()
 
@@ -45,7 +45,7 @@ def add_masters(
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
         store: where the masters live between steps, see :mod:`~lightning_lowprec.masters.stores`.
         values: float32 weights by ``id(parameter)`` from before a cast
-            (:func:`~lightning_lowprec.masters.casting.cast_parameters`), for masters that lose nothing by it.
+            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), for masters that lose nothing by it.
 
     Returns:
         ``optimizer`` itself, now also an instance of :class:`MasterOptimizer`.
@@ -89,7 +89,7 @@ def has_masters(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, MasterOptimizer)
 
 
-def prepare_grads(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
+def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
     """Move the gradients to the masters, as float32 and times ``inv_scale``; a second call finds nothing to move.
 
     The parameters' own gradients become None. What a later backward leaves there is added at the next call, so calling
@@ -105,7 +105,7 @@ def prepare_grads(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None
     Raises:
         TypeError: ``optimizer`` is not wrapped.
     """
-    _book(optimizer).prepare_grads(inv_scale)
+    _book(optimizer).move_grads_to_masters(inv_scale)
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -135,7 +135,7 @@ def drop_grads(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def grads_shown(optimizer: Optimizer) -> Iterator[None]:
+def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
     """Show the masters' float32 gradients as ``grad`` of the parameters, for hooks that look at or edit them.
 
     An edit in place, or another tensor assigned, is what the optimizer gets.
@@ -153,7 +153,7 @@ def grads_shown(optimizer: Optimizer) -> Iterator[None]:
             param.grad_dtype = grad_dtype
 
 
-def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
+def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
     """Make the masters follow the parameters now.
 
     Edits of a parameter are noticed by themselves, also loading a checkpoint; in-place edits of ``parameter.data`` are
@@ -169,7 +169,7 @@ def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) ->
     _book(optimizer).refresh(values)
 
 
-def kept_masters(optimizer: Optimizer) -> list[Tensor]:
+def stored_masters(optimizer: Optimizer) -> list[Tensor]:
     """What has memory of the masters between steps, flat: float32, or int16 remainders; nothing if not wrapped."""
     book = vars(optimizer).get("_masters")
     kept = [] if book is None else [tensor for store in book.stores() for tensor in store.at_rest()]
@@ -198,7 +198,7 @@ class MasterOptimizer(Optimizer):
         if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
             with torch.enable_grad():
                 args = (self._evaluation(closure, closure()), *args)
-        book.prepare_grads(1.0)
+        book.move_grads_to_masters(1.0)
         with book.stepping(), book.inside():
             return super().step(*args, **kwargs)
 
@@ -218,7 +218,7 @@ class MasterOptimizer(Optimizer):
             with book.outside():
                 book.before_evaluation()
                 result = closure()
-            book.prepare_grads(1.0)
+            book.move_grads_to_masters(1.0)
             return result
 
         return evaluate

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.casting import HALF_DTYPES
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import clear_marks, move_grads, unscale_in_place
 from lightning_lowprec.masters.moments import StochasticMoments
 from lightning_lowprec.masters.stores import Fp32Store, RemainderStore, StochasticStore, Store
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 
@@ -127,7 +127,7 @@ class MasterRegistry:
 
     # ---- gradients
 
-    def prepare_grads(self, inv_scale: float | Tensor) -> None:
+    def move_grads_to_masters(self, inv_scale: float | Tensor) -> None:
         """Move gradients to the masters, loaded for it, and unscale those of parameters without one."""
         self.adopt({})
         if any(p.grad is not None for store in self._stores for p in store.params):

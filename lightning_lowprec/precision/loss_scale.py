@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, prepare_grads
+from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
 
 LossScaleInput = Literal["dynamic"] | float
 
@@ -116,7 +116,7 @@ class LossScaler:
         if optimizer in self._found_inf:
             return
         if has_masters(optimizer):
-            prepare_grads(optimizer)
+            move_grads_to_masters(optimizer)
         found = self._carried.pop(optimizer, [])
         for device, grads in _grads_by_device_and_dtype(optimizer):
             found_inf = torch.zeros((), device=device)

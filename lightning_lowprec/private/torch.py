@@ -1,77 +1,107 @@
-"""Private names of PyTorch that this package uses."""
+"""Private names of PyTorch that this package uses, by the part of the package that needs them."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+F = TypeVar("F", bound=Callable[..., Any])
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
-OPTIMIZER_NAMES: Final = (
-    "torch._foreach_copy_",
-    "torch._foreach_mul",
-    "torch._foreach_mul_",
-    "torch._foreach_norm",
-    "torch._amp_foreach_non_finite_check_and_unscale_",
-    "torch.Tensor._version",
-    "torch.optim.Optimizer._patch_step_function",
-    "torch.nn.Module._apply",
-)
-"""The names that an optimizer's step needs; :func:`check_optimizer_names` checks them before the first step."""
-OTHER_NAMES: Final = (
-    "torch.nn.modules.batchnorm._BatchNorm",
-    "torch.ops.aten.copy_.default._schema",
-)
+MASTERS: Final = "float32 masters"
+MSAMP: Final = "MS-AMP"
+TRANSFORMER_ENGINE: Final = "FP8TE"
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    MASTERS: (
+        "torch._foreach_copy_",
+        "torch._foreach_mul",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        "torch.Tensor._version",
+        "torch.optim.Optimizer._patch_step_function",
+        "torch.nn.Module._apply",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.ops.aten.copy_.default._schema",
+    ),
+    MSAMP: (
+        "torch.Tensor._make_wrapper_subclass",
+        "torch._C._disabled_torch_function_impl",
+        "torch._scaled_mm",
+        "torch._foreach_copy_",
+        "torch._foreach_norm",
+        "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "torch.ops.aten._foreach_copy_.default",
+        "torch.ops.aten._foreach_norm.Scalar",
+        "torch.ops.aten._foreach_zero_.default",
+        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    ),
+    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
+}
+"""By part: the names whose absence is an error as soon as that part is set up."""
 
 
 def moved() -> list[str]:
     """Return the private names that the installed PyTorch no longer has, in words; empty on supported versions."""
-    return [*_missing(OTHER_NAMES), *_missing_for_optimizers()]
+    return [f"{name}, which {part} needs" for part in NAMES for name in _missing(part)]
 
 
-def check_optimizer_names(needed_by: str) -> None:
-    """Raise if a private name is missing that optimizers of this package need in the middle of a step.
+def check(part: str) -> None:
+    """Raise if PyTorch lacks a private name that a part of this package needs; called at set-up, before any step.
 
     Args:
-        needed_by: the subject of the error's sentence, for example "master weights".
+        part: a key of :data:`NAMES`.
 
     Raises:
-        RuntimeError: the installed PyTorch lacks a name.
+        ImportError: the message names PyTorch's version and what is missing.
     """
-    missing = _missing_for_optimizers()
+    missing = _missing(part)
     if missing:
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)}, which {needed_by} needs. Install a"
-            " torch that this version of lightning_lowprec supports."
+        raise ImportError(
+            f"torch {torch.__version__} no longer has {', '.join(missing)}, which {part} needs. Install a torch that"
+            " this version of lightning_lowprec supports."
         )
 
 
-def _missing(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not _exists(name)]
+def _missing(part: str) -> list[str]:
+    missing = [name for name in NAMES[part] if not _exists(name)]
+    return [*missing, *_missing_handshake()] if part == MASTERS else missing
 
 
 def _exists(name: str) -> bool:
+    """Return whether ``name`` is there: a module, an attribute, or an attribute that a class sets in ``__init__``."""
     value: Any = torch
+    path = "torch"
     for part in name.split(".")[1:]:
-        value = getattr(value, part, None)
-    return value is not None
+        path = f"{path}.{part}"
+        if hasattr(value, part):
+            value = getattr(value, part)
+        elif isinstance(value, type):
+            code = getattr(getattr(value, "__init__", None), "__code__", None)
+            return part in getattr(code, "co_names", ())
+        else:
+            try:
+                value = importlib.import_module(path)
+            except ImportError:
+                return False
+    return True
 
 
 @functools.cache
-def _missing_for_optimizers() -> list[str]:
-    """Look at a real scheduler too: torch defines the names of its handshake with optimizers nowhere else."""
+def _missing_handshake() -> list[str]:
+    """Look at a real scheduler: torch defines the names of its handshake with optimizers nowhere else."""
     optimizer = SGD([torch.zeros(1)], lr=1.0)
     LambdaLR(optimizer, lambda _: 1.0)
     noting_step = optimizer.step
-    missing = _missing(OPTIMIZER_NAMES)
+    missing = []
     if not hasattr(noting_step, "_wrapped_by_lr_sched"):
         missing.append("optimizer.step._wrapped_by_lr_sched")
     if "_opt_called" not in noting_step.__code__.co_names:
@@ -165,12 +195,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def reset_shards(module: Module) -> None:
+def reset_shards(module: nn.Module) -> None:
     """Let FSDP2 take the current parameters of ``module`` as its shards."""
     module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
-def is_batch_norm(module: Module) -> bool:
+def is_batch_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
@@ -181,6 +211,81 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
+
+
+# ---- MS-AMP: tensors of codes and their gradients
+
+
+def _get(name: str) -> Any:
+    """Return what ``name`` refers to, or None: :func:`check` tells before it is used."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found
+
+
+make_wrapper_subclass: Any = _get("torch.Tensor._make_wrapper_subclass")
+disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
+"""``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
+scaled_mm: Any = _get("torch._scaled_mm")
+"""FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
+foreach_copy_: Any = _get("torch._foreach_copy_")
+foreach_norm: Any = _get("torch._foreach_norm")
+ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+"""The operation of gradient scalers."""
+ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
+ATEN_FOREACH_NORM: Any = _get("torch.ops.aten._foreach_norm.Scalar")
+ATEN_FOREACH_ZERO: Any = _get("torch.ops.aten._foreach_zero_.default")
+ATEN_FOREACH_MULTIPLY: Final[tuple[Any, ...]] = tuple(
+    _get(f"torch.ops.aten._foreach_{operation}_.{numbers}")
+    for operation in ("mul", "div")
+    for numbers in ("Scalar", "ScalarList", "Tensor")
+)
+_ignore_in_ddp: Any = _get("torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model")
+
+
+def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
+    """Let DDP leave these parameters of ``model`` alone, and those that it was to leave alone already."""
+    _ignore_in_ddp(model, sorted(names.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))))
+
+
+# ---- learning rate schedulers and the step of an optimizer
+
+
+def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether somebody set ``optimizer.step``, other than the wrapper that learning rate schedulers set."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def noted_by_schedulers(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
+
+    @functools.wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return step(self, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return noted  # type: ignore[return-value]
+
+
+# ---- Transformer Engine: the backward pass and its saved tensors
+
+
+def is_in_backward() -> bool:
+    """Return whether the caller runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether hooks on all saved tensors are active, as inside a checkpoint that is not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_tensors(node: Any) -> tuple[Any, ...]:
+    """Return what the node of a ``torch.autograd.Function`` has saved, each with ``register_hooks``; () if unknown."""
+    return tuple(getattr(node, "_raw_saved_tensors", ()))

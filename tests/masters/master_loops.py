@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowprec.masters.casting import cast_parameters
+from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters
 
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))

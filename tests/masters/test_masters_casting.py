@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.casting import cast_parameters
+from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import add_masters, has_masters, held_masters, main_params, refresh
+from lightning_lowprec.masters.optimizer import add_masters, has_masters, held_masters, main_params, refresh_masters
 from lightning_lowprec.masters.stores import Store
 from tests.masters.master_loops import by_hand, equal, loss_of, masters_of, train, wrapped
 
@@ -68,7 +68,7 @@ def test_edits_of_data_in_place_need_a_refresh(form):
     optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     step(optimizer, p, grad=1.0)
     edit_data_in_place(p, torch.tensor([3.0, 0.0]))
-    refresh(optimizer)
+    refresh_masters(optimizer)
     step(optimizer, p)
     assert p.tolist() == [3.0, 0.0]
     if form in EXACT:
@@ -79,7 +79,7 @@ def test_edits_of_data_in_place_need_a_refresh(form):
 def test_refresh_takes_values_that_round_to_the_weights(form):
     p = half(1.0, 1.0)
     optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
-    refresh(optimizer, {id(p): torch.tensor([1.001, 5.0])})
+    refresh_masters(optimizer, {id(p): torch.tensor([1.001, 5.0])})
     assert torch.equal(masters_of(optimizer)[0], torch.tensor([1.001, 1.0]))
 
 
@@ -102,7 +102,7 @@ def test_pruned_weights_stay_numbers(form):
     step(optimizer, p, grad=1.0)
     p.data.mul_(0.0)  # unnoticed, and -0.0 where the weight was negative
     if form == "fp32":
-        refresh(optimizer)
+        refresh_masters(optimizer)
     step(optimizer, p)
     assert bool((p.abs() < 1e-30).all())
 

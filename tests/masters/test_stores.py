@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.masters.casting import cast_parameters
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import add_masters, prepare_grads
+from lightning_lowprec.masters.half_weights import cast_parameters
+from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
 from tests.masters.master_loops import masters_of, through_file, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
@@ -213,7 +213,7 @@ def ops_of_a_step(tensors, form, inv_scale=1.0):
                 p.grad = torch.ones_like(p)
             with Count() as count:
                 if dtype is torch.bfloat16:
-                    prepare_grads(optimizer, inv_scale)
+                    move_grads_to_masters(optimizer, inv_scale)
                 optimizer.step()
             if counted:
                 counts.append(count.ops)

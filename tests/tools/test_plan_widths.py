@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.resolve import half_under_fsdp2
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.masters.optimizer import kept_masters
+from lightning_lowprec.masters.optimizer import stored_masters
 from lightning_lowprec.msamp import adamw as scaled_adamw
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.availability import availability
 from lightning_lowprec.tools.cli.main import main
@@ -97,8 +97,8 @@ def trained(name):
     gradient = short(weight.grad)
     optimizer.step()
     state = next(s for s in optimizer.optimizer.state.values() if s["exp_avg"].shape == weight.shape)
-    scaled = scaled_of(weight)
-    held = kept_masters(optimizer.optimizer) if scaled is None else [scaled.master]
+    scaled = msamp_state_of(weight)
+    held = stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
     masters = getattr(plugin, "masters", None)
     return Widths(
         precision=name,

@@ -19,8 +19,6 @@ LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
     "fp8": (4, torch.bfloat16),
 }
 """Bytes of a weight (as of its gradient and of each moment), and the dtype in which FSDP2 gathers what is not FP8."""
-LEVEL_BYTES: Mapping[str, tuple[int, int, int]] = {"O1": (2, 1, 8), "O2": (2, 1, 3), "O3": (1, 1, 5)}
-"""MS-AMP: bytes of a converted weight, of its gradient, and of its moments and master together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,12 @@ class Bytes:
 
 
 def footprints(
-    model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True, level: str | None = None
+    model: nn.Module,
+    plan: Plan,
+    precision: str,
+    *,
+    fp8_all_gather: bool = True,
+    bytes_of_codes: tuple[int, int, int] | None = None,
 ) -> list[Bytes]:
     """Return the bytes under Lightning's fp32 and bf16 precisions, and under ``precision`` with this plan.
 
@@ -98,7 +101,7 @@ def footprints(
         plan: the layers that convert.
         precision: the name of the last row.
         fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can).
-        level: the level of MS-AMP, if ``precision`` is one.
+        bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -115,15 +118,15 @@ def footprints(
                 gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), dtype),
             )
         )
-    return rows if level is None else [*rows[:-1], _at_level(rows[-1], plan, level)]
+    return rows if bytes_of_codes is None else [*rows[:-1], _as_codes(rows[-1], plan, bytes_of_codes)]
 
 
-def _at_level(in_float32: Bytes, plan: Plan, level: str) -> Bytes:
-    """Return the bytes when MS-AMP keeps the plan's weights as codes."""
+def _as_codes(in_float32: Bytes, plan: Plan, bytes_of_codes: tuple[int, int, int]) -> Bytes:
+    """Return the bytes when the plan's weights are kept as codes."""
     converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
     total = sum(size for size, _ in converted)
     trained = sum(size for size, trains in converted if trains)
-    weight, gradient, moments = LEVEL_BYTES[level]
+    weight, gradient, moments = bytes_of_codes
     return replace(
         in_float32,
         weights=in_float32.weights - (4 - weight) * total,
