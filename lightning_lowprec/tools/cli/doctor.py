@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
-import shutil
-import subprocess
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.backends import Backend
-from lightning_lowprec.extras import INSTALL, import_refusal
-from lightning_lowprec.hardware import default_device, describe
+from lightning_lowprec.hardware import default_device
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.private import lightning as lightning_names
-from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.private import torchao as torchao_names
-from lightning_lowprec.private import transformer_engine as transformer_engine_names
-from lightning_lowprec.registration import moved_seams, validate_name
+from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.availability import Availability, availability, survey
-
-LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names)
-"""For each library, the file that knows which of the library's private names this package uses."""
+from lightning_lowprec.tools.machine import machine
 
 
 def run(argv: list[str]) -> int:
@@ -67,50 +53,6 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
         text = f"{_line(verdict, len(name))}\n{verdict.reason}"
         print(text, file=sys.stdout if verdict.runs else sys.stderr)
     return 0 if verdict.runs else 1
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return the device, the driver and the versions, as plain values."""
-    return {
-        "device": describe(device),
-        "driver": _driver(),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "versions": {package: _version(package) for package in _packages()},
-        "backends": {backend.title: _status(backend) for backend in backends.registered()},
-        "moved": [*moved_seams(), *(name for library in LIBRARIES for name in library.moved())],
-    }
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
-
-
-def _packages() -> list[str]:
-    named = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
-    return ["lightning-lowprec", "torch", "lightning", *named, "jsonargparse", "matplotlib"]
-
-
-def _status(backend: Backend) -> str:
-    """Whether a backend's library is there and imports; if not, the reason and what to install, in one line."""
-    if backend.module is None:
-        return "needs nothing beside torch"
-    library = backend.module.partition(".")[0]
-    if find_spec(library) is None:
-        return f"not installed: `{INSTALL.get(library, f'pip install {backend.distribution}')}`"
-    refusal = import_refusal(backend.module, backend.title)
-    return "imports" if refusal is None else refusal.splitlines()[0]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
