@@ -239,3 +239,28 @@ def check_codes(model: nn.Module, shards: int) -> None:
                 f"{fqn!r} has {layer.out_features} output features, which do not divide into {shards} equal shards."
                 " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
             )
+
+
+def check_options(options: Any, model: nn.Module) -> None:
+    """Raise ValueError for options of sharding that do not go with weights that are kept as codes, or for meta weights.
+
+    Args:
+        options: the ``ShardOptions``.
+        model: converted.
+    """
+    wrong = {
+        "tensor_parallel": options.tensor_parallel is not None,
+        "cpu_offload": options.cpu_offload,
+        "compile": options.compile is not False,
+        "sync_module_states": options.sync_module_states,
+    }
+    for name in (name for name, given in wrong.items() if given):
+        raise ValueError(
+            f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
+            " it out; build the same weights on every rank."
+        )
+    if any(t.is_meta for t in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
+            " Build it on a real device on every rank, from one seed or one checkpoint."
+        )
