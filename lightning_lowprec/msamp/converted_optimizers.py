@@ -4,9 +4,9 @@
     scale_linears(model, ["fc"], "O2")
     convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
 
-Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments, and
-load into the plain optimizer and from it. At level O3 a state dict also has the ``master_param`` (float32) of every
-weight that was stepped, the name that :mod:`~lightning_lowprec.masters.optimizer` uses.
+Groups, learning rate, state and schedulers stay. State dicts have float32 moments, like those of the plain optimizer:
+the plain optimizer loads them, and its state dicts load here. At level O3 they also have the ``master_param`` (float32)
+of every weight that was stepped; :mod:`~lightning_lowprec.masters.optimizer` uses the same name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _REFUSED_OPTIONS: Final = ("amsgrad", "maximize", "capturable", "differentiable"
 
 
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """Let ``optimizer`` step parameters of codes. Without such parameters, or with frozen ones only, it stays as before.
+    """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
+
+    If all parameters of codes are frozen, optimizers that are not supported do not change either.
 
     Args:
         optimizer: see ``SUPPORTED``; a second call changes nothing.

@@ -102,7 +102,7 @@ class ScaledGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operations of ``_HANDLERS`` on codes and scales, and other operations on decoded values."""
         kwargs = kwargs or {}

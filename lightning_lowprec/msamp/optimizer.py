@@ -7,12 +7,12 @@ from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     LEVELS,
     Level,
@@ -145,7 +145,7 @@ class ScaledOptimizer(Optimizer):
             if weight is None or p.grad is None or not p.numel():
                 continue
             state = self.state[p]
-            kind = p.device, weight.shards, weight.gradient is None, state.get("step", 0), *state
+            kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
             kinds.setdefault(kind, []).append(p)
         for members in kinds.values():
             chunk: list[Tensor] = []
@@ -166,14 +166,6 @@ class ScaledOptimizer(Optimizer):
             formats = {name: None if self.level == "O1" else format for name, format in moments.items()}
             self._flat_steps[key] = FlatStep(params, formats, self.compile)  # keeps the parameters, so ids stay theirs
         return self._flat_steps[key]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a 2-norm of at most ``max_norm``, like ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm before, scalar float32.
-        """
-        return clip_grad_norm_(parameters_of(self), max_norm)
 
     # ---- state
 

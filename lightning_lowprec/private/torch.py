@@ -20,7 +20,7 @@ def moved() -> list[str]:
 
 
 def check(part: str) -> None:
-    """Raise ImportError if the installed PyTorch lacks a private name that ``part`` needs; for set-up, before a step."""
+    """Raise ImportError if the installed PyTorch lacks a private name that ``part`` needs. Call at set-up."""
     if _MISSING.get(part):
         names = ", ".join(f"`torch.{name}`" for name in _MISSING[part])
         raise ImportError(
