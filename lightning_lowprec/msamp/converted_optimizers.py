@@ -24,7 +24,7 @@ from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import Level, msamp_state_of
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import step_is_replaced
+from lightning_lowprec.private.torch import change_class, check_step
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
@@ -61,7 +61,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     target = _CLASSES.get(type(optimizer))
     if target is not None:
         _check_options(optimizer)
-        _change_class(optimizer, target, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
+        _convert(optimizer, target, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
@@ -84,16 +84,11 @@ def _check_options(optimizer: Optimizer) -> None:
             )
 
 
-def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
-    if step_is_replaced(optimizer):
-        raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which MS-AMP changes."
-            " Set the optimizer up before whatever replaces its `step`."
-        )
+def _convert(optimizer: Optimizer, target: type[_Converted], options: Mapping[str, Any]) -> None:
+    check_step(optimizer, "MS-AMP")
     saved = optimizer.state_dict() if optimizer.state else None
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
-    optimizer.__class__ = target
-    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
+    vars(optimizer).update(options, _flat_steps={})
+    change_class(optimizer, target)
     if saved is not None:
         optimizer.load_state_dict(saved)
 

@@ -27,8 +27,8 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.precision.host import alive
 from lightning_lowprec.private.torch import ignore_in_ddp
+from lightning_lowprec.references import alive
 
 _CLIPPED: Final = 2
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call

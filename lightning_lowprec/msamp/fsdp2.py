@@ -39,11 +39,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
 from lightning_lowprec.msamp.weight import MsampWeightState, required_state_of
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
-from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass
+from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
 
 _aten: Any = torch.ops.aten
 _CUT: Final = {  # the operations by which FSDP2 makes, moves and aliases shards
@@ -108,7 +107,7 @@ class MsampShard(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], MsampShard):
             _copy_(args[0], args[1])
             return args[0]
-        if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written(func, args, kwargs))):
+        if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written_arguments(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
         return func(*pytree.tree_map_only(MsampShard, MsampShard.values, args), **kwargs)
 

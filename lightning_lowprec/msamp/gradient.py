@@ -13,7 +13,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import (
@@ -24,6 +23,7 @@ from lightning_lowprec.private.torch import (
     ATEN_UNSCALE,
     disabled_torch_function,
     make_wrapper_subclass,
+    written_arguments,
 )
 
 _aten: Any = torch.ops.aten
@@ -112,7 +112,7 @@ class ScaledGradient(Tensor):
             return result
         if any(hasattr(t, "msamp_state") for arg in (*args, *kwargs.values()) for t in _as_list(arg)):
             raise TypeError(_refusal(func))
-        writes = bool(written(func, args, kwargs))
+        writes = bool(written_arguments(func, args, kwargs))
         targets = _as_list(args[0])
         if writes and func not in _COPIES and not all(isinstance(t, ScaledGradient) for t in targets):
             raise TypeError(_refusal(func))

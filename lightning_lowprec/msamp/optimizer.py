@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
 from lightning_lowprec.msamp.gradient import ScaledGradient
@@ -27,50 +29,57 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import foreach_copy_, noted_by_schedulers
+from lightning_lowprec.private.torch import foreach_copy_
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
 
 
-class ScaledOptions(TypedDict, total=False):
-    """The options that ScaledAdamW and ScaledSGD share."""
+@dataclass(frozen=True, kw_only=True)
+class ScaledOptions:
+    """The options that ScaledAdamW and ScaledSGD share.
+
+    Args:
+        level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
+            with a scale.
+        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
+            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
+            replicas, nothing to save.
+        seed: of the stochastic rounding.
+        compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
+    """
+
+    level: Level = "O2"
+    stochastic_rounding: bool = False
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the level."""
+        check_choice("level", self.level, LEVELS)
+
+
+class ScaledChoices(TypedDict, total=False):
+    """The fields of :class:`ScaledOptions`, for type checkers."""
 
     level: Level
-    """The level of the parameters of codes, "O2" by default. Moments are float32 at "O1"; at "O2" and "O3" they are
-    codes, each with a scale."""
     stochastic_rounding: bool
-    """Round float16 weights (at O3: masters) stochastically, so that updates below half a step move them on average.
-    The random bits are a function of ``seed``, the step and the position: equal on all replicas, nothing to save."""
     seed: int
-    """The seed of stochastic rounding; 0 by default."""
     compile: bool
-    """Update the parameters of codes by two fused kernels per device and step (``torch.compile``)."""
 
 
 class ScaledOptimizer(Optimizer):
     """Abstract: a subclass says which moments there are and how a step updates plain parameters and those of codes."""
 
+    level: Level
+    stochastic_rounding: bool
+    seed: int
     compile = False
+    _flat_steps: dict[tuple[int, ...], FlatStep]
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
-    ) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-        self.level = level
-        self.stochastic_rounding = stochastic_rounding
-        self.seed = seed
-        self.compile = compile
-        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], options: ScaledOptions) -> None:
+        vars(self).update(vars(options), _flat_steps={})
         super().__init__(params, defaults)
 
     # ---- for subclasses
@@ -100,7 +109,6 @@ class ScaledOptimizer(Optimizer):
                 raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {p.dtype} codes.")
 
     @override
-    @noted_by_schedulers
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once; parameters without a gradient stay unchanged."""
@@ -172,7 +180,7 @@ class ScaledOptimizer(Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that deepcopy and pickle keep."""
-        options = {name: getattr(self, name) for name in ScaledOptions.__annotations__}
+        options = {name: getattr(self, name) for name in ScaledChoices.__annotations__}
         return {**super().__getstate__(), **options, "_flat_steps": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
@@ -260,7 +268,7 @@ def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
 
 def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """Return the state of one parameter with float32 values instead of codes and scales."""
-    values = {}
+    values = {"step": entry["step"]} if "step" in entry else {}  # first, as in torch's optimizers
     for key, value in entry.items():
         scale = entry.get(f"{key}_scale")
         if key != "master" and not key.endswith("_scale"):

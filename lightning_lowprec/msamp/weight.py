@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
@@ -137,8 +138,7 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
         ValueError: an unknown level, or ``param`` holds codes already.
     """
     private_torch.check(private_torch.MSAMP)
-    if level not in LEVELS:
-        raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
+    check_choice("level", level, LEVELS)
     if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
     master, master_scale = encode(param.detach().float(), FP16)

@@ -1,11 +1,30 @@
-"""Padding for kernels that want sizes in multiples of a number."""
+"""Pad the rows of a batch for kernels that take only multiples of 16 or 32 rows."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 
-def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """Append rows of zeros until the number of rows is a multiple of ``multiple``: [M, K] -> [M', K]."""
-    return F.pad(x, (0, 0, 0, -x.shape[0] % multiple))
+def pad_rows(x: Tensor, multiple: int, *, repeat_last: bool = False) -> Tensor:
+    """[*, K] -> [M, K]: flatten the leading dimensions and append rows until M is a multiple.
+
+    Args:
+        x: the batch; if nothing is missing, the result is a view of it.
+        multiple: of this number.
+        repeat_last: append copies of the last row, which are detached, instead of zeros. A copy changes no amax of any
+            function that is computed row by row; a row of zeros can change it (a LayerNorm makes its bias of zeros).
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -rows.shape[0] % multiple
+    if missing == 0:
+        return rows
+    if repeat_last:
+        return torch.cat((rows, rows[-1:].detach().expand(missing, -1)))
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
+
+
+def cut_rows(output: Tensor, x: Tensor) -> Tensor:
+    """[M, N] -> [*, N]: undo :func:`pad_rows` for the output of a linear layer that was given the padded ``x``."""
+    tokens = x.numel() // x.shape[-1]
+    return output[:tokens].reshape(*x.shape[:-1], output.shape[-1])

@@ -1,4 +1,5 @@
-"""Transformer Engine's layers in the place of torch's: the recipes, the layers, their state; no Lightning.
+"""Layers of Transformer Engine in the place of torch's: recipes, layers, norms, the state of scales, fusion.
 
-Importing this package imports no Transformer Engine; its modules do.
+Importing this package imports no Transformer Engine. Of its modules, ``linear``, ``norms``, ``fusion.units`` and
+``fusion.experts`` import it.
 """

@@ -1,9 +1,9 @@
-"""A weight that is e4m3 codes and one scale: the GEMM takes the codes, anything else sees the values.
+"""A weight that is e4m3 codes and one scale: a GEMM takes the codes, all other operations see the values.
 
     weight = codes * inv_scale
 
-Nothing updates such a weight. It was gathered from shards that are updated, or it is frozen and kept in FP8 alone.
-(MS-AMP's codes, which are updated, have a master beside them: ``msamp.fsdp2.MsampShard``.)
+No optimizer updates such a weight: it was gathered from shards that are updated, or it does not train and is stored in
+FP8 alone. (MS-AMP's shards, which are codes with a master beside them, are another class.)
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.private.torch import written_arguments
 
 _aten: Any = torch.ops.aten
-_ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole shape
-_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is a CodedWeight
+_ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
+_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is an Fp8Weight
 
 
-class CodedWeight(Tensor):
-    """Codes and their scale, looking like a tensor of ``dtype``.
+class Fp8Weight(Tensor):
+    """A tensor subclass that has codes and a scale, and looks like a tensor of ``dtype``.
 
     Args:
         codes: (...) float8_e4m3fn.
         inv_scale: (1,) float32.
-        dtype: what it looks like, and gets gradients in.
+        dtype: the dtype that the weight shows, and that its gradients have.
     """
 
     codes: Tensor
@@ -38,7 +38,7 @@ class CodedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
-        """A tensor without memory of its own."""
+        """Make a tensor without storage, and hang codes and scale at it."""
         make: Any = Tensor._make_wrapper_subclass
         made: Self = make(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
         made.codes, made.inv_scale = codes, inv_scale
@@ -50,36 +50,39 @@ class CodedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Aliases, and what is moved, stay codes; everything else reads the values; what would write is asked."""
+        """Keep codes for aliases and copies to a device; call :meth:`write` for writes; compute all else by values."""
         kwargs = kwargs or {}
         if func in _ALIASES:
             return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
         if func is _aten._to_copy.default:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in pytree.tree_leaves(written(func, args, kwargs)):
-            if isinstance(target, CodedWeight):
+        for target in pytree.tree_leaves(written_arguments(func, args, kwargs)):
+            if isinstance(target, Fp8Weight):
                 return target.write(func, *args[1:])
-        return func(*pytree.tree_map_only(CodedWeight, lambda w: w.values().to(w.dtype), args), **kwargs)
+        return func(*pytree.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
 
     def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
-        """Of the same class; with what users have hung at it, which ``module.to`` would lose when it swaps."""
+        """Return a weight of the same class, with the user's attributes, which ``module.to`` would lose in a swap."""
         made = type(self)(codes, inv_scale, dtype)
         _carry(self, made)
         return made
 
     def write(self, func: Any, *args: Any) -> Any:
-        """An operation would change the weight; not a TypeError, of which torch's ``+=`` makes another sum."""
+        """Refuse an operation that would change the weight.
+
+        The error is no TypeError: on a TypeError, torch's ``+=`` would compute a new tensor instead.
+        """
         raise RuntimeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
 
     def _set_data(self, tensor: Tensor) -> None:
         self.write(_aten.copy_.default, tensor)
 
-    # torch's setter would change the size and the dtype that it shows, and leave the codes
+    # torch's setter would change the size and the dtype that the weight shows, and leave the codes
     data = property(lambda self: self.detach(), _set_data)
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Codes too; ``clone()`` gives the values, to be written to."""
+        """Copy the codes and the scale; ``clone()`` returns the values instead, which can be written to."""
         made: Any = self.alike(self.codes.clone(), self.inv_scale.clone(), self.dtype)
         memo[id(self)] = (
             nn.Parameter(made, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else made
@@ -88,35 +91,35 @@ class CodedWeight(Tensor):
         return copied
 
     def values(self) -> Tensor:
-        """(...) float32, exact."""
+        """Return the exact values: (...) float32."""
         return self.codes.float() * self.inv_scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What compilers trace through, and ``module.to`` swaps."""
+        """Return the names of the inner tensors, for compilers and for ``module.to``, and the dtype."""
         return ["codes", "inv_scale"], self.dtype
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Self:
-        """The inverse."""
+        """Undo :meth:`__tensor_flatten__`."""
         return cls(inner["codes"], inner["inv_scale"], dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape and the scale."""
+        """Show the shape and the scale."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale.item():.3e})"
 
 
 @final
-class FrozenWeight(CodedWeight):
-    """A weight that does not train, in FP8 alone: one byte per element.
+class FrozenWeight(Fp8Weight):
+    """A weight that does not train, stored in FP8 alone: one byte per element.
 
-    Its scale is a power of two, so float32 and bf16 hold its values exactly, and give the same codes again: it passes
-    through checkpoints and other ranks unchanged. It can be given other values, but not updated in steps, which e4m3
-    would swallow.
+    The scale is a power of two, so float32 and bf16 hold the values exactly and give the same codes again: the weight
+    passes through checkpoints and other ranks unchanged. It can take new values; small updates in place are refused,
+    because e4m3 would round them away.
     """
 
     @torch.no_grad()
     def write(self, func: Any, *args: Any) -> Any:
-        """Take other values: (...) any float."""
+        """Take new values: (...) any float; refuse any operation but a copy."""
         if func is not _aten.copy_.default:
             raise RuntimeError(
                 f"{func} would update a weight that is frozen and kept in FP8 alone (`fp8_params=True`). Let it train"
@@ -130,35 +133,35 @@ class FrozenWeight(CodedWeight):
 
 
 def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(...) any float -> codes, and (1,) float32."""
-    if isinstance(values, CodedWeight):
+    """Quantise (...) any float to codes and an inv_scale, (1,) float32."""
+    if isinstance(values, Fp8Weight):
         values = values.values()
     scale = power_of_two_scale(amax(values), E4M3)
     return saturating_cast(values.float() * scale, E4M3), scale.reciprocal().reshape(1)
 
 
 @torch.no_grad()
-def freeze_in_fp8(layer: Any, device: torch.device) -> None:
-    """Keep the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
+def store_in_fp8(layer: Any, device: torch.device) -> None:
+    """Store the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
 
     Args:
         layer: changed in place.
-        device: where the weight will be used; it is quantised there, and goes there now.
+        device: the device of the layer's forward; the weight moves there now and is quantised there.
     """
     weight = layer.weight
     _swap(weight, FrozenWeight(*_encode(weight.detach().to(device)), weight.dtype))
 
 
 @torch.no_grad()
-def thaw(layer: Any) -> None:
-    """Give a weight that is in FP8 alone its values in full, in the dtype that it has shown; any other stays."""
+def store_in_full(layer: Any) -> None:
+    """Store a :class:`FrozenWeight` as plain values again, in the dtype that it has shown; leave any other weight."""
     weight = layer.weight
     if isinstance(weight, FrozenWeight):
         _swap(weight, weight.values().to(weight.dtype))
 
 
 def _swap(param: Any, tensor: Tensor) -> None:
-    """The same Parameter, with what users have hung at it, gets other data."""
+    """Give the same Parameter object other data, and keep the user's attributes."""
     made = nn.Parameter(tensor, requires_grad=param.requires_grad)
     _carry(param, made)
     torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]

@@ -1,63 +1,92 @@
-"""torch's Linear as Transformer Engine's, in place: the module and its Parameters stay the objects they are.
+"""Make a torch Linear a Transformer Engine Linear, in place: the module and its Parameters stay the same objects.
 
     output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
     grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
     grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
 
-The class changes, and the attributes are added that Transformer Engine's constructor would have set. It is an
-``nn.Linear`` still. Nothing is added to the state dict: Transformer Engine's ``_extra_state`` is pickle; the scales of
-delayed scaling go elsewhere (see :mod:`~lightning_lowprec.te.scales`).
+The class of the module changes, and it gets the attributes that Transformer Engine's constructor would have set. The
+module is still an ``nn.Linear``. Nothing is added to the state dict, because Transformer Engine's ``_extra_state`` is a
+pickle; the scales of delayed scaling are in the plugin's state (:mod:`~lightning_lowprec.te.delayed_scaling`).
+
+The life of a weight, on one GPU or under DDP:
+
+    Parameter (float32 or bf16)
+        | quantise: scale = FMAX / amax, once per optimizer step if it is used again (weight_cache)
+        v
+    codes, one scale           -> GEMM of the forward, GEMM of grad_input
+    grad_output, input (FP8)   -> GEMM of grad_weight -> gradient -> optimizer step -> Parameter
+
+and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.wire_format`):
+
+    shard (float32) -- amax, one all-reduce for all weights --> scale
+        | encode
+        v
+    codes of the shard -- all-gather, one byte per element --> codes of the weight (Fp8Weight)
+        | for_gemm: the same memory as Transformer Engine's tensor
+        v
+    GEMMs as above -> gradient -- reduce-scatter --> gradient of the shard -> optimizer step -> shard
 
 Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Collection
-from typing import Any, ClassVar, Final, Literal
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.pytorch.constants import FP8FwdTensorIdx
-from transformer_engine.pytorch.export import is_in_onnx_export_mode
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
-from lightning_lowprec.te import scales
-from lightning_lowprec.te.fp8_weight import CodedWeight, FrozenWeight, freeze_in_fp8, thaw
-from lightning_lowprec.te.gathered import for_gemm
+from lightning_lowprec.private import transformer_engine
+from lightning_lowprec.private.torch import is_in_backward, saved_tensors_are_hooked
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.weight_cache import WeightCache
-
-_WHERE_IT_RUNS: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
-"""What Transformer Engine finds out at the first forward and never asks again: whether FSDP2 gathers the weight."""
-_SET_BY_FORWARD: Final = (
-    "fp8_parameters",
-    "allow_different_data_and_param_types",
-    "forwarded_at_least_once",
-    *_WHERE_IT_RUNS,
-)
+from lightning_lowprec.te.wire_format import for_gemm
 
 
 def check_input(input: Tensor) -> None:
-    """Raise RuntimeError if ``input`` is where Transformer Engine has no kernels."""
-    if not input.is_cuda and not is_in_onnx_export_mode():
+    """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
+    if not input.is_cuda and not transformer_engine.is_exporting():
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
         )
 
 
+def outside_inference_mode(forward: Callable[..., Any]) -> Any:
+    """Run ``forward`` under ``no_grad`` where the caller is in inference mode.
+
+    The first forward of a layer of Transformer Engine makes buffers that training writes to, and tensors that are made
+    in inference mode cannot be written to.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return forward(*args)
+        return forward(*args)
+
+    return wrapped
+
+
 def _warn_outside_of_autocast() -> None:
-    """Transformer Engine then computes in high precision without a word; ``te.autocast(enabled=False)`` is a wish."""
-    if FP8GlobalStateManager.quantization_state.autocast_depth == 0 and not is_in_onnx_export_mode():
+    """Warn, since Transformer Engine computes in high precision here without a word.
+
+    Inside of ``te.autocast(enabled=False)`` there is no warning: the user has asked for high precision.
+    """
+    if not transformer_engine.is_in_autocast() and not transformer_engine.is_exporting():
         warnings.warn(
             "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
             " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric calls"
             " other methods than `forward` (`training_step`, marked ones) without any precision.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -65,40 +94,37 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
     own_class: ClassVar = nn.Linear
-    """What it was."""
+    """The class that the module had."""
     fp8_eval: bool
     """Whether evaluation runs in FP8 too."""
     token_alignment: int
-    """Rows that the GEMMs take are multiples of this; zero rows are appended and cut off again."""
+    """The number of which the rows of a GEMM must be multiples; missing rows are padded with zeros."""
     weight_cache: WeightCache | None
     wire_format: WireFormat | None
-    """How FSDP2 may gather the weight (see ``layers.wire``)."""
+    """How FSDP2 may gather the weight; None: in high precision."""
+    # attributes that Transformer Engine sets
     fp8: bool
-    """Transformer Engine's: whether the last forward ran in FP8."""
+    """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
     activation_dtype: torch.dtype
     _fp8_workspaces: dict[str, Any]
+    """Quantised weights that are kept."""
     quantizers: dict[str, Any]
 
+    @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         check_input(input)
-        if input.numel() == 0:
+        if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
-        # the first forward makes buffers that training writes to, and inference tensors cannot be written to
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(input)
-        if not (self.training or self.fp8_eval):
-            return F.linear(input, self.weight, self.bias)
-        if self.fp8 and not FP8GlobalStateManager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:
+        if self.fp8 and not transformer_engine.fp8_is_enabled() and is_in_backward():
             return self._recompute(input)
         if torch.is_grad_enabled() and self.training:
             _warn_outside_of_autocast()
         return self._multiply(input, self._is_first_microbatch(input))
 
     def _recompute(self, input: Tensor) -> Tensor:
-        """The forward again, within a backward pass, by a checkpoint that knows torch's autocast only."""
+        """Run the forward again in a backward pass, for a checkpoint that restores torch's autocast only."""
         recipe = self.fp8_meta["recipe"]
         if recipe.delayed():
             raise RuntimeError(
@@ -111,25 +137,22 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        tokens = input.numel() // self.in_features
-        padding = -tokens % self.token_alignment
-        if padding == 0:
+        if input.numel() // self.in_features % self.token_alignment == 0:
             output: Tensor = te.Linear.forward(self, input, is_first_microbatch)
             return output
-        rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
-        output = te.Linear.forward(self, rows, is_first_microbatch)[:tokens]
-        return output.reshape(*input.shape[:-1], self.out_features)
+        rows = pad_rows(input, self.token_alignment)
+        return cut_rows(te.Linear.forward(self, rows, is_first_microbatch), input)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
-        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, CodedWeight):
+        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):
             return None
         if not (torch.is_grad_enabled() or self.weight_cache.always):
             return None
-        # a checkpoint that is not reentrant tells saved tensors by their number, and a kept weight is one of them where
-        # one for this call is several: forward and recomputation must do the same
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        # A checkpoint that is not reentrant numbers the saved tensors. A weight that is kept is saved as one tensor, a
+        # weight that is quantised for one call as several; forward and recomputation must save the same tensors.
+        if saved_tensors_are_hooked():
             return None
-        if not _serves(self._fp8_workspaces.get("weight"), input):
+        if not _is_usable(self._fp8_workspaces.get("weight"), input):
             self._fp8_workspaces.clear()
         first = self.weight_cache.is_first_microbatch(self.weight, training=self.training)
         if self.weight_cache.is_idle:
@@ -137,16 +160,18 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return first
 
     def _get_weight_tensors(self) -> list[Tensor]:
-        """Transformer Engine's; in the autocast dtype if a backward in high precision will multiply by them as is."""
+        """Return the weight as Transformer Engine's forward takes it (an override).
+
+        A backward pass in high precision multiplies by this very tensor, so it has the autocast dtype.
+        """
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
-        if isinstance(self.weight, CodedWeight):
-            quantizers = self.quantizers["scaling_fwd"]
-            return [for_gemm(self.weight, quantizers[FP8FwdTensorIdx.GEMM1_WEIGHT] if self.fp8 else None)]
+        if isinstance(self.weight, Fp8Weight):
+            return [for_gemm(self.weight, transformer_engine.weight_quantizer(self) if self.fp8 else None)]
         return [self.weight]
 
     def train(self, mode: bool = True) -> TELinear:
-        """As ``nn.Module``'s; ``eval()`` also has weights quantised anew that were written to through ``data``."""
+        """Set the mode; ``eval()`` has the weight quantised anew, since ``weight.data`` may have been written to."""
         if self.weight_cache is not None and not mode:
             self.weight_cache.forget()
         return super().train(mode)
@@ -154,7 +179,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     reset_parameters = nn.Linear.reset_parameters
     extra_repr = nn.Linear.extra_repr
     register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
-    # without these torch finds no extra state to save, and asks for none
+    # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
@@ -164,27 +189,33 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             destination[prefix + "weight"] = self.weight.values().to(self.weight.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What deepcopy and pickle keep: scales, but no quantised weights and no place in global buffers."""
+        """Return what deepcopy and pickle keep: the scales, but no quantised weight and no place in global buffers."""
         cache = None if self.weight_cache is None else WeightCache(always=self.weight_cache.always)
-        return {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "weight_cache": cache}
+        return {**self.__dict__, **transformer_engine.copied_attributes(self), "weight_cache": cache}
 
 
-def convert(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
-    """Make the Linears named by ``fqns`` TELinears, and no others; what is converted already keeps its scales.
+def convert_linears(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
+    """Make the Linears named by ``fqns`` TELinears, and all other TELinears Linears again.
 
     Args:
-        model: changed in place.
-        fqns: by fqn; ``""`` is the model itself.
-        options: see :func:`configure`.
+        model: changed in place. A TELinear that stays one keeps its scales.
+        fqns: ``""`` is the model itself.
+        options: see :func:`convert_linear`.
     """
     for fqn, module in list(model.named_modules()):
         if fqn in fqns:
-            configure(module, fqn=fqn, **options)
+            convert_linear(module, fqn=fqn, **options)
         elif isinstance(module, TELinear):
-            revert(module)
+            revert_linear(module)
 
 
-def configure(
+def revert_linears(model: nn.Module) -> None:
+    """Make every TELinear of ``model`` a Linear again, in place."""
+    for layer in te_linears(model):
+        revert_linear(layer)
+
+
+def convert_linear(
     linear: nn.Module,
     *,
     fp8_eval: bool,
@@ -199,56 +230,61 @@ def configure(
     Args:
         linear: exactly ``nn.Linear``, on any device, meta too; or a TELinear.
         fp8_eval: whether evaluation runs in FP8 too.
-        token_alignment: rows that the recipe's GEMMs take are multiples of this.
-        weight_cache: use quantised weights again between optimizer steps (see ``weight_cache``); ``"always"`` keeps
-            them whether or not there is accumulation, and for evaluation.
+        token_alignment: the number of which the rows of the recipe's GEMMs must be multiples.
+        weight_cache: use quantised weights again between optimizer steps (:class:`WeightCache`). ``"always"`` keeps
+            them whether or not there is accumulation, and uses them for evaluation.
         wire_format: how FSDP2 may gather the weight; None: in high precision.
-        custom: whether the recipe is a CustomRecipe: then torch adds the bias. Transformer Engine's own backward of it
-            quantises ``grad_output`` in the same kernel, which takes no quantizers but its own.
-        fqn: what a CustomRecipe's function is told of the layer, as the role's ``name``.
+        custom: whether the recipe is a CustomRecipe: then torch adds the bias. Transformer Engine's own backward of a
+            bias quantises ``grad_output`` in the same kernel, which takes Transformer Engine's own quantizers only.
+        fqn: the name of the layer that a CustomRecipe's function is given, as the role's ``name``.
     """
-    thaw(linear)
+    store_in_full(linear)
     if not isinstance(linear, TELinear):
         donor = _donor(linear, fqn or None)
         added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
         linear.__class__ = TELinear
-        linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})  # holds closures
-    for name in _WHERE_IT_RUNS:
+        # `param_init_meta` holds closures, which do not pickle
+        linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})
+    for name in transformer_engine.SHARDING_CACHES:
         linear.__dict__.pop(name, None)
     cache = WeightCache(always=weight_cache == "always") if weight_cache else None
-    unfused = custom and linear.bias is not None
-    options = {"fp8_eval": fp8_eval, "token_alignment": token_alignment, "wire_format": wire_format}
-    # what was kept under other options may never be asked for again
-    linear.__dict__.update(options, weight_cache=cache, gemm_bias_unfused_add=unfused, _fp8_workspaces={})
+    linear.__dict__.update(
+        fp8_eval=fp8_eval,
+        token_alignment=token_alignment,
+        wire_format=wire_format,
+        weight_cache=cache,
+        gemm_bias_unfused_add=custom and linear.bias is not None,
+        _fp8_workspaces={},  # weights that were kept under other options may never be used again
+    )
 
 
-def revert(linear: nn.Module) -> None:
+def revert_linear(linear: nn.Module) -> None:
     """Make a TELinear the Linear it was, in place."""
-    thaw(linear)
+    store_in_full(linear)
     added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
-    for name in (*added, *TELinear.__annotations__, *_SET_BY_FORWARD):
+    for name in (*added, *TELinear.__annotations__, *transformer_engine.SET_BY_FORWARD):
         linear.__dict__.pop(name, None)
     linear.__class__ = nn.Linear
 
 
-def freeze_weights(model: nn.Module, device: torch.device) -> None:
-    """Keep the weights of TELinears that do not train in FP8 alone, on ``device`` (see ``coded``), but none on meta."""
+def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
+    """Store the weights of TELinears that do not train in FP8 alone, on ``device``; weights on meta stay."""
     for layer in te_linears(model):
-        weight = layer._parameters.get("weight")  # none where `weight_norm` computes it
-        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, CodedWeight)):
-            freeze_in_fp8(layer, device)
+        weight = layer._parameters.get("weight")  # no Parameter where `weight_norm` computes it
+        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, Fp8Weight)):
+            store_in_fp8(layer, device)
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:
-    """The layers of ``model`` that are converted already."""
+    """Return the Linears of ``model`` that are converted."""
     return [module for module in model.modules() if isinstance(module, TELinear)]
 
 
-def _serves(workspace: Any, input: Tensor) -> bool:
-    """Whether what was kept can be used; Transformer Engine asks that of its own quantised tensors only.
+def _is_usable(workspace: Any, input: Tensor) -> bool:
+    """Return whether a kept weight can be used; Transformer Engine checks its own quantised tensors only.
 
-    What a CustomRecipe's quantizer made may be no tensor: then it is with a graph that awaits its backward as a whole,
-    or lacks the transpose (``data_t``) because no input has needed a gradient so far.
+    The quantizer of a CustomRecipe may make something that is no tensor. A graph that awaits its backward may own its
+    ``data``; its transpose ``data_t`` is missing if no input has needed a gradient so far.
     """
     if workspace is None or isinstance(workspace, Tensor):
         return True
@@ -257,7 +293,7 @@ def _serves(workspace: Any, input: Tensor) -> bool:
 
 
 def _donor(linear: Any, name: str | None = None) -> Any:
-    """What Transformer Engine makes of the same arguments; it has no memory of its own."""
+    """Construct Transformer Engine's Linear with the same arguments, on meta, to take its attributes from."""
     return te.Linear(
         linear.in_features,
         linear.out_features,

@@ -1,10 +1,11 @@
-"""LayerNorms and RMSNorms as Transformer Engine's, in place.
+"""Make LayerNorms and RMSNorms Transformer Engine's, in place.
 
-Their kernels are faster than torch's and compute in float32 inside; under autocast they round input, weight and output
-to the autocast dtype, where torch's LayerNorm returns float32.
+The kernels of Transformer Engine are faster than torch's and compute in float32 inside. Under autocast they round
+input, weight and output to the autocast dtype, where torch's LayerNorm returns float32.
 
-A norm of another library is recognised by what it computes, not by its name: a copy is run on a small input and
-compared with the formula, so that ``1 + weight`` (Gemma) is told from ``weight`` (Llama), and anything else is left.
+An RMSNorm of another library is recognised by its results, not by its name alone: a copy runs on a small input, and the
+output is compared with the formula. So a norm with ``1 + weight`` (Gemma) is not taken for a norm with ``weight``
+(Llama), and a module that computes anything else is kept.
 
 Importing this module imports Transformer Engine.
 """
@@ -20,52 +21,51 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowprec.te.linear import check_input
+from lightning_lowprec.te.linear import check_input, outside_inference_mode
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
-"""What the eps of an RMSNorm is called in transformers, torch and others."""
+"""Names of the attribute eps of an RMSNorm in transformers, torch and other libraries."""
 NO_NORM: Final = "no norm"
+"""The answer of :func:`reason_to_keep` for a module that is no norm."""
 Formula = Literal["weight", "1 + weight"]
 
 
 class _Norm:
-    """What both have in common: nothing in the state dict, and any of weight and bias may be missing."""
+    """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
 
     own_class: type[nn.Module]
-    """What it was."""
+    """The class that the module had."""
     added_by_te: frozenset[str]
-    """The attributes that it was not born with."""
+    """The attributes that the module did not have before."""
 
+    @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, K]."""
         check_input(input)
         if input.numel() == 0:
             return input.clone()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(input)
         output: Tensor = super().forward(input)  # type: ignore[misc]
         return output
 
     def pre_first_fuser_forward(self) -> None:
-        """Transformer Engine's, which looks at weight and bias."""
+        """Prepare the first forward (an override); Transformer Engine looks at weight and bias here."""
         with _complete(self, torch.empty(0)):
             super().pre_first_fuser_forward()  # type: ignore[misc]
 
     def op_forward(self, ctx: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Transformer Engine's, with ones and zeros for what is missing."""
+        """Compute the norm (an override), with ones and zeros for a missing weight and bias."""
         with _complete(self, input_):
             return super().op_forward(ctx, input_, *args, **kwargs)  # type: ignore[misc]
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
-        """Transformer Engine's, without gradients of what is missing."""
+        """Compute the gradients (an override), and drop those of a missing weight and bias."""
         with _complete(self, grad_output) as missing:
             grad_input, grads = super().op_backward(ctx, grad_output)  # type: ignore[misc]
         names = ("weight", "bias")[: len(grads)]
         return grad_input, tuple(grad for name, grad in zip(names, grads, strict=True) if name not in missing)
 
-    # without these torch finds no extra state to save, and asks for none
+    # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
@@ -83,6 +83,7 @@ class TERMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
 
 @contextmanager
 def _complete(norm: Any, like: Tensor) -> Iterator[list[str]]:
+    """Fill in a missing weight and bias in the block; yield their names."""
     missing = [name for name in ("weight", "bias") if name in norm._parameters and norm._parameters[name] is None]
     for name in missing:
         make = torch.ones if name == "weight" and not norm.zero_centered_gamma else torch.zeros
@@ -94,8 +95,8 @@ def _complete(norm: Any, like: Tensor) -> Iterator[list[str]]:
             del norm.__dict__[name]
 
 
-def kept(norm: nn.Module) -> str | None:
-    """Why a norm stays what it is, or None if it converts; ``NO_NORM`` for what is none."""
+def reason_to_keep(norm: nn.Module) -> str | None:
+    """Return the reason why a norm is kept, or None if the norm converts; ``NO_NORM`` for another module."""
     if isinstance(norm, _Norm):
         return None
     if type(norm) is nn.LayerNorm or type(norm) is nn.RMSNorm:
@@ -105,7 +106,7 @@ def kept(norm: nn.Module) -> str | None:
             return "eps=None, which depends on the input's dtype"
         features = norm.normalized_shape[0]
     elif "RMSNorm" in type(norm).__name__:
-        if formula(norm) is None:
+        if norm_formula(norm) is None:
             return f"{type(norm).__name__} computes something else than an RMSNorm"
         features = norm._parameters["weight"].numel()  # type: ignore[union-attr]
     elif isinstance(norm, nn.LayerNorm):
@@ -118,24 +119,23 @@ def kept(norm: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def formula(norm: nn.Module) -> Formula | None:
-    """What an RMSNorm multiplies with, seen from a run on a small input; None if it is none."""
+def norm_formula(norm: nn.Module) -> Formula | None:
+    """Return the factor with which an RMSNorm multiplies, found by a run on a small input; None if it is no RMSNorm."""
     weight = norm._parameters.get("weight")
     epsilon = _epsilon(norm)
     others = [p for name, p in (*norm.named_parameters(), *norm.named_buffers()) if name != "weight"]
     if weight is None or weight.dim() != 1 or epsilon is None or others or norm._modules:
         return None
     probe = object.__new__(type(norm))
-    hooks = {name: type(value)() for name, value in norm.__dict__.items() if name.endswith("_hooks")}
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         gamma = torch.randn(weight.numel(), generator=generator)
         x = torch.randn(3, weight.numel(), generator=generator)
-        # a large eps shows where it stands
-        probe.__dict__.update(norm.__dict__ | hooks | {"_parameters": {"weight": Parameter(gamma)}, epsilon: 0.5})
+        # a large eps shows its place in the formula
+        probe.__dict__.update(norm.__dict__ | {"_parameters": {"weight": Parameter(gamma)}, epsilon: 0.5})
         try:
-            found = probe(x)
-        except Exception:  # whatever it wants, it is no RMSNorm of one input
+            found = type(norm).forward(probe, x)  # without hooks
+        except Exception:  # an RMSNorm of one input does not raise
             return None
     plain = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
     if not isinstance(found, Tensor) or found.shape != x.shape:
@@ -150,32 +150,39 @@ def _epsilon(norm: nn.Module) -> str | None:
     return next((name for name in EPSILONS if isinstance(norm.__dict__.get(name), float)), None)
 
 
-def convert(model: nn.Module, fqns: Collection[str]) -> None:
-    """Make the norms named by ``fqns`` Transformer Engine's, and no others."""
+def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
+    """Make the norms named by ``fqns`` Transformer Engine's, and give all other norms their own class back."""
     for fqn, module in list(model.named_modules()):
         if fqn in fqns and not isinstance(module, _Norm):
-            configure(module)
+            convert_norm(module)
         elif fqn not in fqns and isinstance(module, _Norm):
-            revert(module)
+            revert_norm(module)
 
 
-def configure(norm: nn.Module) -> None:
-    """Make a norm that :func:`kept` does not keep Transformer Engine's, in place."""
+def revert_norms(model: nn.Module) -> None:
+    """Give every converted norm of ``model`` its own class back, in place."""
+    for module in model.modules():
+        if isinstance(module, _Norm):
+            revert_norm(module)
+
+
+def convert_norm(norm: nn.Module) -> None:
+    """Make a norm Transformer Engine's, in place; :func:`reason_to_keep` must have no reason to keep it."""
     own = type(norm)
     if own is nn.LayerNorm:
         donor: Any = te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")
     else:
         weight = norm._parameters["weight"]
         shape = norm.normalized_shape if weight is None else weight.shape
-        centred = own is not nn.RMSNorm and formula(norm) == "1 + weight"
+        centred = own is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
         donor = te.RMSNorm(shape, eps=norm.__dict__[str(_epsilon(norm))], zero_centered_gamma=centred, device="meta")
     added = donor.__dict__.keys() - norm.__dict__.keys() - norm._parameters.keys()
     norm.__class__ = TELayerNorm if own is nn.LayerNorm else TERMSNorm
     norm.__dict__.update({name: donor.__dict__[name] for name in added}, own_class=own, added_by_te=frozenset(added))
 
 
-def revert(norm: Any) -> None:
-    """Make a converted norm what it was, in place."""
+def revert_norm(norm: Any) -> None:
+    """Give a converted norm its own class back, in place."""
     own, added = norm.own_class, norm.added_by_te
     for name in (*added, "own_class", "added_by_te"):
         norm.__dict__.pop(name, None)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.private import transformer_engine
 
 Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -111,6 +112,28 @@ def alignment_of(recipe: Any) -> int:
     if kind != CUSTOM:
         return ALIGNMENT.get(kind, 16)
     return 32 if recipe.quantization_alignment == _GROUPED_ALIGNMENT else math.lcm(16, recipe.quantization_alignment)
+
+
+def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a CustomRecipe that asks for scales with a history: they would neither be saved nor renewed.
+
+    Args:
+        recipe: a CustomRecipe. Its function is called for the roles of every layer, as the first forward will do again.
+            A role has a ``module_type``, a ``tensor_type`` and a ``name``.
+        layers: the fqns and the layers of Transformer Engine that will run with the recipe.
+
+    Raises:
+        ValueError: the function returned a request (``DelayedScalingRequest``) in the place of a quantizer.
+    """
+    for fqn, layer in layers:
+        for role in transformer_engine.quantizer_roles(layer):
+            made = recipe.qfactory(role)
+            if transformer_engine.is_quantizer_request(made):
+                raise ValueError(
+                    f"The `qfactory` of the CustomRecipe returns a {type(made).__name__} for {fqn!r} ({role}): scales"
+                    " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales"
+                    " by the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
+                )
 
 
 def backward_override(kind: str, override: tuple[bool, bool, bool]) -> str | None:

@@ -1,7 +1,8 @@
-"""Whether Transformer Engine imports, and which of its recipes a device runs, in Transformer Engine's own words."""
+"""Tell whether Transformer Engine imports, and which of its recipes a device runs, in the library's own words."""
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 
 from lightning_lowprec.extras import INSTALL, import_refusal, require
 from lightning_lowprec.hardware import describe, every_gpu_has_fp8
+from lightning_lowprec.private.torch import TRANSFORMER_ENGINE, check
+from lightning_lowprec.private.transformer_engine import check_names
 
 MODULE = "transformer_engine.pytorch"
 
 
 def is_installed() -> bool:
-    """Whether there is a Transformer Engine at all, working or broken; nothing is imported."""
+    """Return whether Transformer Engine is installed, working or broken; nothing is imported."""
     return find_spec("transformer_engine") is not None
 
 
 def status() -> str:
-    """Whether it is there and imports, and if not, why and what to install, in one line."""
+    """Return one line: whether Transformer Engine imports; if not, the reason and the command that installs it."""
     if not is_installed():
         return f"not installed: `{INSTALL['transformer_engine']}`"
     refusal = import_refusal(MODULE, "FP8TE")
@@ -27,7 +30,7 @@ def status() -> str:
 
 
 def runs_here() -> bool:
-    """Whether Transformer Engine is installed and every GPU of this machine has FP8; False without a GPU.
+    """Return whether Transformer Engine is installed and every GPU of this machine has FP8; False without a GPU.
 
     Raises:
         ImportError: it is installed and there are such GPUs, but it does not import.
@@ -39,17 +42,30 @@ def runs_here() -> bool:
 
 
 def pytorch(purpose: str) -> Any:
-    """``transformer_engine.pytorch``.
+    """Import and return ``transformer_engine.pytorch``.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the message says what to install.
-        ImportError: it is installed but does not import, with the reason.
+        ModuleNotFoundError: Transformer Engine is not installed; the message has the command that installs it.
+        ImportError: Transformer Engine is installed, but does not import or lacks private names that we use.
     """
-    return require(MODULE, purpose)
+    module = require(MODULE, purpose)
+    _check_names()
+    return module
+
+
+@functools.cache
+def _check_names() -> None:
+    check_names()
+    check(TRANSFORMER_ENGINE)
 
 
 def device_refusal(kind: str, device: torch.device) -> str | None:
-    """Why ``device`` cannot run a kind of recipe (see :data:`~lightning_lowprec.te.recipes.KINDS`), or None."""
+    """Return the reason why ``device`` cannot run a kind of recipe, or None.
+
+    Args:
+        kind: see :func:`~lightning_lowprec.te.recipes.kind_of`.
+        device: of the model.
+    """
     refusal = import_refusal(MODULE, f"The recipe {kind!r}")
     if refusal is not None:
         return refusal.rstrip(".")
@@ -66,6 +82,6 @@ def device_refusal(kind: str, device: torch.device) -> str | None:
     try:
         with torch.cuda.device(device):
             available, reason = check(return_reason=True)
-    except RuntimeError as error:  # without a driver they raise
+    except RuntimeError as error:  # raised without a driver
         return str(error).splitlines()[0].rstrip(".")
     return None if available else f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}"

@@ -81,10 +81,10 @@ def test_kept_weights_change_nothing(recipe):
 def test_gathered_codes_are_those_of_its_kernel():
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer
 
-    from lightning_lowprec.te.gathered import TEWire
+    from lightning_lowprec.te.wire_format import TEWireFormat
 
     torch.manual_seed(0)
-    wire = TEWire()
+    wire = TEWireFormat()
     for scale in (1.0, 1e-3, 300.0):
         weight = scale * torch.randn(512, 256, device=DEVICE)
         its = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, DEVICE)(weight)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
-from lightning_lowprec.te import scales
+from lightning_lowprec.te.delayed_scaling import restore_scales
 from lightning_lowprec.te.linear import te_linears
 from tests.te.test_te_layers import some_scales
 
@@ -63,4 +63,4 @@ def fabric_for(plugin):
 def give_scales(model, recipe, length=4):
     for number, layer in enumerate(te_linears(model)):
         entry = {key: value + number for key, value in some_scales(length).items()}
-        scales.restore([("", layer)], {"": entry}, recipe)
+        restore_scales([("", layer)], {"": entry}, recipe)

@@ -9,7 +9,8 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
 from lightning_lowprec.numerics.scaling import sqnr
-from lightning_lowprec.te import scales
+from lightning_lowprec.te.convert import scaled_layers
+from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 from lightning_lowprec.te.fusion import engines, fuse, fused_modules, unfuse
 from lightning_lowprec.te.fusion.units import padded
 from tests.te.decoders import MAKERS, linears, make, ragged
@@ -175,9 +176,9 @@ def test_delayed_scales_are_saved_restored_and_copied():
         "backward.scale": torch.rand(4), "backward.amax_history": torch.rand(4, 4),
     }  # fmt: skip
     recipe = DelayedScaling(amax_history_len=4)
-    assert scales.restore(list(scales.scaled_layers(fused)), {name: state}, recipe) == []
+    assert restore_scales(list(scaled_layers(fused)), {name: state}, recipe) == []
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        found = scales.saved(scales.scaled_layers(one))
+        found = saved_scales(scaled_layers(one))
         assert found.keys() == {name}
         assert all(torch.equal(found[name][key], state[key]) for key in state)
 

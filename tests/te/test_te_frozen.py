@@ -13,7 +13,7 @@ from torch import nn
 from lightning_lowprec import FP8TE, FP8TorchAO
 from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.te.fp8_weight import FrozenWeight
-from lightning_lowprec.te.linear import convert, freeze_weights, te_linears
+from lightning_lowprec.te.linear import convert_linears, store_frozen_in_fp8, te_linears
 from tests.fsdp2.ranks import run
 from tests.te.reference import losses_of
 from tests.te.subjects import Net, fabric_for
@@ -193,8 +193,8 @@ def test_adapters_train_over_them(reference_te):
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": False, "custom": True}
     frozen, plain = Adapted(), Adapted()
     for model in (frozen, plain):
-        convert(model, ["base.0", "base.2"], **options)
-    freeze_weights(frozen, torch.device("cpu"))
+        convert_linears(model, ["base.0", "base.2"], **options)
+    store_frozen_in_fp8(frozen, torch.device("cpu"))
     plain.load_state_dict(frozen.state_dict())
     losses = adapt(frozen)
     assert all(isinstance(layer.weight, FrozenWeight) for layer in te_linears(frozen))

@@ -35,7 +35,7 @@ def full(model) -> dict:
 
 def work(rank, folder):
     from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-    from lightning_lowprec.te import scales
+    from lightning_lowprec.te.delayed_scaling import restore_scales
     from lightning_lowprec.te.linear import te_linears
     from tests.te.hopper import pretend
 
@@ -68,7 +68,7 @@ def work(rank, folder):
                     for mode, n in (("forward", 3), ("backward", 2))
                     for name, shape in (("scale", (n,)), ("amax_history", (4, n)))
                 }
-                scales.restore([("", layer)], {"": state}, plugin.recipe)
+                restore_scales([("", layer)], {"": state}, plugin.recipe)
             fabric.save(folder / "some.ckpt", {"model": wrapped, "optimizer": optimizer, "precision": plugin})
             saved = full(model)
         else:

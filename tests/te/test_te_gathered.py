@@ -93,10 +93,10 @@ def taken_by_transformer_engine(rank):
     """The tensor for its GEMM: its class, the same memory, and a way back for the gradient."""
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 
-    from lightning_lowprec.te.gathered import TEWire, for_gemm
+    from lightning_lowprec.te.wire_format import TEWireFormat, for_gemm
 
     values = torch.randn(32, 16)
-    wire = TEWire()
+    wire = TEWireFormat()
     scale = wire.scales(values.abs().amax())
     gathered = wire.whole(wire.encode(values, scale), scale, torch.bfloat16).requires_grad_()
     found = []
@@ -131,15 +131,15 @@ def train(rank, sharded):
 
     from lightning_lowprec.fsdp2.options import ShardOptions
     from lightning_lowprec.fsdp2.shard import shard
-    from lightning_lowprec.te.gathered import TEWire
-    from lightning_lowprec.te.linear import convert
+    from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
     model = Net()
     fqns = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True, "custom": True}
-    convert(model, fqns, **options, wire_format=TEWire())
+    convert_linears(model, fqns, **options, wire_format=TEWireFormat())
     traffic = None
     if sharded:
         mesh = init_device_mesh("cpu", (2,))
@@ -236,15 +236,15 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     from lightning_lowprec.fsdp2.fp8_gather import GatheredWeight, gather_in_fp8
-    from lightning_lowprec.te.gathered import TEWire
-    from lightning_lowprec.te.linear import convert
+    from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import run_on_cpu
 
     run_on_cpu(monkeypatch)
     model = Net()
     torch.nn.utils.weight_norm(model.blocks[0][0])
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True}
-    convert(model, ["blocks.0.0", "blocks.0.2"], **options, wire_format=TEWire())
+    convert_linears(model, ["blocks.0.0", "blocks.0.2"], **options, wire_format=TEWireFormat())
     gather_in_fp8(model, shards=1)
     assert {name for name, p in model.named_parameters() if isinstance(p.data, GatheredWeight)} == {"blocks.0.2.weight"}
 

@@ -9,12 +9,14 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.private.transformer_engine import buffer_places
 from lightning_lowprec.te import linear as linears
-from lightning_lowprec.te import norms, scales
+from lightning_lowprec.te import norms
+from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 
 OPTIONS = {"fp8_eval": True, "token_alignment": 16, "weight_cache": False}
 
@@ -60,11 +62,11 @@ def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
     layer = nn.Linear(32, 48, bias=bias)
     x = torch.randn(shape)
     expected = layer(x)
-    linears.convert(layer, {""}, **OPTIONS)
+    linears.convert_linears(layer, {""}, **OPTIONS)
     assert isinstance(layer, te.Linear)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(onnx_forward(layer)(x), expected)
-    linears.revert(layer)
+    linears.revert_linear(layer)
     assert type(layer) is nn.Linear
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 
@@ -88,14 +90,14 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     own, attributes, parameters = type(norm), set(norm.__dict__), list(norm.parameters())
     x = torch.randn(3, 5, 32)
     expected = norm(x)
-    assert norms.kept(norm) is None
+    assert norms.reason_to_keep(norm) is None
     model = nn.Sequential(norm)
     with unchanged(model):
-        norms.convert(model, {"0"})
+        norms.convert_norms(model, {"0"})
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
-    norms.revert(norm)
+    norms.revert_norm(norm)
     assert type(norm) is own
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 
@@ -114,15 +116,15 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     ],
 )
 def test_norms_that_stay(norm, reason):
-    assert reason in norms.kept(norm)
+    assert reason in norms.reason_to_keep(norm)
 
 
 def test_probing_a_norm_runs_no_hook_and_changes_nothing():
     norm, calls = llama_norm(32), []
     norm.register_forward_hook(lambda *args: calls.append(args))
     before = norm.weight.detach().clone()
-    assert norms.formula(norm) == "weight"
-    assert norms.formula(GemmaRMSNorm(32)) == "1 + weight"
+    assert norms.norm_formula(norm) == "weight"
+    assert norms.norm_formula(GemmaRMSNorm(32)) == "1 + weight"
     assert not calls
     assert torch.equal(norm.weight, before)
     assert norm.variance_epsilon == 1e-3
@@ -135,8 +137,8 @@ def model():
 
 def converted():
     net = model()
-    linears.convert(net, {"2", "3"}, **OPTIONS)
-    norms.convert(net, {"1"})
+    linears.convert_linears(net, {"2", "3"}, **OPTIONS)
+    norms.convert_norms(net, {"1"})
     return net
 
 
@@ -154,11 +156,11 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
     net[3].eval()
     net[2].register_forward_hook(lambda *args: None)
     with unchanged(net):
-        linears.convert(net, {"2", "3"}, **OPTIONS)
-        norms.convert(net, {"1"})
+        linears.convert_linears(net, {"2", "3"}, **OPTIONS)
+        norms.convert_norms(net, {"1"})
     with unchanged(net):  # another plan: what is not in it goes back
-        linears.convert(net, {"2"}, **OPTIONS)
-        norms.convert(net, set())
+        linears.convert_linears(net, {"2"}, **OPTIONS)
+        norms.revert_norms(net)
     assert [type(m) for m in net[1:]] == [nn.LayerNorm, linears.TELinear, nn.Linear]
 
 
@@ -167,7 +169,7 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
 def test_any_device_and_dtype(pretend_gpu, device, dtype):
     net = model().to(device, dtype)
     with unchanged(net):
-        linears.convert(net, {"2", "3"}, **OPTIONS)
+        linears.convert_linears(net, {"2", "3"}, **OPTIONS)
     moved = net.to_empty(device="cpu") if device == "meta" else net.to(torch.float16)
     assert isinstance(moved[2], te.Linear)
     assert moved[2].weight.device.type == "cpu"
@@ -178,15 +180,14 @@ def test_any_device_and_dtype(pretend_gpu, device, dtype):
 )
 def test_copies(pretend_gpu, onnx_forward, how):
     net = converted()
-    scales.restore([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
-    net[2].fp8_meta[scales._REGISTERED] = [0, "forward", 0, "backward"]
-    net[2].fp8_meta[scales._STASHED] = 0
+    restore_scales([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
+    net[2].fp8_meta.update({key: [0, "forward", 0, "backward"] for key in buffer_places()})
     net[3].weight = nn.Parameter(torch.randn(32, 48))
     other = how(net)
     assert type(other[2]) is linears.TELinear
-    assert not {scales._REGISTERED, scales._STASHED} & other[2].fp8_meta.keys()  # both are of this process and layer
+    assert not buffer_places() & other[2].fp8_meta.keys()  # both are of this process and layer
     assert not other[2].fp8_meta_tensors_initialized
-    kept = scales.saved([("2", other[2])])["2"]
+    kept = saved_scales([("2", other[2])])["2"]
     assert all(torch.equal(kept[key], value) for key, value in some_scales(4).items())
     x = torch.randint(16, (4, 16))
     torch.testing.assert_close(onnx_forward(other)(x), onnx_forward(net)(x), rtol=0, atol=0)
@@ -197,7 +198,7 @@ def test_copies(pretend_gpu, onnx_forward, how):
 
 def test_without_cuda_transformer_engine_refuses():
     with pytest.raises(RuntimeError, match="needs CUDA"):
-        linears.convert(nn.Linear(32, 32), {""}, **OPTIONS)
+        linears.convert_linears(nn.Linear(32, 32), {""}, **OPTIONS)
 
 
 def some_scales(length):
@@ -212,9 +213,9 @@ def some_scales(length):
 def test_scales_survive_a_file(pretend_gpu, tmp_path):
     net, recipe = converted(), DelayedScaling(amax_history_len=4)
     layers = [("2", net[2]), ("3", net[3])]
-    assert scales.saved(layers) == {}  # nothing has run
-    assert scales.restore(layers, {"2": some_scales(4), "gone": some_scales(4)}, recipe) == ["gone"]
-    torch.save(scales.saved(layers), tmp_path / "scales.pt")
+    assert saved_scales(layers) == {}  # nothing has run
+    assert restore_scales(layers, {"2": some_scales(4), "gone": some_scales(4)}, recipe) == ["gone"]
+    torch.save(saved_scales(layers), tmp_path / "scales.pt")
     loaded = torch.load(tmp_path / "scales.pt", weights_only=True)
     assert list(loaded) == ["2"]
     assert all(torch.equal(loaded["2"][key], value) for key, value in some_scales(4).items())
@@ -223,7 +224,7 @@ def test_scales_survive_a_file(pretend_gpu, tmp_path):
 def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
     """Its first forward makes new state and takes over the tensors of the old one: the same storage."""
     net, recipe = converted(), DelayedScaling(amax_history_len=4)
-    scales.restore([("2", net[2])], {"2": some_scales(4)}, recipe)
+    restore_scales([("2", net[2])], {"2": some_scales(4)}, recipe)
     old = net[2].fp8_meta["scaling_fwd"]
     new = type(old)(recipe, mode="forward", num_quantizers=3, device=torch.device("cpu"))
     assert new.inherit_state_from(old)
@@ -235,7 +236,7 @@ def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
 def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
     with torch.inference_mode():
-        scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+        restore_scales([("", layer)], {"": some_scales(4)}, recipe)
     layer.fp8_meta["scaling_fwd"].amax_history.zero_()
     layer.fp8_meta["scaling_fwd"].scale.mul_(2)
 
@@ -244,8 +245,8 @@ def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
 def test_a_history_of_another_length(pretend_gpu, length):
     layer = converted()[2]
     entry = some_scales(length)
-    scales.restore([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
-    history = scales.saved([("", layer)])[""]["forward.amax_history"]
+    restore_scales([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
+    history = saved_scales([("", layer)])[""]["forward.amax_history"]
     assert history.shape == (4, 3)
     common = min(length, 4)
     assert torch.equal(history[:common], entry["forward.amax_history"][:common])
@@ -255,32 +256,32 @@ def test_a_history_of_another_length(pretend_gpu, length):
 def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     """Transformer Engine's global buffers point at them."""
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
-    scales.restore([("", layer)], {"": some_scales(4)}, recipe)
+    restore_scales([("", layer)], {"": some_scales(4)}, recipe)
     before = layer.fp8_meta["scaling_fwd"].scale
-    scales.restore([("", layer)], {"": some_scales(8)}, recipe)
+    restore_scales([("", layer)], {"": some_scales(8)}, recipe)
     assert layer.fp8_meta["scaling_fwd"].scale is before
     assert torch.equal(before, some_scales(8)["forward.scale"])
-    scales.restore([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
+    restore_scales([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
     assert layer.fp8_meta["scaling_fwd"].amax_history[2:].eq(0).all()
 
 
 def test_the_keys_of_process_wide_buffers_are_transformer_engines():
     """Its own code fills in both; a layer that brought another's would use that one's."""
     recipe = DelayedScaling(amax_history_len=4)
-    state = scales.DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
+    state = DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
     meta = {"recipe": recipe, "fp8_group": None, "scaling_fwd": state}
     before = set(meta)
     FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(meta)
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
     FP8GlobalStateManager.reset()
-    assert meta.keys() - before == {scales._STASHED, scales._REGISTERED}
+    assert meta.keys() - before == buffer_places()
 
 
 def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     """``fp8_eval=False``: bit for bit, with gradients too (an evaluated backbone in a model that trains)."""
     plain, x = model()[2], torch.randn(7, 32)
     layer = copy.deepcopy(plain).eval()
-    linears.convert(layer, {""}, **OPTIONS | {"fp8_eval": False})
+    linears.convert_linears(layer, {""}, **OPTIONS | {"fp8_eval": False})
     layer.fp8 = True  # it trained before
     layer.weight.requires_grad_(False)
     monkeypatch.setattr(linears, "check_input", lambda x: None)
@@ -294,7 +295,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
 def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
     """Checkpoints that are not reentrant, torch's and Transformer Engine's, replace saved tensors by their number."""
     layer = model()[2]
-    linears.convert(layer, {""}, **OPTIONS | {"weight_cache": True})
+    linears.convert_linears(layer, {""}, **OPTIONS | {"weight_cache": True})
     seen, weight = [], torch.ones(3, requires_grad=True)
 
     def counted(x):
@@ -313,7 +314,7 @@ def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
 def test_a_backward_in_high_precision_multiplies_in_one_dtype(pretend_gpu, override, dtype):
     """Transformer Engine's multiplies grad_output, in the autocast dtype, by the weight that it got."""
     layer = model()[2]
-    linears.convert(layer, {""}, **OPTIONS)
+    linears.convert_linears(layer, {""}, **OPTIONS)
     layer.fp8, layer.activation_dtype = True, torch.bfloat16  # as after the first forward
     layer.fp8_meta["recipe"] = Float8CurrentScaling(backward_override=override)
     weight, bias = layer._get_weight_and_bias_tensors()

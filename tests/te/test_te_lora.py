@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from lightning_lowprec import FP8TE
 from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.te.fp8_weight import FrozenWeight
-from lightning_lowprec.te.linear import convert, freeze_weights, te_linears
+from lightning_lowprec.te.linear import convert_linears, store_frozen_in_fp8, te_linears
 from tests.te.reference import losses_of
 from tests.te.subjects import LLAMA, fabric_for
 from tests.te.test_te_frozen import DECIBELS
@@ -77,8 +77,8 @@ def test_training_is_that_over_weights_of_these_values(reference_te):
     frozen, plain = adapted(), adapted()
     for model in (frozen, plain):
         fqns = [f for f, m in model.named_modules() if type(m) is nn.Linear and "lora_" not in f and "lm_head" not in f]
-        convert(model, fqns, **options)
-    freeze_weights(frozen, torch.device("cpu"))
+        convert_linears(model, fqns, **options)
+    store_frozen_in_fp8(frozen, torch.device("cpu"))
     plain.load_state_dict(frozen.state_dict())
     found = losses(frozen)
     assert found == losses(plain)

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te import norms
+from lightning_lowprec.te.delayed_scaling import TECheckpoint
 from lightning_lowprec.te.linear import TELinear, te_linears
-from lightning_lowprec.te.recompute import TECheckpoint
 from tests.te.subjects import LLAMA, QUIET, Lit, Net, fabric_for
 
 

@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te import norms, scales
+from lightning_lowprec.te import norms
+from lightning_lowprec.te.delayed_scaling import restore_scales
 from lightning_lowprec.te.linear import TELinear, te_linears
 from tests.te.subjects import LLAMA, fabric_for
 from tests.te.test_te_layers import some_scales
@@ -73,7 +74,7 @@ def test_a_second_setup_of_a_fused_model_keeps_its_scales(pretend_gpu):
     layers = dict(plugin._scaled_layers())
     assert len(layers) == 6  # 2 norm+linear, 2 norm+MLP, 2 o_proj
     one = layers["0.model.layers.0.self_attn.o_proj"]
-    scales.restore([("", one)], {"": some_scales(4)}, plugin.recipe)
+    restore_scales([("", one)], {"": some_scales(4)}, plugin.recipe)
     before = plugin.state_dict()["scales"]
     plugin.convert_module(model)
     after = plugin.state_dict()["scales"]

@@ -5,7 +5,8 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te import scales
+from lightning_lowprec.te.convert import scaled_layers
+from lightning_lowprec.te.delayed_scaling import saved_scales
 from lightning_lowprec.te.linear import te_linears
 from tests.te.subjects import Net, fabric_for, give_scales
 from tests.te.test_te_layers import some_scales
@@ -70,9 +71,9 @@ def test_a_second_setup_keeps_the_scales(pretend_gpu):
     fabric = fabric_for(plugin)
     fabric.setup(model)
     give_scales(model, plugin.recipe)
-    before = scales.saved(scales.scaled_layers(model))
+    before = saved_scales(scaled_layers(model))
     plugin.convert_module(model)
-    after = scales.saved(scales.scaled_layers(model))
+    after = saved_scales(scaled_layers(model))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[n][k], v) for n, entry in before.items() for k, v in entry.items())
 

@@ -8,8 +8,8 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     current_scaling_ref_factory,
 )
 
-from lightning_lowprec.te.gathered import TEWire, unwired, wire_format
 from lightning_lowprec.te.recipes import make_recipe
+from lightning_lowprec.te.wire_format import TEWireFormat, gather_refusal, wire_format_of
 
 AMAX = [0.0, 1e-45, 1e-38, 1e-36, 2.0**-20, 0.3, 1.0, 447.9, 448.0, 1e6, 3.4e38]
 
@@ -23,7 +23,7 @@ def test_scale(amax, power_of_two):
     values = torch.tensor([[amax, -amax / 3]])
     reference = CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False, pow_2_scales=power_of_two)
     made = reference.quantize(values)
-    wire = TEWire(power_of_two=power_of_two)
+    wire = TEWireFormat(power_of_two=power_of_two)
     scale = wire.scales(values.abs().amax())
     assert scale.reciprocal().item() == pytest.approx(made.scale.item(), rel=2**-23)
     assert torch.equal(wire.encode(values, scale).view(torch.uint8), made.data.view(torch.uint8))
@@ -34,24 +34,24 @@ def test_scales_are_the_same_to_the_bit(power_of_two):
     reference = CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False, pow_2_scales=power_of_two)
     amax = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     inv_scales = torch.cat([reference.quantize(a.reshape(1, 1)).scale for a in amax])
-    assert torch.equal(TEWire(power_of_two=power_of_two).scales(amax).reciprocal(), inv_scales)
+    assert torch.equal(TEWireFormat(power_of_two=power_of_two).scales(amax).reciprocal(), inv_scales)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(bad):
     """A run that has diverged shows it."""
     values = torch.tensor([1.0, bad])
-    wire = TEWire()
+    wire = TEWireFormat()
     codes = wire.encode(values, wire.scales(values.abs().amax()))
     assert codes.float().tolist()[0] == 1.0
     assert codes.float()[1].isnan()
 
 
 def test_of_a_recipe():
-    assert wire_format(make_recipe("delayed", {}, "test")).power_of_two is False
-    current = wire_format(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
+    assert wire_format_of(make_recipe("delayed", {}, "test")).power_of_two is False
+    current = wire_format_of(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
     assert (current.power_of_two, current.least_amax) == (True, 0.0)
     custom = CustomRecipe(qfactory=current_scaling_ref_factory)
     for recipe in (make_recipe("block", {}, "test"), NVFP4BlockScaling(), custom):
-        assert wire_format(recipe) is None
-        assert "no single scale" in unwired(recipe)
+        assert wire_format_of(recipe) is None
+        assert "no single scale" in gather_refusal(recipe)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.distributed import _get_module_fsdp_state
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from lightning_lowprec.te import scales
+from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.te.fusion.joining import join, save_parts
 
 
@@ -96,7 +96,7 @@ class _Engine:
 
     def __getstate__(self: Any) -> dict[str, Any]:
         """A copy keeps the scales, in buffers that are registered at its own first forward, and no quantised weight."""
-        state = {**self.__dict__, **scales.detached(self), "_fp8_workspaces": {}, "is_first_microbatch": None}
+        state = {**self.__dict__, **transformer_engine.copied_attributes(self), "is_first_microbatch": None}
         state.pop("_is_fsdp2", None)
         return state
 
