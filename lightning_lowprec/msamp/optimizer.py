@@ -29,7 +29,7 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import foreach_copy_
+from lightning_lowprec.private.torch import copy_all_
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
@@ -121,7 +121,8 @@ class ScaledOptimizer(Optimizer):
             if plain:
                 weights = [p.float() for p in plain]  # the parameter itself if it is float32
                 self._update_plain(group, plain, weights, [p.grad.float() for p in plain])
-                _write_back(plain, weights)
+                half = [(p, weight) for p, weight in zip(plain, weights, strict=True) if p is not weight]
+                copy_all_([p for p, _ in half], [weight for _, weight in half])
             for params in self._chunks(group["params"]):
                 self._step_codes(group, params)
         return loss
@@ -282,10 +283,3 @@ def check_at_least_zero(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"`{name}={value!r}` is not valid; expected 0 or more.")
-
-
-def _write_back(params: list[Tensor], weights: list[Tensor]) -> None:
-    """Round float32 weights into the half-precision parameters that they are copies of."""
-    half = [(p, weight) for p, weight in zip(params, weights, strict=True) if p is not weight]
-    if half:
-        foreach_copy_([p for p, _ in half], [weight for _, weight in half])

@@ -35,7 +35,7 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private import torch as private_torch
+from lightning_lowprec.private import torch as private
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -137,7 +137,7 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     Raises:
         ValueError: an unknown level, or ``param`` holds codes already.
     """
-    private_torch.check(private_torch.MSAMP)
+    private.check(private.MSAMP)
     check_choice("level", level, LEVELS)
     if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")

@@ -231,8 +231,6 @@ disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
 """``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
 scaled_mm: Any = _get("torch._scaled_mm")
 """FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
-foreach_copy_: Any = _get("torch._foreach_copy_")
-foreach_norm: Any = _get("torch._foreach_norm")
 ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 """The operation of gradient scalers."""
 ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
