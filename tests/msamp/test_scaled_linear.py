@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
 from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.numerics.scaling import sqnr
+from lightning_lowprec.private import torch as private
 
 LEVELS = ["O1", "O2", "O3"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -239,3 +241,12 @@ def final_loss(level):
 @every_level
 def test_training_comes_near_float32(level):
     assert final_loss(level) < 1.3 * final_loss(None)
+
+
+def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch):
+    monkeypatch.setitem(private.NAMES, private.MSAMP, ("torch._foreach_copy_", "torch._no_such_name"))
+    assert private.moved() == ["torch._no_such_name, which MS-AMP needs"]
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)} .*torch\._no_such_name, which MS-AMP"
+    ):
+        linear("O2")
