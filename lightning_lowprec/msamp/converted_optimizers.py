@@ -24,7 +24,7 @@ from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import Level, msamp_state_of
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import change_class, check_step
+from lightning_lowprec.private.torch import MSAMP, check_step
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
@@ -84,11 +84,12 @@ def _check_options(optimizer: Optimizer) -> None:
             )
 
 
-def _convert(optimizer: Optimizer, target: type[_Converted], options: Mapping[str, Any]) -> None:
-    check_step(optimizer, "MS-AMP")
+def _convert(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
+    check_step(optimizer, MSAMP)
     saved = optimizer.state_dict() if optimizer.state else None
-    vars(optimizer).update(options, _flat_steps={})
-    change_class(optimizer, target)
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
+    optimizer.__class__ = target
+    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
     if saved is not None:
         optimizer.load_state_dict(saved)
 

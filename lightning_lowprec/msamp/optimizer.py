@@ -29,7 +29,7 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
@@ -109,6 +109,7 @@ class ScaledOptimizer(Optimizer):
                 raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {p.dtype} codes.")
 
     @override
+    @noted_by_schedulers
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once; parameters without a gradient stay unchanged."""
