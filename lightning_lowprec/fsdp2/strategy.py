@@ -24,8 +24,8 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
-from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.te.wire_format import gather_refusal
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 
 if TYPE_CHECKING:

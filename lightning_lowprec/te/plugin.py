@@ -254,14 +254,14 @@ class FP8TE(LowPrecision):
 
     @override
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        from lightning_lowprec.te.fusion.deferred import FusedMLP, InPlace
+        from lightning_lowprec.te.fusion.modules import FusedMLP, FusedModule
         from lightning_lowprec.te.linear import TELinear
 
         modules, sharded = alive(self._modules), self._sharded is not None
         fused = [
             child for module in modules for m in module.modules() if isinstance(m, FusedMLP) for child in m.modules()
         ]
-        kinds = (TELinear, InPlace)
+        kinds = (TELinear, FusedModule)
         check_converted(modules, alive(self._unchecked), optimizers, kinds, also=fused, sharded=sharded)
 
     # ---- a step
