@@ -137,7 +137,7 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
 
 
 def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dict(given)
+    fields = {name: value for name, value in given.items() if value is not None}
     interval = fields.pop("interval", 1)
     if interval != 1:
         raise ValueError(
@@ -149,14 +149,14 @@ def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]
     if tuple(override) not in _BACKWARD_OVERRIDES:
         raise ValueError(
             f"`override_linear_precision={override!r}` is not valid; expected (False, True, True) or (False, False,"
-            " False): Transformer Engine 2.x has high precision for both backward GEMMs or none. For the weight gradient"
-            " alone in high precision use `precision='fp8-rowwise-gw-hp'`; for whole layers use `keep=[...]`."
+            " False): Transformer Engine 2.x has high precision for both backward GEMMs or none. For the weight"
+            " gradient alone in high precision use `precision='fp8-rowwise-gw-hp'`; for whole layers `keep=[...]`."
         )
     backward = _BACKWARD_OVERRIDES[tuple(override)]
     if backward is not None and kind == "delayed":
         raise ValueError(
-            f"`override_linear_precision={override!r}` is not valid with delayed scaling, which has no backward GEMMs in"
-            " high precision. Use `recipe='current'`."
+            f"`override_linear_precision={override!r}` is not valid with delayed scaling, which has no backward"
+            " GEMMs in high precision. Use `recipe='current'`."
         )
     return fields if backward is None else fields | {"backward_override": backward}
 

@@ -1,8 +1,8 @@
 """Join several weights for a single GEMM, without keeping the joined copy from forward to backward.
 
 Query, key and value (gate and up) stay separate Parameters, but one GEMM takes one weight. The weights are joined anew
-at each forward, so that every Parameter gets its gradient. Autograd would keep the joined copy for the backward, 4 bytes
-per weight of the whole model. Instead it keeps the Parameters, which exist anyway, and joins them again.
+at each forward, so that every Parameter gets its gradient. Autograd would keep the joined copy for the backward: 4
+bytes per weight of the whole model. Instead it keeps the Parameters, which exist anyway, and joins them again.
 """
 
 from __future__ import annotations

@@ -18,25 +18,16 @@ unit holds its linear layers: no module refers to itself in a circle.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from lightning_lowprec.te.fusion.units import NormUnit
+
 UNIT = "_fusion_unit"
 """The key of the unit in the ``__dict__`` of a fused module. The unit is no submodule, so it is in no state dict."""
-
-
-class Unit(Protocol):
-    """The object that computes a norm and its linear layers."""
-
-    linears: tuple[nn.Linear, ...]
-
-    def linear_outputs(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-        """[*, K] -> [*, N] for each of ``linears``."""
-
-    def mlp_output(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """[*, K] -> [*, K]."""
 
 
 class DeferredNormOutput:
@@ -45,7 +36,7 @@ class DeferredNormOutput:
     def __init__(self, norm: nn.Module, x: Tensor) -> None:
         self._norm = norm
         self._x = x
-        self._unit: Unit = norm.__dict__[UNIT]
+        self._unit: NormUnit = norm.__dict__[UNIT]
         self._outputs: tuple[Tensor, ...] | None = None
 
     shape = property(lambda self: self._x.shape)
@@ -78,7 +69,8 @@ class DeferredNormOutput:
 
     def mlp_output(self) -> Tensor:
         """Return the output of the whole MLP: [*, K] -> [*, K]."""
-        return self._unit.mlp_output(self._norm, self._x)
+        output: Tensor = self._unit.mlp_output(self._norm, self._x)
+        return output
 
 
 UNFUSE = "Leave it out with `keep=[...]`, or undo the fusion with `unfuse(model)`."
@@ -96,9 +88,9 @@ def _called_alone(module: nn.Module) -> RuntimeError:
 
 
 class FusedModule(nn.Module):
-    """A module whose class was changed in place, to a class that derives from ``role`` and ``own_class``."""
+    """A module whose class was changed in place, to a class that derives from ``role`` and ``unfused_class``."""
 
-    own_class: ClassVar[type[nn.Module]]
+    unfused_class: ClassVar[type[nn.Module]]
     """The class that the module had."""
     role: ClassVar[type[FusedModule]]
 
@@ -108,7 +100,7 @@ class FusedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Support deepcopy and pickle, which cannot import a class that was made at run time."""
-        return _new, (self.role, self.own_class), self.__dict__
+        return _new, (self.role, self.unfused_class), self.__dict__
 
 
 class FusedNorm(FusedModule):
@@ -147,16 +139,16 @@ class FusedMLP(FusedModule):
 _CLASSES: dict[tuple[Any, Any], Any] = {}
 
 
-def _fused_class(role: Any, own_class: Any) -> Any:
-    """Return a class with the name of ``own_class``: code may ask ``"RMSNorm" in type(module).__name__``."""
-    if (role, own_class) not in _CLASSES:
-        body = {"own_class": own_class, "role": role, "__module__": __name__}
-        _CLASSES[role, own_class] = type(own_class.__name__, (role, own_class), body)
-    return _CLASSES[role, own_class]
+def _fused_class(role: Any, unfused_class: Any) -> Any:
+    """Return a class with the name of ``unfused_class``: code may ask ``"RMSNorm" in type(module).__name__``."""
+    if (role, unfused_class) not in _CLASSES:
+        body = {"unfused_class": unfused_class, "role": role, "__module__": __name__}
+        _CLASSES[role, unfused_class] = type(unfused_class.__name__, (role, unfused_class), body)
+    return _CLASSES[role, unfused_class]
 
 
-def _new(role: type[FusedModule], own_class: type[nn.Module]) -> Any:
-    cls = _fused_class(role, own_class)
+def _new(role: type[FusedModule], unfused_class: type[nn.Module]) -> Any:
+    cls = _fused_class(role, unfused_class)
     return cls.__new__(cls)
 
 
@@ -170,5 +162,5 @@ def fuse_module(module: nn.Module, role: type[FusedModule], unit: Any = None) ->
 def unfuse_module(module: nn.Module) -> None:
     """Give a fused module its own class back, in place; leave any other module alone."""
     if isinstance(module, FusedModule):
-        module.__class__ = module.own_class  # type: ignore[assignment]
+        module.__class__ = module.unfused_class  # type: ignore[assignment]
         module.__dict__.pop(UNIT, None)
