@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import HalfMixed, recipes
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
 
 WIDTH, DEPTH = 256, 8
 PLUGINS = {

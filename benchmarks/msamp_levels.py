@@ -32,7 +32,7 @@ from benchmarks.gpu_lane import machine
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.sgd import ScaledSGD
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.demo.model import WARMUP_STEPS
 
@@ -66,7 +66,7 @@ def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
     """Per weight: all memory of weights, gradients, masters and moments; each storage counts once."""
     tensors: list[Any] = []
     for p in weights:
-        scaled = scaled_of(p)
+        scaled = msamp_state_of(p)
         grad = (p.grad,) if scaled is None else (scaled.grad, scaled.grad_inv_scale)
         tensors += [p, *grad, *optimizer.state[p].values(), *(() if scaled is None else vars(scaled).values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, Tensor)}

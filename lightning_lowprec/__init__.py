@@ -12,7 +12,7 @@ from lightning_lowprec import recipes
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.parallelize import parallelize
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision.half import HalfMixed

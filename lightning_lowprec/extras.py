@@ -22,7 +22,7 @@ def require(module: str, purpose: str) -> ModuleType:
         ImportError: it is installed, but broken or made for another torch.
     """
     root = module.partition(".")[0]
-    remedy = INSTALL[root]
+    remedy = INSTALL.get(root, f"pip install {root}")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

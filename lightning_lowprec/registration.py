@@ -35,11 +35,19 @@ from lightning.fabric.plugins import Precision
 from torch.nn.parameter import is_lazy
 
 from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
-from lightning_lowprec.fsdp2.resolve import half_under_fsdp2, is_fsdp2, resolve_strategy
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.fsdp2.visits import reshard
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.strategy_support import SHARDED, check_comm_hook, check_strategy
+from lightning_lowprec.strategies import (
+    SHARDED,
+    check_comm_hook,
+    check_strategy,
+    half_under_fsdp2,
+    is_fsdp2,
+    resolve_strategy,
+)
 
 CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}
 CONNECTORS = ((fabric_connector, "_Connector"), (trainer_connector, "_AcceleratorConnector"))
@@ -62,8 +70,7 @@ def register() -> None:
         connector = getattr(module, name)
         _patch(connector, "_check_config_and_set_final_flags", _resolve_name)
         _patch(connector, "_lazy_init_strategy", _meet_strategy)
-    for owner in (lightning.Fabric, lightning.Trainer):
-        _widen_annotation(owner.__init__)
+    _widen_annotations()
     if hasattr(model_summary.ModelSummary, "__init__"):
         _patch(model_summary.ModelSummary, "__init__", _count_bytes)
     for connector, cls in ((fabric_connector, FabricFSDP2Strategy), (trainer_connector, FSDP2Strategy)):
@@ -180,7 +187,7 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
             if is_fsdp2(self.strategy):  # it meets the plugin, and shows it the optimizers, itself
                 return
             if isinstance(self.strategy, SHARDED):
-                plugin.bind_shards()
+                plugin.bind_shards(reshard)
             check_comm_hook(plugin, getattr(self.strategy, "_ddp_comm_hook", None))
             if isinstance(self, fabric_connector._Connector):
                 self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
@@ -234,15 +241,28 @@ def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> N
     _patches.append((owner, name, original, replacement))
 
 
-def _widen_annotation(function: Any) -> None:
+def _widen_annotations() -> None:
+    """Add our names to the annotation of ``precision`` that LightningCLI and ``--help`` read, also later names."""
     ours = Literal[tuple(precisions.TABLE)]  # type: ignore[valid-type]
-    while function is not None:
-        annotations = function.__annotations__
-        if "precision" in annotations and all(annotations is not seen for seen, _ in _annotations):
-            original = annotations["precision"]
-            _annotations.append((annotations, original))
-            annotations["precision"] = Union[original, ours]  # noqa: UP007  # may be a string that `|` cannot take
-        function = getattr(function, "__wrapped__", None)
+    for owner in (lightning.Fabric, lightning.Trainer):
+        function: Any = owner.__init__
+        while function is not None:
+            annotations = function.__annotations__
+            if "precision" in annotations:
+                seen = next((original for known, original in _annotations if known is annotations), None)
+                if seen is None:
+                    _annotations.append((annotations, annotations["precision"]))
+                original = annotations["precision"] if seen is None else seen
+                annotations["precision"] = Union[original, ours]  # noqa: UP007  # may be a string, which `|` refuses
+            function = getattr(function, "__wrapped__", None)
+
+
+def _widen_again() -> None:
+    if _patches:
+        _widen_annotations()
+
+
+backends.on_change(_widen_again)
 
 
 def _moved_message(problems: list[str]) -> str:

@@ -9,17 +9,20 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_lowprec"
 OWN = "lightning_lowprec"
 FLOORS = [
-    {"numerics", "hardware", "extras", "private"},
+    {"numerics", "hardware", "extras", "checks", "references", "private"},
     {"conversion"},
     {"masters"},
     {"precision"},
     {"torchao", "te", "msamp"},
     {"fsdp2", "callbacks"},
-    {"names", "registration", "recipes"},
+    {"names", "registration", "recipes", "strategies"},
     {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
-MAY_IMPORT_EACH_OTHER = [{"names", "registration", "recipes"}, {"numerics", "hardware", "extras", "private"}]
+MAY_IMPORT_EACH_OTHER = [
+    {"names", "registration", "recipes", "strategies"},
+    {"numerics", "hardware", "extras", "checks", "references", "private"},
+]
 LIGHTNING_FROM = FLOOR["precision"]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.registration import lightning_names

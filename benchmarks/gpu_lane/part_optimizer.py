@@ -18,8 +18,8 @@ from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.running import LEARNING_RATE
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.hook_overhead import Ops
-from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
 
 FORMS = {
     "fp32": MasterConfig(form="fp32"),
@@ -63,7 +63,7 @@ class Stepper:
         self.params = [nn.Parameter(torch.randn(s, device=device, dtype=dtype).mul_(models.INIT_STD)) for s in sizes]
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, **{kind: True})  # type: ignore[arg-type]
         if form is not None:
-            wrap(self.optimizer, FORMS[form])
+            add_masters(self.optimizer, FORMS[form])
 
     def new_gradients(self) -> None:
         """As after a backward; nothing else holds them."""

@@ -1,24 +1,167 @@
-"""Back to torch's own layers: what another precision left in a model that is set up again."""
+"""The registry of backends: each entry holds everything that the rest of the package asks about one backend.
+
+    backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin=Mine, summary="...")}, ...))
+
+The package never asks for the class of a plugin or of a layer, and keeps no list of class names: it asks this registry.
+The three backends of this package are registered by the same call, in :mod:`lightning_lowprec.names`.
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-Backend = Literal["torchao", "transformer_engine"]
-
-
-def unconvert(model: nn.Module, *, but: Backend | None = None) -> None:
-    """Undo the conversions of every backend except ``but``, in place; a backend that is not imported has done none."""
-    torchao = _imported("torchao.linear")
-    if torchao is not None and but != "torchao":
-        torchao.revert(model)
-    te = _imported("te.convert")
-    if te is not None and but != "transformer_engine":
-        te.revert(model)
+from lightning_lowprec.conversion.gains import Recipe
 
 
-def _imported(name: str) -> Any:
-    return sys.modules.get(f"lightning_lowprec.{name}")
+@dataclass(frozen=True, kw_only=True)
+class PrecisionName:
+    """One name that a user may write after ``precision=``."""
+
+    plugin: type[Any]
+    """The class of the precision plugin, derived from ``precision.base.LowPrecision``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the plugin's constructor."""
+    summary: str
+    """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
+    fp16: bool = False
+    """Whether ``NAME-fp16`` exists too: the same with ``base="fp16"``, fp16 with loss scaling outside of FP8."""
+    alignment: int = 16
+    """The features of a converted Linear are multiples of this number."""
+    gains: Recipe = "tensorwise"
+    """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
+    gathers_fp8: bool = False
+    """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
+    bytes_of_codes: tuple[int, int, int] | None = None
+    """Of a weight that is kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+
+
+def _no_revert(model: nn.Module) -> None:
+    """Leave the model alone: the backend converts nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to compute in low precision: its names, its layers, and what the other parts of the package must know.
+
+    The functions are called for models of any backend, so they must not import a heavy library before they have found
+    a layer of this backend.
+    """
+
+    name: str
+    """The backend's name in checkpoints."""
+    title: str
+    """The backend's name in messages: ``"Transformer Engine"``."""
+    names: Mapping[str, PrecisionName]
+    """Names for ``precision=``."""
+    suffix: str = ""
+    """The end of the names that pin this backend, such as ``"-te"``: ``fp8-hybrid`` may become ``fp8-hybrid-te``.
+    Empty: no name without a backend can mean this one."""
+    preferred: Callable[[bool], bool] = lambda sharded: True
+    """Whether a name without a backend may mean this one on this machine; the argument says whether the model will be
+    sharded by FSDP2. The backend that was registered last is asked first."""
+    module: str | None = None
+    """The module to import before the backend can run; None: the backend needs nothing beside this package."""
+    distribution: str | None = None
+    """The distribution that holds ``module``, as the package index spells it."""
+    layers_from: tuple[str, ...]
+    """Starts of ``__module__`` of the layer classes, such as ``("transformer_engine.", "lightning_lowprec.te.")``."""
+    revert: Callable[[nn.Module], None] = _no_revert
+    """Give a model torch's own layers back, in place; parameters stay the same objects."""
+    coded_weight: Callable[[nn.Module], str | None] = lambda model: None
+    """The fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse such a
+    model."""
+    shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
+    """Called with a model that keeps codes, the number of shards and the ``ShardOptions``, before ``fully_shard``:
+    checks all of them and prepares the weights. Returns a function to call with the mesh after ``fully_shard``."""
+    cuts_layers: bool = True
+    """Whether tensor parallelism can cut the backend's layers, that is, whether they compute with DTensors."""
+    checkpoint: Callable[[], Callable[..., Any]] | None = None
+    """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether ``module`` itself (not its children) is a layer of this backend."""
+        return type(module).__module__.startswith(self.layers_from)
+
+
+_registered: dict[str, Backend] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def register(backend: Backend) -> None:
+    """Make a backend and its precision names known.
+
+    Raises:
+        ValueError: a backend of this name, or one of its precision names, is registered already.
+    """
+    if backend.name in _registered:
+        raise ValueError(f"`name={backend.name!r}` is a registered backend already; call `unregister` first.")
+    taken = {name: other.name for other in _registered.values() for name in other.names}
+    for name in backend.names.keys() & taken.keys():
+        raise ValueError(
+            f"`names` has {name!r}, which the backend {taken[name]!r} has registered; choose another name."
+        )
+    _registered[backend.name] = backend
+    _tell_listeners()
+
+
+def unregister(name: str) -> None:
+    """Forget a backend and its precision names.
+
+    Raises:
+        ValueError: no backend of this name is registered.
+    """
+    get(name)
+    del _registered[name]
+    _tell_listeners()
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` after every later ``register`` and ``unregister``."""
+    _listeners.append(listener)
+
+
+def _tell_listeners() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def registered() -> tuple[Backend, ...]:
+    """All backends, in the order of their registration."""
+    return tuple(_registered.values())
+
+
+def get(name: str) -> Backend:
+    """The backend of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _registered:
+        raise ValueError(f"`backend={name!r}` is not registered; expected one of: {', '.join(_registered)}.")
+    return _registered[name]
+
+
+def owner(module: nn.Module) -> Backend | None:
+    """The backend whose layer ``module`` is, or None for any other module."""
+    return next((backend for backend in _registered.values() if backend.owns(module)), None)
+
+
+def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
+    """Give a model torch's own layers back, in place, but leave the layers of the backend ``except_for``."""
+    for backend in registered():
+        if backend.name != except_for:
+            backend.revert(model)
+
+
+def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:
+    """The backend that keeps weights of ``model`` as codes, and the fqn of one of them; None if no backend does."""
+    for backend in registered():
+        fqn = backend.coded_weight(model)
+        if fqn is not None:
+            return backend, fqn
+    return None

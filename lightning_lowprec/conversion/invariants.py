@@ -1,28 +1,31 @@
-"""What a conversion must leave as it was, checked every time one runs.
+"""Check after every conversion that the model kept what optimizers, ties and checkpoints rest on.
 
-Optimizer state is keyed by the order of ``parameters()``, ties are a matter of object identity, and a checkpoint of one
-of names: a conversion that bends any of these trains on without an error and is wrong. Checking costs one walk over
-the modules and touches no weight.
+Optimizer state is keyed by the order of ``parameters()``, ties by the identity of Parameter objects, and checkpoints by
+names. A conversion that changes one of these trains on without an error, and wrongly. The check walks over the modules
+once and touches no weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+Fact = Literal["the dtype"]
+"""A fact that a conversion may be allowed to change."""
+
 
 @contextmanager
-def unchanged(model: nn.Module, *, but: str | None = None) -> Iterator[None]:
+def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[None]:
     """Raise if the body changes what conversion must keep.
 
     Args:
         model: what is converted.
-        but: a fact that it may change: ``"the dtype"``.
+        may_change: a fact that the body may change.
 
     Raises:
         RuntimeError: names the fqn, what was changed, and how it was before and after.
@@ -32,7 +35,7 @@ def unchanged(model: nn.Module, *, but: str | None = None) -> Iterator[None]:
     yield
     after = _facts(model)
     for what, (old, new) in {key: (before[key], after[key]) for key in before}.items():
-        if old != new and what != but:
+        if old != new and what != may_change:
             raise RuntimeError(_message(model, what, old, new))
     del alive
 

@@ -1,11 +1,38 @@
-"""Whether the optimizers hold the weights that train."""
+"""Check that the optimizers hold the weights that train.
+
+Conversion, sharding and users replace parameters. An optimizer that was built before holds parameters that no model has
+any more, and the model trains without learning. These checks turn that into an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from torch import nn
 from torch.optim import Optimizer
+
+
+def check_converted(
+    modules: Iterable[nn.Module],
+    unchecked: Iterable[nn.Module],
+    optimizers: list[Optimizer],
+    layers_of: Callable[[nn.Module], Iterable[nn.Module]],
+) -> None:
+    """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
+
+    Args:
+        modules: every module that was set up; under FSDP2 nothing of them is gathered.
+        unchecked: the modules that were set up since the last check.
+        optimizers: all optimizers that are known.
+        layers_of: finds the converted layers of a module.
+
+    Raises:
+        RuntimeError: see :func:`check_membership`.
+    """
+    of_any_module = {id(p) for module in modules for p in module.parameters()}
+    for module in unchecked:
+        converted = {id(p) for layer in layers_of(module) for p in layer.parameters(recurse=False)}
+        check_membership(dict(module.named_parameters()), optimizers, converted=converted, of_any_module=of_any_module)
 
 
 def check_membership(
@@ -17,18 +44,19 @@ def check_membership(
 ) -> None:
     """Raise if a trainable parameter of a converted layer is in no optimizer.
 
-    A module of which the optimizers hold nothing at all, not even a stale parameter, is left alone: it may be a
-    teacher, or get its optimizer later.
+    A module of which the optimizers hold no parameter at all, not even a stale one, passes: it may be a teacher, or get
+    its optimizer later.
 
     Args:
-        parameters: those of one module, by fqn.
-        optimizers: all that are known.
-        converted: ``id`` of the parameters of converted layers.
-        of_any_module: ``id`` of the parameters of every module that is set up; one that an optimizer holds and no
-            module has is stale.
+        parameters: the parameters of one module, by fqn.
+        optimizers: all optimizers that are known.
+        converted: ``id`` of every parameter of a converted layer.
+        of_any_module: ``id`` of every parameter of every module that is set up. A parameter that an optimizer holds
+            and that is not among these is stale.
 
     Raises:
-        RuntimeError: names the first such parameter, and the stale one of its shape if there is one.
+        RuntimeError: the message names the first such parameter, and says whether an optimizer holds a stale parameter
+            of its shape.
     """
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in converted and id(p) not in held and p.requires_grad}

@@ -1,32 +1,57 @@
-"""Which layers convert: the options that all FP8 plugins share."""
+"""Options that several plugins share: each is defined, documented and checked once.
+
+A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. Beside it stands a
+``TypedDict`` with the same names and types, for type checkers and editors. A constructor takes the groups by keyword:
+
+    @shows(LayerOptions)
+    class Plugin:
+        def __init__(self, recipe: str = "tensorwise", **options: Unpack[LayerChoices]) -> None:
+            self.layers = take(LayerOptions, options)
+
+:func:`shows` writes the fields into the constructor's signature and into the class docstring, which is where ``help()``
+and jsonargparse (LightningCLI, ``--help``) look.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, Literal, TypedDict, TypeVar, get_type_hints
+
+Frozen = Literal["convert", "keep"]
+T = TypeVar("T")
+Class = TypeVar("Class", bound=type)
+_ARGS: Final = "Args:\n"
+_RAISES: Final = "\n\n    Raises:\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The user's wishes; the rules of ``selection`` apply beside them."""
+    """Which Linear layers convert, beside the built-in rules of :mod:`~lightning_lowprec.conversion.selection`.
+
+    Args:
+        keep: Linears that stay in high precision, beside output heads, routers and LoRA adapters: names of layers,
+            parts of names, or patterns.
+        only: if given, only these Linears convert, and no built-in rule applies.
+        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
+            ``num_layers_at_end_in_bf16`` blocks of every stack of blocks in high precision.
+        num_layers_at_start_in_bf16: number of blocks at the start, with ``first_last_layers_bf16``.
+        num_layers_at_end_in_bf16: number of blocks at the end, with ``first_last_layers_bf16``.
+        frozen: ``"keep"`` leaves Linears whose weight does not train in high precision; ``"convert"`` converts them.
+        min_gain: keep layers whose expected speed-up over bf16 is below this ratio; ``"auto"`` keeps those that are
+            expected to be slower than bf16; None keeps none for that reason.
+        tokens: tokens per step and device that ``min_gain`` assumes; None: 16384, as in the published figures.
+    """
 
     keep: Sequence[str] = ()
-    """Linears that stay in high precision: fqns, parts of fqns, or patterns."""
     only: Sequence[str] | None = None
-    """If given, just these may convert, and the built-in rules for heads, routers and adapters do not apply."""
     first_last_layers_bf16: bool = False
-    """Keep the first and last blocks of every stack of blocks (Megatron's option)."""
     num_layers_at_start_in_bf16: int = 1
-    """How many at the start, with ``first_last_layers_bf16``."""
     num_layers_at_end_in_bf16: int = 1
-    """How many at the end, with ``first_last_layers_bf16``."""
-    frozen: Literal["convert", "keep"] = "convert"
-    """Linears whose weight does not train: their forward and input gradient run in FP8, or they stay as they are."""
+    frozen: Frozen = "convert"
     min_gain: float | Literal["auto"] | None = None
-    """Keep layers whose expected gain over bf16 is below this; ``"auto"`` is break-even (1.0)."""
     tokens: int | None = None
-    """Tokens per step and device that ``min_gain`` assumes; None is the 16384 of the published figures."""
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
@@ -53,3 +78,92 @@ class LayerOptions:
     def threshold(self) -> float | None:
         """``min_gain`` as a number."""
         return 1.0 if self.min_gain == "auto" else self.min_gain
+
+
+class SelectionChoices(TypedDict, total=False):
+    """The fields of :class:`LayerOptions` that choose layers by name, for type checkers."""
+
+    keep: Sequence[str]
+    only: Sequence[str] | None
+    first_last_layers_bf16: bool
+    num_layers_at_start_in_bf16: int
+    num_layers_at_end_in_bf16: int
+    frozen: Frozen
+
+
+class LayerChoices(SelectionChoices, total=False):
+    """The fields of :class:`LayerOptions`, for type checkers."""
+
+    min_gain: float | Literal["auto"] | None
+    tokens: int | None
+
+
+def take(group: type[T], options: Any) -> T:
+    """The dataclass ``group``, filled with those of ``options`` that are its fields."""
+    names = {field.name for field in fields(group)}  # type: ignore[arg-type]
+    return group(**{name: value for name, value in options.items() if name in names})
+
+
+def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class], Class]:
+    """Show the fields of option groups in a class's constructor and docstring, in place of ``**options``.
+
+    The constructor then refuses every other keyword, as a constructor that spells its parameters does.
+
+    Args:
+        groups: dataclasses whose docstrings describe their fields under ``Args:``.
+        without: fields that this class does not take.
+    """
+
+    def decorate(cls: Class) -> Class:
+        init: Any = cls.__init__  # type: ignore[misc]
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        hints = get_type_hints(init)
+        own = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in own]
+        shared = [p for group in groups for p in _parameters(group) if p.name not in without]
+        allowed = {p.name for p in (*own, *shared)}
+
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs.keys() - allowed:
+                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}")
+            init(self, *args, **kwargs)
+
+        checked.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)  # type: ignore[attr-defined]
+        checked.__doc__, checked.__name__, checked.__qualname__ = init.__doc__, init.__name__, init.__qualname__
+        checked.__module__ = init.__module__
+        cls.__init__ = checked  # type: ignore[misc]
+        if cls.__doc__ is not None:  # python -OO has none
+            cls.__doc__ = _extended(cls.__doc__, [_described(group, without) for group in groups])
+        return cls
+
+    return decorate
+
+
+def _parameters(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+def _described(group: type[Any], without: Collection[str]) -> str:
+    """The entries under ``Args:`` of a group's docstring, as they stand there, without those of some fields."""
+    lines = (group.__doc__ or "").partition(_ARGS)[2].rstrip().splitlines()
+    kept: list[str] = []
+    skipping = False
+    for line in lines:
+        if line.startswith("        ") and line[8:9] != " ":  # a field's first line
+            skipping = line.partition(":")[0].strip() in without
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _extended(doc: str, entries: list[str]) -> str:
+    head, raises, tail = doc.partition(_RAISES)
+    return "\n".join([head.rstrip(), *entries]) + (raises + tail if raises else "\n    ")

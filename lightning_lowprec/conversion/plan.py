@@ -100,7 +100,7 @@ def make_plan(
     *,
     recipe: Recipe = "tensorwise",
     alignment: int = selection.FEATURE_ALIGNMENT,
-    converted: type[nn.Module] | None = None,
+    converted_class: type[nn.Module] | None = None,
 ) -> Plan:
     """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
 
@@ -109,7 +109,7 @@ def make_plan(
         options: the user's wishes beside the built-in rules.
         recipe: whose break-even points and gains are meant.
         alignment: what features must be multiples of.
-        converted: what Linears have become by an earlier plan, whose rows are then as they were.
+        converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
 
     Raises:
         ValueError: a name or pattern that matches no Linear, or blocks that are asked for and not there.
@@ -118,7 +118,7 @@ def make_plan(
     reasons = selection.by_user(model, options)
     if options.only is None:
         reasons = selection.built_in(model) | reasons
-    rows = (_row(matmul, reasons, options, recipe, alignment, converted) for matmul in matmuls(model))
+    rows = (_row(matmul, reasons, options, recipe, alignment, converted_class) for matmul in matmuls(model))
     return Plan(tuple(rows))
 
 
@@ -128,11 +128,11 @@ def _row(
     options: LayerOptions,
     recipe: Recipe,
     alignment: int,
-    converted: type[nn.Module] | None,
+    converted_class: type[nn.Module] | None,
 ) -> PlanRow:
     gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
     trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
-    reason = selection.unsupported(matmul, alignment, converted) or reasons.get(matmul.fqn)
+    reason = selection.unsupported(matmul, alignment, converted_class) or reasons.get(matmul.fqn)
     if reason is None and options.frozen == "keep" and not trains:
         reason = "frozen"
     if reason is None and _too_small(gain, options.threshold):

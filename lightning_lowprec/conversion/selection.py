@@ -20,17 +20,17 @@ LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(
-    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted: type[nn.Module] | None = None
+    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted_class: type[nn.Module] | None = None
 ) -> str | None:
     """Why this weight cannot convert, whatever the user wishes, or None.
 
     Args:
         matmul: the weight and its module.
         alignment: what its features must be multiples of.
-        converted: what Linears have become by an earlier plan: these could.
+        converted_class: the class that an earlier plan gave to Linears; such a layer can convert.
     """
     module = matmul.module
-    if converted is not None and isinstance(module, converted):
+    if converted_class is not None and isinstance(module, converted_class):
         return None
     if not isinstance(module, nn.Linear):
         return f"no Linear ({matmul.kind})"

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
 from lightning_lowprec.fsdp2.placing import place
-from lightning_lowprec.masters.casting import HALF_DTYPES
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, is_wrapped
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
+from lightning_lowprec.msamp.weight import msamp_state_of
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
 
 State = dict[str, Any]
@@ -179,12 +179,12 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
     """Masters become float32 weights, and float32 weights become masters; where neither fits, they are dropped."""
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
-        has_master = is_wrapped(optimizer) and params[fqn].dtype in HALF_DTYPES
+        has_master = has_masters(optimizer) and params[fqn].dtype in HALF_DTYPES
         master = state.get(fqn, {}).get(MASTER_PARAM)
         weight = values.get(fqn)
         if has_master and master is None and weight is not None and weight.dtype == torch.float32:
             state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
-        elif master is not None and not has_master and scaled_of(params[fqn]) is None:
+        elif master is not None and not has_master and msamp_state_of(params[fqn]) is None:
             state[fqn] = {name: value for name, value in state[fqn].items() if name != MASTER_PARAM}
             if weight is not None and params[fqn].dtype == torch.float32:
                 values[fqn] = _reconciled(master, weight)

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.fsdp2.several_meshes import by_mesh
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
+from lightning_lowprec.private.torch import written_arguments
 
 _aten = torch.ops.aten
 _KEEP_CLASS = {  # what FSDP2 makes shards with and moves them by; views too, whose writes are writes to the shard
@@ -135,7 +135,7 @@ class GatheredWeight(Tensor):
             return weight._tensor
 
         plain_args, plain_kwargs = pytree.tree_map_only(GatheredWeight, unwrap, (args, kwargs))
-        for target in written(func, args, kwargs):
+        for target in written_arguments(func, args, kwargs):
             for weight in pytree.tree_leaves(target):
                 if isinstance(weight, GatheredWeight):
                     weight._scales.stale = True

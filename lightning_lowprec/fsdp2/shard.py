@@ -8,7 +8,6 @@ function. Everything happens in place: module objects and fqns stay, parameters 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.checks import check_model, check_shared
 from lightning_lowprec.fsdp2.options import ShardOptions
@@ -30,15 +30,9 @@ from lightning_lowprec.fsdp2.traffic import Wire
 from lightning_lowprec.fsdp2.visits import Visits, guard
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.fsdp2.wrapping import chosen
-from lightning_lowprec.msamp.fsdp2 import check_codes, code_shards
-from lightning_lowprec.msamp.linear import scaled_linears
 
 if TYPE_CHECKING:
     from lightning_lowprec.fsdp2.fp8_gather import GatherScales
-
-
-TE_LAYERS = ("transformer_engine.", "lightning_lowprec.te.")
-"""Modules of classes from here compute by Transformer Engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +80,13 @@ def shard(
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
     if fp8_all_gather:
         _check_even(model, data_mesh)  # before the first collective, which is in `origin`
-    has_codes = bool(scaled_linears(model))
-    if has_codes:
-        check_codes(model, data_mesh.size(data_mesh.ndim - 1))
-        _check_options_for_codes(options, model)
+    shard_codes = [b.shard_codes for b in backends.registered() if b.shard_codes is not None and b.coded_weight(model)]
+    after_sharding = [prepare(model, data_mesh.size(data_mesh.ndim - 1), options) for prepare in shard_codes]
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
     scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
-    coded = code_shards(model, data_mesh.size(data_mesh.ndim - 1)) if has_codes else None
     if tensor is not None:
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
@@ -108,30 +99,10 @@ def shard(
         cast_buffers(model, options.buffer_dtype)
     if scales is not None:
         scales.collect(model)
-    if coded is not None:
-        coded.collect(data_mesh)
+    for finish in after_sharding:
+        finish(data_mesh)
     visits = guard(model, scales, methods)
     return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
-
-
-def _check_options_for_codes(options: ShardOptions, model: nn.Module) -> None:
-    """Raise ValueError for what does not go with weights that are kept as codes (MS-AMP)."""
-    wrong = {
-        "tensor_parallel": options.tensor_parallel is not None,
-        "cpu_offload": options.cpu_offload,
-        "compile": options.compile is not False,
-        "sync_module_states": options.sync_module_states,
-    }
-    for name in (name for name, given in wrong.items() if given):
-        raise ValueError(
-            f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
-            " it out; build the same weights on every rank."
-        )
-    if any(t.is_meta for t in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
-            " Build it on a real device on every rank, from one seed or one checkpoint."
-        )
 
 
 def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -154,9 +125,11 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(f"`tensor_parallel={options.tensor_parallel!r}` left every parameter as it was.")
     for fqn, module in model.named_modules():
-        if _is_te(module) and any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        backend = backends.owner(module)
+        cut = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        if backend is not None and not backend.cuts_layers and cut:
             raise ValueError(
-                f"`tensor_parallel` cuts {fqn!r}, a layer of Transformer Engine, whose kernels take no DTensors. Use"
+                f"`tensor_parallel` cuts {fqn!r}, a layer of {backend.title}, whose kernels take no DTensors. Use"
                 " torchao ('fp8-tensorwise'), or keep what is cut out of FP8 (`FP8TE(keep=[...])`)."
             )
 
@@ -177,14 +150,11 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
         module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
 
-def _is_te(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(TE_LAYERS)
-
-
 def _checkpoint_for(module: nn.Module) -> Any:
-    """Torch's checkpoint, or Transformer Engine's for its layers, which restores their scales too."""
-    if any(_is_te(m) for m in module.modules()):
-        return importlib.import_module("transformer_engine.pytorch").checkpoint
+    """The checkpoint function of the backend whose layers the block has, which may restore their state; else torch's."""
+    for backend in backends.registered():
+        if backend.checkpoint is not None and any(backend.owns(m) for m in module.modules()):
+            return backend.checkpoint()
     return checkpoint
 
 

@@ -22,11 +22,9 @@ from torch.optim import Optimizer
 from lightning_lowprec.fsdp2.following import Replacements
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
+from lightning_lowprec.fsdp2.visits import reshard
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
-from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.te.wire_format import gather_refusal
-from lightning_lowprec.torchao.plugin import FP8TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.fsdp2.shard import Sharded
@@ -72,12 +70,12 @@ class Sharding:
             plugin.bind_device(device)
             if plugin.masters is not None and self.options.buffer_dtype is None:
                 self.options = replace(self.options, buffer_dtype=plugin.masters.buffer_dtype)
-            plugin.bind_shards()
+            plugin.bind_shards(reshard)
 
     def knows(self, model: Module, plugin: Any) -> bool:
         """Whether ``model`` was sharded for this precision before: in an earlier fit, or by an earlier Trainer."""
         known = _sharded.get(model)
-        return known is not None and known.choices == _choices(plugin)
+        return known is not None and known.choices == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place, unless that was done before."""
@@ -103,7 +101,7 @@ class Sharding:
         replacements.note()
         self._replacements.append(replacements)
         self._unreported.append(sharded)
-        _sharded[model] = _Known(_choices(plugin), self.options, sharded)
+        _sharded[model] = _Known(_identity(plugin), self.options, sharded)
 
     def _say_what_stays(self, model: Module) -> None:
         """Warn of options that differ from those that ``model`` was sharded with."""
@@ -155,19 +153,9 @@ def _differ(old: Any, new: Any) -> bool:
     return not all(functions) and bool(old != new)
 
 
-def _choices(plugin: Any) -> tuple[Any, ...]:
-    """What of a precision is built into a model when it is sharded: another choice needs a new model."""
-    names = (
-        "precision",
-        "recipe",
-        "layers",
-        "fp8_eval",
-        "emulate",
-        "round_scales_to_power_of_2",
-        "norms",
-        "fuse",
-    )
-    return tuple(getattr(plugin, name, None) for name in names)
+def _identity(plugin: Any) -> tuple[Any, ...]:
+    """Everything about a precision that is built into a model when it is sharded."""
+    return plugin.sharded_identity() if isinstance(plugin, LowPrecision) else (getattr(plugin, "precision", None),)
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:
@@ -230,14 +218,6 @@ def _in_parts(options: ShardOptions) -> str | None:
 
 def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
     """Why the weights are not gathered as float8, or None if they are."""
-    if not isinstance(plugin, (FP8TE, FP8TorchAO)):
+    if not isinstance(plugin, LowPrecision):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    if isinstance(plugin, FP8TE):
-        unable = gather_refusal(plugin.recipe)
-        if unable is not None:
-            return f"`recipe={plugin.kind!r}` {unable}"
-    elif plugin.recipe != "tensorwise":
-        return f"`recipe={plugin.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-    if not plugin.fp8_eval:
-        return "`fp8_eval=False` evaluates with the weights in high precision"
-    return _in_parts(options)
+    return plugin.gathers(options) or _in_parts(options)

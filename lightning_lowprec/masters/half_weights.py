@@ -1,130 +1,145 @@
-"""The part of a plugin that keeps half-precision weights with float32 masters."""
+"""Cast the weights of modules to half precision, and give their optimizers float32 masters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.casting import HALF_DTYPES, cast_parameters
+from lightning_lowprec.checks import check_choice
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import is_batch_norm, reset_shards
 
-MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
-
-
-def resolve_master_weights(base: Literal["bf16", "fp16", "auto"], choice: MasterWeights) -> MasterConfig | None:
-    """Where the masters live, or None for float32 weights.
-
-    Raises:
-        ValueError: an unknown form, or one that needs bf16 with fp16.
-    """
-    if choice is False:
-        return None
-    if not (isinstance(choice, MasterConfig) or choice is True or choice in ("remainder", "stochastic")):
-        allowed = "False, True, 'remainder', 'stochastic', a MasterConfig"
-        raise ValueError(f"`master_weights={choice!r}` is not valid; expected one of: {allowed}.")
-    config = MasterConfig.of("fp32" if choice is True else choice)
-    if base == "fp16" and config.form != "fp32":
-        raise ValueError(
-            f"`master_weights={choice!r}` is not valid with fp16: it rests on bf16 being the upper half of float32;"
-            " use `master_weights=True`, or bf16."
-        )
-    return config
+_CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
 
-def resolve_masters(
-    base: Literal["bf16", "fp16", "auto"],
-    choice: MasterWeights,
-    *,
-    buffer_dtype: torch.dtype | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-) -> Masters | None:
-    """What a plugin with these options does about masters; None for float32 weights.
+class HalfWeights:
+    """Half-precision weights of a plugin: casts modules and gives the optimizers of their parameters masters.
 
-    Raises:
-        ValueError: an option that is not valid, or goes with masters and there are none.
-    """
-    config = resolve_master_weights(base, choice)
-    gradients = GradientDtypes(reduce=grad_reduce_dtype, accumulation=grad_accumulation_dtype)
-    if config is not None:
-        return Masters(config, buffer_dtype, gradients)
-    if buffer_dtype is not None:
-        raise ValueError(f"`buffer_dtype={buffer_dtype}` goes with `master_weights`, got `master_weights=False`.")
-    gradients.check_no_masters()
-    return None
-
-
-class Masters:
-    """Casts modules to half precision and gives the optimizers of their parameters float32 masters.
-
-    Modules and optimizers may be set up in any order; the float32 weights from before the cast wait for whoever comes
-    second, so that the masters lose nothing.
+    Modules and optimizers may be set up in any order. The float32 weights from before the cast are kept until the
+    optimizer comes, so that the masters lose nothing.
     """
 
     def __init__(self, config: MasterConfig, buffer_dtype: torch.dtype | None, gradients: GradientDtypes) -> None:
         self.config = config
         self.buffer_dtype = buffer_dtype
         self.gradients = gradients
-        self.spared: Callable[[Module], Collection[str]] | None = None
-        """Names the parameters of a module that are not cast: float32 ones are their own masters."""
-        self._originals: dict[int, Tensor] = {}
+        self.not_cast: Callable[[Module], Collection[str]] | None = None
+        """Returns the names of a module's parameters that stay float32; they are their own masters."""
+        self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
 
     def cast(self, module: Module, dtype: torch.dtype) -> None:
-        """Cast the module's parameters in place, and its buffers if ``buffer_dtype`` says so."""
-        norms = {
+        """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one."""
+        kept = {
             f"{fqn}.{name}".lstrip(".")
             for fqn, norm in module.named_modules()
-            if isinstance(norm, _BatchNorm)  # its weights go with its float32 running statistics
+            if is_batch_norm(norm)  # its float32 running statistics need float32 weights
             for name, _ in norm.named_parameters(recurse=False)
         }
-        kept = norms if self.spared is None else norms.union(self.spared(module))
+        if self.not_cast is not None:
+            kept.update(self.not_cast(module))
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept.__contains__)
         self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 
-    def under_fsdp2(self) -> Masters | None:
-        """What is left to do for half shards, whose gradients FSDP2 reduces in float32; None for float32 ones.
+    def under_fsdp2(self) -> HalfWeights | None:
+        """Return the half weights to use for FSDP2's shards; None if the shards are float32 and so are the masters.
+
+        FSDP2 reduces gradients of half-precision shards in float32 without our help.
 
         Raises:
-            ValueError: gradients of half shards were to be accumulated in float32.
+            ValueError: ``grad_accumulation_dtype`` was set and the shards are half precision.
         """
         if self.config.form == "fp32":
             return None
         if self.gradients.accumulation is not None:
             raise ValueError(
                 f"`grad_accumulation_dtype={self.gradients.accumulation}` with half-precision shards is not possible"
-                " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`, whose"
-                " shards and gradients are float32 there."
+                " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`: its"
+                " shards and gradients are float32 under FSDP2."
             )
-        return Masters(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
-    def give(self, optimizer: Optimizer) -> None:
-        """Wrap an optimizer; again, when more of its parameters have been cast since."""
-        wrap(optimizer, self.config, values=self._originals)
-        self.gradients.prepare(p for group in optimizer.param_groups for p in group["params"])
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.dtype in HALF_DTYPES:
-                    self._originals.pop(id(p), None)
+    def add_masters(self, optimizer: Optimizer) -> None:
+        """Give an optimizer masters; call it again when more of its parameters were cast."""
+        add_masters(optimizer, self.config, values=self._originals)
+        params = parameters_of(optimizer)
+        self.gradients.prepare(params)
+        for p in params:
+            if p.dtype in HALF_DTYPES:
+                self._originals.pop(id(p), None)
 
-    def forget(self) -> None:
-        """Drop what waits for an optimizer, when training has begun: none will come."""
+    def drop_originals(self) -> None:
+        """Free the float32 weights that no optimizer asked for; call it when training has begun."""
         self._originals = {}
 
     def __repr__(self) -> str:
-        """Where the masters live, and what happens to buffers and gradients."""
+        """Show the form of the masters, and the dtypes of buffers and gradients."""
         return f"{type(self).__name__}({self.config}, buffer_dtype={self.buffer_dtype}, {self.gradients})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Weights stay in their process."""
+        """Leave out the weights, which cannot move to another process."""
         return {**self.__dict__, "_originals": {}}
+
+
+def cast_parameters(
+    module: Module,
+    dtype: torch.dtype,
+    *,
+    keep: bool,
+    buffer_dtype: torch.dtype | None = None,
+    skip: Callable[[str], bool] | None = None,
+) -> dict[int, Tensor]:
+    """Cast the floating-point parameters of ``module`` in place; the Parameter objects and their ties stay.
+
+    Args:
+        module: changed in place, with its frozen parameters and existing gradients.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        keep: whether to return the float32 originals.
+        buffer_dtype: the new dtype of floating-point buffers; None leaves them alone (running statistics need
+            float32).
+        skip: returns by fqn whether a parameter is left alone; a tied parameter is, if this holds for any of its names.
+
+    Returns:
+        The float32 original of every parameter that changed, by ``id(parameter)``, for
+        :func:`~lightning_lowprec.masters.optimizer.add_masters`; empty without ``keep``.
+
+    Raises:
+        ValueError: ``dtype`` is no half precision.
+    """
+    check_choice("dtype", dtype, HALF_DTYPES)
+    names = module.named_parameters(remove_duplicate=False)
+    skipped = set() if skip is None else {id(p) for name, p in names if skip(name)}
+    originals = {}
+    for parameter in module.parameters():
+        if parameter.dtype in _CASTABLE and parameter.dtype != dtype and id(parameter) not in skipped:
+            if keep:
+                originals[id(parameter)] = parameter.data.float()
+            _cast_parameter(parameter, dtype)
+    if any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+        reset_shards(module)
+    if buffer_dtype is not None:
+        for buffer in module.buffers():
+            if buffer.dtype in _CASTABLE:
+                buffer.data = buffer.data.to(buffer_dtype)
+    return originals
+
+
+def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, parameter.grad = parameter.grad, None  # torch refuses a gradient of another dtype
+    if hasattr(parameter, "to_local"):  # `.data =` would leave the shard of a DTensor unchanged
+        swapped = nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, swapped)  # type: ignore[no-untyped-call]
+    else:
+        parameter.data = parameter.data.to(dtype)
+    parameter.grad = None if grad is None else grad.to(dtype)

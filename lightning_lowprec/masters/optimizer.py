@@ -1,8 +1,8 @@
 """float32 master weights for any torch optimizer, by changing the optimizer's class in place.
 
-    optimizer = wrap(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
+    optimizer = add_masters(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
     loss.backward()
-    prepare_grads(optimizer, inv_scale=1 / scale)                            # optional: step does it
+    move_grads_to_masters(optimizer, inv_scale=1 / scale)                            # optional: step does it
     torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)              # float32 gradients
     optimizer.step()
 
@@ -27,13 +27,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.registry import MasterBook, MasterConfig, MasterForm
+from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.registry import MasterRegistry
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
 
 
-def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None) -> T:
+def add_masters(
+    optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None
+) -> T:
     """Give ``optimizer`` float32 masters of its half-precision parameters, in place.
 
     A second call makes masters of parameters that have become half precision since.
@@ -42,7 +45,7 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
         store: where the masters live between steps, see :mod:`~lightning_lowprec.masters.stores`.
         values: float32 weights by ``id(parameter)`` from before a cast
-            (:func:`~lightning_lowprec.masters.casting.cast_parameters`), for masters that lose nothing by it.
+            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), for masters that lose nothing by it.
 
     Returns:
         ``optimizer`` itself, now also an instance of :class:`MasterOptimizer`.
@@ -65,7 +68,7 @@ def wrap(optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Map
             f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which master weights"
             " change. Wrap the optimizer before whatever replaces its `step`."
         )
-    book = MasterBook(config, optimizer, values or {})
+    book = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's, which only notes that `step` was called: ours notes it too
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
@@ -81,12 +84,12 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
 
 
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether :func:`wrap` was applied to ``optimizer``."""
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether :func:`add_masters` was applied to ``optimizer``."""
     return isinstance(optimizer, MasterOptimizer)
 
 
-def prepare_grads(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
+def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
     """Move the gradients to the masters, as float32 and times ``inv_scale``; a second call finds nothing to move.
 
     The parameters' own gradients become None. What a later backward leaves there is added at the next call, so calling
@@ -102,7 +105,7 @@ def prepare_grads(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None
     Raises:
         TypeError: ``optimizer`` is not wrapped.
     """
-    _book(optimizer).prepare_grads(inv_scale)
+    _book(optimizer).move_grads_to_masters(inv_scale)
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -132,7 +135,7 @@ def drop_grads(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def grads_shown(optimizer: Optimizer) -> Iterator[None]:
+def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
     """Show the masters' float32 gradients as ``grad`` of the parameters, for hooks that look at or edit them.
 
     An edit in place, or another tensor assigned, is what the optimizer gets.
@@ -150,7 +153,7 @@ def grads_shown(optimizer: Optimizer) -> Iterator[None]:
             param.grad_dtype = grad_dtype
 
 
-def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
+def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
     """Make the masters follow the parameters now.
 
     Edits of a parameter are noticed by themselves, also loading a checkpoint; in-place edits of ``parameter.data`` are
@@ -166,7 +169,7 @@ def refresh(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) ->
     _book(optimizer).refresh(values)
 
 
-def kept_masters(optimizer: Optimizer) -> list[Tensor]:
+def stored_masters(optimizer: Optimizer) -> list[Tensor]:
     """What has memory of the masters between steps, flat: float32, or int16 remainders; nothing if not wrapped."""
     book = vars(optimizer).get("_masters")
     kept = [] if book is None else [tensor for store in book.stores() for tensor in store.at_rest()]
@@ -183,9 +186,9 @@ def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MasterOptimizer(Optimizer):
-    """What :func:`wrap` puts in front of an optimizer's class; never instantiated by itself."""
+    """What :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
 
-    _masters: MasterBook
+    _masters: MasterRegistry
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +198,7 @@ class MasterOptimizer(Optimizer):
         if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
             with torch.enable_grad():
                 args = (self._evaluation(closure, closure()), *args)
-        book.prepare_grads(1.0)
+        book.move_grads_to_masters(1.0)
         with book.stepping(), book.inside():
             return super().step(*args, **kwargs)
 
@@ -215,7 +218,7 @@ class MasterOptimizer(Optimizer):
             with book.outside():
                 book.before_evaluation()
                 result = closure()
-            book.prepare_grads(1.0)
+            book.move_grads_to_masters(1.0)
             return result
 
         return evaluate
@@ -274,7 +277,7 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
     optimizer = plain.__new__(plain)
     optimizer.__setstate__(state)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return wrap(optimizer, config, values={id(params[i]): value for i, value in values.items()})
+    return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
 
 
 def _has_master(entry: Any) -> bool:
@@ -286,7 +289,9 @@ def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
-def _book(optimizer: Optimizer) -> MasterBook:
+def _book(optimizer: Optimizer) -> MasterRegistry:
     if not isinstance(optimizer, MasterOptimizer):
-        raise TypeError(f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `wrap` on it first.")
+        raise TypeError(
+            f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
+        )
     return optimizer._masters

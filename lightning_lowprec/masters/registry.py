@@ -5,51 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.casting import HALF_DTYPES
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import clear_marks, move_grads, unscale_in_place
 from lightning_lowprec.masters.moments import StochasticMoments
 from lightning_lowprec.masters.stores import Fp32Store, RemainderStore, StochasticStore, Store
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 
-MasterForm = Literal["fp32", "remainder", "stochastic"]
-MomentForm = Literal["fp32", "stochastic"]
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 
 
-@dataclass(frozen=True, kw_only=True)
-class MasterConfig:
-    """Where the masters live between steps; the forms are those of :mod:`~lightning_lowprec.masters.stores`."""
-
-    form: MasterForm = "fp32"
-    """``"fp32"``, ``"remainder"`` (bf16 only, exact, 2 bytes) or ``"stochastic"`` (bf16 only, 0 bytes)."""
-    moments: MomentForm = "fp32"
-    """``"stochastic"`` keeps the optimizer's state of bf16 parameters in bf16, rounded stochastically."""
-    seed: int = 0
-    """Of the stochastic rounding; the same on every rank."""
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        for name, allowed in (("form", get_args(MasterForm)), ("moments", get_args(MomentForm))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is not valid; expected one of: {', '.join(allowed)}."
-                )
-        if self.moments == "stochastic" and self.form != "stochastic":
-            raise ValueError(f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`.")
-
-    @classmethod
-    def of(cls, value: MasterForm | MasterConfig) -> MasterConfig:
-        """A form, or a config, as a config."""
-        return value if isinstance(value, MasterConfig) else cls(form=value)
-
-
-class MasterBook:
+class MasterRegistry:
     """The masters of one optimizer, held by it.
 
     Args:
@@ -156,7 +127,7 @@ class MasterBook:
 
     # ---- gradients
 
-    def prepare_grads(self, inv_scale: float | Tensor) -> None:
+    def move_grads_to_masters(self, inv_scale: float | Tensor) -> None:
         """Move gradients to the masters, loaded for it, and unscale those of parameters without one."""
         self.adopt({})
         if any(p.grad is not None for store in self._stores for p in store.params):

@@ -1,10 +1,10 @@
 """AdamW whose weights, gradients and moments are 8 and 16 bits wide with scales: MS-AMP's O1, O2 and O3.
 
-    scale_weight_(linear.weight, "O2")      # the weight is float16 codes from here on: read it with values_of(weight)
+    scale_weight_(linear.weight, "O2")      # from here on the weight is float16 codes: read it with values_of(weight)
     optimizer = ScaledAdamW(model.parameters(), level="O2")
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
-scaled parameter at rest, with a scaled gradient (1 byte): O1 11, O2 6, O3 7; AdamW in float32: 16.
+parameter of codes between steps, with a ScaledGradient (1 byte): O1 11, O2 6, O3 7; AdamW in float32: 16.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero, write_back
-from lightning_lowprec.msamp.weight import Level
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, ScaledOptions, check_at_least_zero
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 
 
 class ScaledAdamW(ScaledOptimizer):
-    """AdamW for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain ones.
+    """AdamW for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
-    The gradient of a parameter of codes is scaled too, or any float32 tensor.
+    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
@@ -37,11 +36,9 @@ class ScaledAdamW(ScaledOptimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        level: "O1" keeps float32 moments; "O2" and "O3" keep float8_e4m3fn and float16 ones, each with a scale.
-        stochastic_rounding: of the float16 master, so that updates below half a step move it on average. The random
-            bits are a function of ``seed``, the step and the position: equal on every replica, nothing to save.
-        seed: of the stochastic rounding.
-        compile: the update of scaled parameters as two fused kernels per device and step (``torch.compile``).
+        **options: ``level``, ``stochastic_rounding``, ``seed`` and ``compile``, see
+            :class:`~lightning_lowprec.msamp.optimizer.ScaledOptions`. At level O2 and O3 the first moment is
+            float8_e4m3fn codes, the second float16 codes.
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -54,17 +51,12 @@ class ScaledAdamW(ScaledOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
+        **options: Unpack[ScaledOptions],
     ) -> None:
         check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"`betas={betas!r}` is not valid; expected two numbers in [0, 1).")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, level, stochastic_rounding, seed, compile)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -88,14 +80,15 @@ class ScaledAdamW(ScaledOptimizer):
         return Rule(function=adamw_, numbers=numbers)
 
     @override
-    def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update_plain(
+        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
         states = [self._state_of(p, _MOMENTS) for p in params]
-        for state in states:  # a tensor, as torch's function wants it
+        for state in states:  # torch's function needs a tensor
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
-        weights = [p.float() for p in params]  # the parameter itself if it is float32
         adamw(
             weights,
-            [g.float() for g in (p.grad for p in params) if g is not None],
+            grads,
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
@@ -108,15 +101,14 @@ class ScaledAdamW(ScaledOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-        write_back(params, weights)
 
 
 def adamw_(flat: Flats, numbers: Mapping[str, Any]) -> None:
-    """Decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2), in place: flat (N,) float32 tensors.
+    """Apply decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2), in place to flat (N,) float32 tensors.
 
     Args:
         flat: "grad" (overwritten), "exp_avg", "exp_avg_sq", "weight".
-        numbers: "lr", "eps", "decay" (``1 - lr * weight_decay``), and of both moments "beta", "fresh" (``1 - beta``),
+        numbers: "lr", "eps", "decay" (``1 - lr * weight_decay``), and for both moments "beta", "fresh" (``1 - beta``),
             "correction" (``1 - beta**step``).
     """
     grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_MOMENTS, "weight"))

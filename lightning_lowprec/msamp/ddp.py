@@ -1,6 +1,7 @@
-"""Parameters of codes under DDP: DDP leaves them alone, and their FP8 gradients are averaged by one call per step.
+"""MS-AMP under DDP: equal codes on every rank, and FP8 gradients that are averaged by one call per step.
 
-DDP's buckets and its broadcast know nothing of scales, and it refuses a gradient of another dtype than the parameter's.
+DDP's buckets and broadcasts do not know scales, and DDP refuses a gradient of another dtype than its parameter. So DDP
+ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin; without Lightning:
 
     prepare_for_ddp(model)                      # before DistributedDataParallel(model)
     ...
@@ -11,75 +12,78 @@ DDP's buckets and its broadcast know nothing of scales, and it refuses a gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import scaled_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import ignore_in_ddp
+from lightning_lowprec.references import alive
 
 _CLIPPED: Final = 2
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
 def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
-    """Tell DDP to ignore the parameters of codes, and give every rank those of rank 0, with scales and masters.
+    """Let DDP ignore the parameters of codes, and give every rank the codes, scales and masters of the first rank.
 
     Args:
         model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
-        group: the process group; None is the default one. Its first rank is the one whose weights count.
+        group: the process group; None is the default group.
     """
-    hide_from_ddp(model)
-    send_scaled_weights(model, group)
+    exclude_from_ddp(model)
+    broadcast_codes(model, group)
 
 
-def hide_from_ddp(model: nn.Module) -> None:
-    """Tell DDP to ignore the parameters of codes, without communication."""
-    ignored = {name for name, p in model.named_parameters() if scaled_of(p) is not None}
-    ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    tell_ddp: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    tell_ddp(model, sorted(ignored))
+def exclude_from_ddp(model: nn.Module) -> None:
+    """Let DDP ignore the parameters of codes; no communication."""
+    ignore_in_ddp(model, {name for name, p in model.named_parameters() if msamp_state_of(p) is not None})
 
 
-def send_scaled_weights(model: nn.Module, group: Any = None) -> None:
-    """Give every rank of ``group`` the parameters of codes of its first rank, with scales and masters."""
+def broadcast_codes(model: nn.Module, group: Any = None) -> None:
+    """Give every rank of ``group`` the codes, scales and masters of its first rank."""
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for p in model.parameters():
-        scaled = scaled_of(p)
-        if scaled is None:
+        state = msamp_state_of(p)
+        if state is None:
             continue
-        for tensor in (p.detach(), scaled.scale, scaled.master, scaled.master_scale):
+        for tensor in (p.detach(), state.scale, state.master, state.master_scale):
             if tensor is not None:
-                dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo knows no float8
-        scaled.note_write()
+                dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo has no float8
+        state.record_write()
 
 
 @torch.no_grad()
 def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> None:
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
-    As ``fp8_gradient_hook`` does it. All ranks get the same bits; inf or NaN on one rank is NaN on all. A parameter
-    without a gradient on some ranks counts as zero there; without one on any rank, it stays without. What is averaged
-    already, and has not been added to since, is left alone.
+    The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
+    A parameter that has a gradient on some ranks only counts as zero on the others. A parameter without a gradient on
+    any rank stays without. A gradient that is the average already, and was not added to since, stays.
 
     Args:
-        params: the same on every rank; others than those of codes are left to DDP.
-        group: the process group; None is the default one.
+        params: the same on every rank; parameters without codes are left to DDP.
+        group: the process group; None is the default group.
 
     Raises:
-        RuntimeError: on every rank, if one has clipped its own gradients, as ``clip_grad_norm_`` does.
+        RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.
     """
-    coded = [p for p in params if scaled_of(p) is not None and p.requires_grad and p.numel()]
+    coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
-    waiting = torch.tensor([_waits(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)
-    dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=group)
-    flags = waiting.tolist()
+    largest = torch.tensor([_flag(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    flags = largest.tolist()
     if _CLIPPED in flags:
         raise RuntimeError(
             "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"
@@ -89,18 +93,19 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
         )
     bucket: list[Tensor] = []
     size = 0
-    for p, waits in zip(coded, flags, strict=True):
+    for p, flag in zip(coded, flags, strict=True):
         if bucket and size + p.numel() > _BUCKET:
             _average(bucket, group)
             bucket, size = [], 0
-        if waits:
+        if flag:
             bucket.append(p)
             size += p.numel()
     if bucket:
         _average(bucket, group)
 
 
-def _waits(grad: Tensor | None) -> int:
+def _flag(grad: Tensor | None) -> int:
+    """Return 0 for a gradient that needs no average, ``_CLIPPED`` for a clipped one, and 1 for any other."""
     if grad is None or getattr(grad, "averaged", False):
         return 0
     return _CLIPPED if getattr(grad, "clipped", False) else 1
@@ -115,7 +120,88 @@ def _average(bucket: list[Tensor], group: Any) -> None:
             part.copy_(p.grad.flatten())
     average_(flat, sizes, dist.group.WORLD if group is None else group)
     for p, part in zip(bucket, parts, strict=True):
-        # exact: the scale was a power of two, and is none smaller now
+        # exact: the scale of the average was a power of two, and the scale here is not smaller
         gradient = ScaledGradient.of(part.view(p.shape))
         gradient.averaged = True
         p.grad = gradient
+
+
+# ---- under Lightning
+
+
+class DDPModels:
+    """The DDP modules of one precision plugin, whose weights of codes and gradients stay equal on all ranks."""
+
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
+        self._modules: list[weakref.ref[DistributedDataParallel]] = []
+        self._in_step = self._averaged = False
+
+    def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
+        """Let DDP ignore the weights of codes of ``module``, before DDP wraps the module.
+
+        Raises:
+            ValueError: the module will train, and no parameter would be left for DDP, which DDP refuses.
+        """
+        exclude_from_ddp(module)
+        trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
+        coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
+        if will_train and _process_group_exists() and coded and len(coded) == len(trained):
+            fqn = coded[-1].rpartition(".")[0]
+            raise ValueError(
+                f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
+                " as codes, and DDP wants at least one that is not. Keep a layer in high precision:"
+                f" `MSAMP(..., keep=[{fqn!r}])`."
+            )
+
+    def synchronize(self, module: nn.Module, *, always: bool) -> None:
+        """Give all ranks the codes of rank 0 if DDP wraps ``module``, or ``always``; register a DDP module."""
+        if isinstance(module, DistributedDataParallel):
+            self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
+            broadcast_codes(module, module.process_group)
+        elif always and _several_ranks():
+            broadcast_codes(module)
+
+    def check_registered(self, optimizer: Optimizer) -> None:
+        """Check that a DDP module was registered, if several processes train weights of codes.
+
+        Raises:
+            RuntimeError: :meth:`synchronize` got no DDP module.
+        """
+        coded = any(msamp_state_of(p) is not None and p.requires_grad for p in parameters_of(optimizer))
+        if coded and _several_ranks() and not alive(self._modules):
+            raise RuntimeError(
+                f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
+                " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
+            )
+
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
+        if self._averaged:
+            return
+        self._averaged = self._in_step
+        held = set(map(id, parameters_of(optimizer)))
+        for module in alive(self._modules):
+            if dist.get_world_size(module.process_group) > 1:
+                average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
+
+    @contextmanager
+    def averaging_once(self) -> Iterator[None]:
+        """Within this context only the first :meth:`average_gradients` averages; clipping inside a step asks again."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = self._averaged = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy gets; DDP modules stay in their process."""
+        return {**self.__dict__, "_modules": []}
+
+
+def _process_group_exists() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _several_ranks() -> bool:
+    return _process_group_exists() and dist.get_world_size() > 1

@@ -6,7 +6,7 @@
     coded.collect(mesh)                                # after it, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`CodedTensor`). What it
+FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`MsampShard`). What it
 cuts and copies is codes and master together; what it sends is the codes, one byte per element: the scale is that of the
 whole weight, and every rank has it. Gradients arrive at the shards in float32 (with FSDP2's
 ``param_dtype=bfloat16``, rounded to that before they are reduced). A step of the optimizer works on the
@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
-from lightning_lowprec.msamp.weight import ScaledWeight, scaled_of
-from lightning_lowprec.numerics.dispatch import written
+from lightning_lowprec.msamp.weight import MsampWeightState, msamp_state_of
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
+from lightning_lowprec.private.torch import written_arguments
 
 _aten: Any = torch.ops.aten
 _CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
@@ -49,7 +49,7 @@ _CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
 
 
 @final
-class CodedTensor(Tensor):
+class MsampShard(Tensor):
     """Codes and their float16 master, or a part of both, or gathered codes alone; looks like a float32 tensor.
 
     Args:
@@ -61,15 +61,15 @@ class CodedTensor(Tensor):
 
     codes: Tensor
     master: Tensor | None
-    scaled: ScaledWeight
+    msamp_state: MsampWeightState
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, master: Tensor | None, scaled: ScaledWeight, dtype: torch.dtype = torch.float32
-    ) -> CodedTensor:
+        cls, codes: Tensor, master: Tensor | None, scaled: MsampWeightState, dtype: torch.dtype = torch.float32
+    ) -> MsampShard:
         """A tensor without memory of its own, shaped and strided like the codes."""
         make: Any = Tensor._make_wrapper_subclass
-        made: CodedTensor = make(
+        made: MsampShard = make(
             cls,
             codes.size(),
             strides=codes.stride(),
@@ -77,7 +77,7 @@ class CodedTensor(Tensor):
             dtype=dtype,
             device=codes.device,
         )
-        made.codes, made.master, made.scaled = codes, master, scaled
+        made.codes, made.master, made.msamp_state = codes, master, scaled
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -90,16 +90,16 @@ class CodedTensor(Tensor):
         kwargs = kwargs or {}
         if func in _CUT:
             return _cut(func, args, kwargs)
-        if func is _aten.copy_.default and isinstance(args[0], CodedTensor):
+        if func is _aten.copy_.default and isinstance(args[0], MsampShard):
             _copy(args[0], args[1])
             return args[0]
-        if any(isinstance(t, CodedTensor) for t in pytree.tree_leaves(written(func, args, kwargs))):
+        if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written_arguments(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
-        return func(*pytree.tree_map_only(CodedTensor, _values, args), **kwargs)
+        return func(*pytree.tree_map_only(MsampShard, _values, args), **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Called by FSDP2: the codes to send."""
-        return (self.codes.view(torch.uint8),), self.scaled
+        return (self.codes.view(torch.uint8),), self.msamp_state
 
     def fsdp_post_all_gather(
         self,
@@ -113,7 +113,7 @@ class CodedTensor(Tensor):
         if out is not None:
             return None
         (gathered,) = all_gather_outputs
-        return CodedTensor(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
+        return MsampShard(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
 
     def data_ptr(self) -> int:
         """Where the codes are."""
@@ -121,32 +121,32 @@ class CodedTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape and the scale."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.scaled.scale})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.msamp_state.scale})"
 
 
-def _values(coded: CodedTensor) -> Tensor:
-    return coded.codes.float() / coded.scaled.scale
+def _values(coded: MsampShard) -> Tensor:
+    return coded.codes.float() / coded.msamp_state.scale
 
 
 def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same of codes and master, each in its own dtype."""
-    first: CodedTensor = args[0]
+    first: MsampShard = args[0]
     if kwargs.get("dtype") not in (None, first.dtype):
         return func(_values(first), *args[1:], **kwargs)
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
     if first.master is None:
-        return pytree.tree_map_only(Tensor, lambda c: CodedTensor(c, None, first.scaled, first.dtype), codes)
+        return pytree.tree_map_only(Tensor, lambda c: MsampShard(c, None, first.msamp_state, first.dtype), codes)
     masters = func(first.master, *args[1:], **kept)
     if isinstance(codes, Tensor):
-        return CodedTensor(codes, masters, first.scaled)
-    return [CodedTensor(c, m, first.scaled) for c, m in zip(codes, masters, strict=True)]
+        return MsampShard(codes, masters, first.msamp_state)
+    return [MsampShard(c, m, first.msamp_state) for c, m in zip(codes, masters, strict=True)]
 
 
-def _copy(target: CodedTensor, source: Tensor) -> None:
+def _copy(target: MsampShard, source: Tensor) -> None:
     """Codes are copied; values are encoded in the scale there is, which ``set_values_`` then makes a good one."""
-    if not isinstance(source, CodedTensor):
-        target.codes.copy_(saturating_cast(source.float() * target.scaled.scale, E4M3))
+    if not isinstance(source, MsampShard):
+        target.codes.copy_(saturating_cast(source.float() * target.msamp_state.scale, E4M3))
         return
     target.codes.copy_(source.codes)
     if target.master is not None and source.master is not None:
@@ -172,7 +172,7 @@ class MeshShards:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return largest
 
-    def like(self, shard: Tensor, param: Tensor) -> Tensor:
+    def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
         """A DTensor of which this rank has ``shard``, placed as ``param`` is."""
         assert isinstance(param, DTensor)
         make: Any = DTensor.from_local
@@ -183,7 +183,7 @@ class MeshShards:
 
 
 @final
-class CodedShards:
+class PendingShards:
     """The coded weights of one model on their way into FSDP2; made by :func:`code_shards`."""
 
     def __init__(self, layers: Mapping[str, ScaledLinear]) -> None:
@@ -195,14 +195,14 @@ class CodedShards:
         for fqn, layer in self.layers.items():
             weight: Any = layer.weight
             shard = weight._local_tensor if isinstance(weight, DTensor) else None
-            assert isinstance(shard, CodedTensor), f"{fqn!r} was not sharded"
-            scaled = shard.scaled
+            assert isinstance(shard, MsampShard), f"{fqn!r} was not sharded"
+            scaled = shard.msamp_state
             scaled.master, scaled.shards = shard.master, shards
             scaled._param = weakref.ref(weight)
-            weight.codes, weight.scaled = shard.codes, scaled
+            weight.codes, weight.msamp_state = shard.codes, scaled
 
 
-def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
+def code_shards(model: nn.Module, shards: int) -> PendingShards | None:
     """Make the weights of ScaledLinears ones that FSDP2 can shard; call before ``fully_shard``.
 
     Their Parameters are replaced, as ``fully_shard`` replaces all of them, and their gradients are float32.
@@ -218,17 +218,17 @@ def code_shards(model: nn.Module, shards: int) -> CodedShards | None:
     check_codes(model, shards)
     layers = scaled_linears(model)
     for layer in layers.values():
-        scaled = cast(ScaledWeight, scaled_of(layer.weight))
-        coded = CodedTensor(layer.weight.detach(), scaled.master, scaled)
+        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
+        coded = MsampShard(layer.weight.detach(), scaled.master, scaled)
         layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
         layer.float32_gradients = True
-    return CodedShards(layers) if layers else None
+    return PendingShards(layers) if layers else None
 
 
 def check_codes(model: nn.Module, shards: int) -> None:
     """Raise ValueError as :func:`code_shards` does."""
     for fqn, layer in scaled_linears(model).items():
-        scaled = cast(ScaledWeight, scaled_of(layer.weight))
+        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
         if scaled.master is None:
             raise ValueError(
                 f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"
@@ -239,3 +239,28 @@ def check_codes(model: nn.Module, shards: int) -> None:
                 f"{fqn!r} has {layer.out_features} output features, which do not divide into {shards} equal shards."
                 " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
             )
+
+
+def check_options(options: Any, model: nn.Module) -> None:
+    """Raise ValueError for options of sharding that do not go with weights that are kept as codes, or for meta weights.
+
+    Args:
+        options: the ``ShardOptions``.
+        model: converted.
+    """
+    wrong = {
+        "tensor_parallel": options.tensor_parallel is not None,
+        "cpu_offload": options.cpu_offload,
+        "compile": options.compile is not False,
+        "sync_module_states": options.sync_module_states,
+    }
+    for name in (name for name, given in wrong.items() if given):
+        raise ValueError(
+            f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
+            " it out; build the same weights on every rank."
+        )
+    if any(t.is_meta for t in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
+            " Build it on a real device on every rank, from one seed or one checkpoint."
+        )

@@ -1,8 +1,8 @@
 """The gradient of a parameter of codes: one byte per element and a scale, at ``param.grad`` like any other gradient.
 
-For everybody else it is a float32 tensor: ``torch.nn.utils.clip_grad_norm_``, gradient scalers, ``zero_grad`` of model
-or optimizer, and whoever logs norms take it as it is. Multiplying by a number changes only the scale; other operations
-see the decoded values, and one in place encodes its result with a fresh amax.
+Other code sees a float32 tensor: ``torch.nn.utils.clip_grad_norm_``, gradient scalers, ``zero_grad`` of models and
+optimizers, and loggers of norms work on it. Multiplying by a number changes only the scale. Other operations see the
+decoded values; operations in place encode their result with a fresh amax.
 """
 
 from __future__ import annotations
@@ -15,9 +15,19 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.private.torch import (
+    ATEN_FOREACH_COPY,
+    ATEN_FOREACH_MULTIPLY,
+    ATEN_FOREACH_NORM,
+    ATEN_FOREACH_ZERO,
+    ATEN_UNSCALE,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    written_arguments,
+)
 
 _aten: Any = torch.ops.aten
-_UNSCALE: Any = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_COPIES: Final = (_aten.copy_.default, ATEN_FOREACH_COPY)
 
 
 @final
@@ -34,15 +44,14 @@ class ScaledGradient(Tensor):
     averaged: bool
     """Whether it is the average over the ranks already."""
     measured: bool
-    """Whether somebody took its norm."""
+    """Whether its norm was taken."""
     clipped: bool
-    """Whether it was multiplied by a tensor after that, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """Whether it was multiplied by a tensor after its norm was taken, as by ``torch.nn.utils.clip_grad_norm_``."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor) -> ScaledGradient:
-        """A tensor without memory of its own."""
-        make: Any = Tensor._make_wrapper_subclass
-        gradient: ScaledGradient = make(
+        """Make a tensor without memory for float32 values."""
+        gradient: ScaledGradient = make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=torch.float32, device=codes.device
         )
         gradient.codes, gradient.inv_scale = codes, inv_scale
@@ -52,60 +61,69 @@ class ScaledGradient(Tensor):
     @classmethod
     @torch.no_grad()
     def of(cls, values: Tensor) -> ScaledGradient:
-        """Encode (...) any float, with the scale of its amax; one value that is not finite makes all of it NaN."""
-        codes, inv_scale = _encode(values.float())
-        return cls(codes, inv_scale)
+        """Encode (...) any float with the scale of its amax; one value that is not finite makes all values NaN."""
+        return cls(*_encode(values.float()))
 
     def decode(self) -> Tensor:
-        """The values: (...) float32."""
+        """Return the values: (...) float32."""
         return self.codes.float() * self.inv_scale
 
+    def set_values_(self, values: Tensor) -> None:
+        """Encode other values, (...) float32, in place."""
+        codes, inv_scale = _encode(values)
+        self.codes.copy_(codes)
+        self.inv_scale.copy_(inv_scale)
+        self.averaged = False
+
+    def set_zero_(self) -> None:
+        """Make all values 0, also if the scale is NaN."""
+        self.codes.zero_()
+        self.inv_scale.fill_(1.0)
+        self.measured = self.clipped = False
+
     def to_device(self, device: torch.device) -> ScaledGradient:
-        """The same on another device."""
+        """Return a copy on another device."""
         return ScaledGradient(self.codes.to(device), self.inv_scale.to(device))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The names of the parts, as torch's subclasses tell them."""
+        """Return the names of the inner tensors, for torch."""
         return ["codes", "inv_scale"], None
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], _: None, *size_and_stride: Any) -> ScaledGradient:
-        """From the parts."""
+        """Make a gradient of inner tensors, for torch."""
         return ScaledGradient(parts["codes"], parts["inv_scale"])
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape and the two parts."""
+        """Show the shape and the inner tensors."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Operations of ``_SPECIAL`` as they say there; others on decoded values."""
+        """Run the operations of ``_HANDLERS`` on codes and scales, and other operations on decoded values."""
         kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        result = NotImplemented if special is None else special(func, args, kwargs)
+        handler = _HANDLERS.get(func)
+        result = NotImplemented if handler is None else handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        _check_meeting(func, (*args, *kwargs.values()))
-        if not func._schema.is_mutable:
-            return func(*map(_decoded, args), **{name: _decoded(value) for name, value in kwargs.items()})
-        targets = _listed(args[0])
-        if not all(isinstance(t, ScaledGradient) for t in targets):
-            if func in (_aten.copy_.default, _aten._foreach_copy_.default):
-                func(args[0], *map(_decoded, args[1:]), **kwargs)
-                return _mutated(args[0])
-            raise TypeError(_stranger(func))
-        values = _decoded(args[0])
-        func(values, *map(_decoded, args[1:]), **{name: _decoded(value) for name, value in kwargs.items()})
-        for target, value in zip(targets, _listed(values), strict=True):
-            codes, inv_scale = _encode(value)
-            target.codes.copy_(codes)
-            target.inv_scale.copy_(inv_scale)
-            target.averaged = False
-        return _mutated(args[0])
+        if any(hasattr(t, "msamp_state") for arg in (*args, *kwargs.values()) for t in _as_list(arg)):
+            raise TypeError(_refusal(func))
+        writes = bool(written_arguments(func, args, kwargs))
+        targets = _as_list(args[0])
+        if writes and func not in _COPIES and not all(isinstance(t, ScaledGradient) for t in targets):
+            raise TypeError(_refusal(func))
+        values = [_decoded(arg) for arg in args]
+        output = func(*values, **{name: _decoded(value) for name, value in kwargs.items()})
+        if not writes:
+            return output
+        for target, value in zip(targets, _as_list(values[0]), strict=True):
+            if isinstance(target, ScaledGradient):
+                target.set_values_(value)
+        return _returned(args[0])
 
 
 def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,27 +138,32 @@ def _decoded(value: Any) -> Any:
     return [_decoded(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _scaled_in(value: Any) -> list[ScaledGradient]:
-    return [v for v in _listed(value) if isinstance(v, ScaledGradient)]
+def _gradients_in(value: Any) -> list[ScaledGradient]:
+    return [v for v in _as_list(value) if isinstance(v, ScaledGradient)]
 
 
-def _mutated(first: Any) -> Any:
-    """What an operation in place returns: operations on lists nothing."""
+def _returned(first: Any) -> Any:
+    """Return the result of an operation in place: its first argument, or None if that is a list."""
     return first if isinstance(first, Tensor) else None
 
 
-def _is_number(value: Any) -> bool:
-    """Whether multiplying by it is multiplying by one number per tensor."""
-    if isinstance(value, (list, tuple)):
-        return not any(isinstance(v, Tensor) for v in value)
-    return not isinstance(value, Tensor) or value.numel() == 1
+def _refusal(func: Any) -> str:
+    """Return the message for an optimizer that takes the codes of a weight for the weight."""
+    return (
+        f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
+        " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
+        " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.adamw.ScaledAdamW`."
+    )
 
 
-def _share(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ScaledGradient:
+# ---- operations on codes and scales; NotImplemented: on decoded values after all
+
+
+def _detach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ScaledGradient:
     return ScaledGradient(args[0].codes, args[0].inv_scale)
 
 
@@ -150,30 +173,33 @@ def _clone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ScaledG
     return copied
 
 
-def _on_scales(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In place, on the scales instead of the values, where all of a tensor is multiplied by one number."""
-    first = args[0]
+def _multiply_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Multiply or divide the scales, if every gradient is multiplied by one number."""
     if not all(map(_is_number, args[1:])):
         return NotImplemented
-    if isinstance(args[1], Tensor) and func is not _UNSCALE:
-        for gradient in _scaled_in(first):
+    if isinstance(args[1], Tensor) and func is not ATEN_UNSCALE:
+        for gradient in _gradients_in(args[0]):
             gradient.clipped = gradient.measured and not gradient.averaged
-    func([_scale_of(t) for t in first] if isinstance(first, (list, tuple)) else _scale_of(first), *args[1:], **kwargs)
-    return _mutated(first)
+    factors = [t.inv_scale if isinstance(t, ScaledGradient) else t for t in _as_list(args[0])]
+    func(factors if isinstance(args[0], (list, tuple)) else factors[0], *args[1:], **kwargs)
+    return _returned(args[0])
 
 
-def _scale_of(tensor: Tensor) -> Tensor:
-    return tensor.inv_scale if isinstance(tensor, ScaledGradient) else tensor
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` is one number, or a list of one number per tensor."""
+    if isinstance(value, (list, tuple)):
+        return not any(isinstance(v, Tensor) for v in value)
+    return not isinstance(value, Tensor) or value.numel() == 1
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    for gradient in _scaled_in(args[0]):
+    for gradient in _gradients_in(args[0]):
         gradient.measured = True
     return NotImplemented
 
 
 def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What autograd does with the gradients of a weight that is used twice."""
+    """Add two gradients of one weight, as autograd does for a weight that is used twice."""
     if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
         return NotImplemented
     total = ScaledGradient.of(args[0].decode() + args[1].decode())
@@ -181,53 +207,30 @@ def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return total
 
 
-def _zero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    for tensor in _listed(args[0]):
+def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    for tensor in _as_list(args[0]):
         if isinstance(tensor, ScaledGradient):
-            tensor.codes.zero_()
-            tensor.inv_scale.fill_(1.0)
-            tensor.measured = tensor.clipped = False
+            tensor.set_zero_()
         else:
             tensor.zero_()
-    return _mutated(args[0])
+    return _returned(args[0])
 
 
-_SPECIAL: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]]] = {
-    _aten.detach.default: _share,
+_MULTIPLICATIONS: Final = (
+    _aten.mul_.Tensor,
+    _aten.mul_.Scalar,
+    _aten.div_.Tensor,
+    _aten.div_.Scalar,
+    *ATEN_FOREACH_MULTIPLY,
+    ATEN_UNSCALE,
+)
+_HANDLERS: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]]] = {
+    _aten.detach.default: _detach,
     _aten.clone.default: _clone,
     _aten.add.Tensor: _add,
-    _aten.zero_.default: _zero,
-    _aten._foreach_zero_.default: _zero,
+    _aten.zero_.default: _zero_,
+    ATEN_FOREACH_ZERO: _zero_,
     _aten.linalg_vector_norm.default: _norm,
-    _aten._foreach_norm.Scalar: _norm,
-    **dict.fromkeys(
-        (
-            _aten.mul_.Tensor,
-            _aten.mul_.Scalar,
-            _aten.div_.Tensor,
-            _aten.div_.Scalar,
-            _aten._foreach_mul_.Scalar,
-            _aten._foreach_mul_.ScalarList,
-            _aten._foreach_mul_.Tensor,
-            _aten._foreach_div_.Scalar,
-            _aten._foreach_div_.ScalarList,
-            _aten._foreach_div_.Tensor,
-            _UNSCALE,
-        ),
-        _on_scales,
-    ),
+    ATEN_FOREACH_NORM: _norm,
+    **dict.fromkeys(_MULTIPLICATIONS, _multiply_),
 }
-
-
-def _check_meeting(func: Any, args: Sequence[Any]) -> None:
-    """Raise where a gradient meets codes: an optimizer is at work that takes the codes for weights."""
-    if any(getattr(t, "scaled", None) is not None for arg in args for t in _listed(arg)):
-        raise TypeError(_stranger(func))
-
-
-def _stranger(func: Any) -> str:
-    return (
-        f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
-        " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
-        " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.adamw.ScaledAdamW`."
-    )

@@ -1,11 +1,11 @@
-"""Linear layers whose weight is codes of a small format and whose three GEMMs run in FP8 (MS-AMP, arXiv 2310.18313).
+"""Linear layers whose weight is kept as codes and whose three GEMMs run in FP8 (MS-AMP, arXiv 2310.18313).
 
     output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]    e4m3 x e4m3
     grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]    e5m2 x e4m3
     grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]    e5m2 x e4m3
 
-One power-of-two scale per tensor, from its own amax. Between forward and backward a layer keeps the input's codes, one
-byte per element. The weight's gradient is a ``ScaledGradient``, one byte per element too.
+Every tensor has one power-of-two scale, from its amax. Between forward and backward a layer keeps the codes of the
+input, one byte per element. The gradient of the weight is a ``ScaledGradient``, also one byte per element.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from torch.autograd.function import once_differentiable
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     Level,
-    ScaledWeight,
-    attach_,
+    MsampWeightState,
     codes_of,
     encode,
+    msamp_state_of,
     scale_weight_,
-    scaled_of,
     set_values_,
     values_of,
 )
 from lightning_lowprec.numerics.formats import E4M3, E5M2
+from lightning_lowprec.numerics.padding import pad_rows
+from lightning_lowprec.private.torch import scaled_mm
 
 _ALIGNMENT: Final = 16
-"""FP8 kernels want every inner dimension to be a multiple of this."""
+"""FP8 kernels need inner dimensions that are multiples of 16."""
 
 
 @final
 class ScaledLinear(nn.Linear):
-    """What :func:`scale_linears` makes of a Linear; its state dict is that of the Linear, in float32."""
+    """A Linear after :func:`scale_linears`. Its state dict is that of a plain Linear, in float32."""
 
     emulate: bool
-    """Whether products are those of dequantised codes in float32 instead of FP8 kernels'."""
+    """Multiply dequantised codes in float32, instead of running FP8 kernels."""
     fp8_eval: bool
-    """Whether evaluation without gradients multiplies in FP8 too, instead of with the weight's exact values."""
+    """Multiply in FP8 in evaluation without gradients too, instead of with the exact values of the weight."""
     float32_gradients: bool
-    """Whether the weight's gradient is a float32 tensor instead of a ScaledGradient."""
+    """Give the weight a float32 gradient, instead of a ScaledGradient."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        """[*, K] -> [*, N] in the autocast dtype; without autocast, in the dtype of the input."""
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         rows = input.reshape(-1, self.in_features)
-        padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % _ALIGNMENT))
+        padded = pad_rows(rows, _ALIGNMENT)
         output: Tensor = _matmul(padded, self.weight, self.emulate, self.float32_gradients)[: rows.shape[0]]
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
@@ -67,7 +68,7 @@ class ScaledLinear(nn.Linear):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
-        # not assigned: the parameter stays, with its codes
+        # assign=True is ignored: the parameter stays, and the values are encoded into it
         metadata = {key: value for key, value in local_metadata.items() if key != "assign_to_params_buffers"}
         super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)  # reports wrong shapes
         given = state_dict.get(prefix + "weight")
@@ -75,7 +76,7 @@ class ScaledLinear(nn.Linear):
             set_values_(self.weight, given.to(self.weight.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
-        """Codes move to another device with their scales; they never change dtype."""
+        """Move the codes to another device together with their scales; never change their dtype."""
         weight = self._parameters.pop("weight")
         assert weight is not None
         try:
@@ -84,28 +85,29 @@ class ScaledLinear(nn.Linear):
             self._parameters = {"weight": weight, **self._parameters}
         device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
         if device != weight.device:
-            scaled, moved, gradient = _scaled(weight), weight.data.to(device), weight.grad
+            state = _state_or_raise(weight)
+            moved = weight.data.to(device)
+            gradient = weight.grad
             weight.grad = None
-            scaled.to_(device)
-            if torch._has_compatible_shallow_copy_type(weight, moved):
-                weight.data = moved
-            else:  # to or from meta: a new Parameter, as in every module
+            state.to_(device)
+            if moved.is_meta:  # a new Parameter, as in every module that moves to meta
                 self.weight = nn.Parameter(moved, weight.requires_grad)
-                attach_(self.weight, scaled)
-            if gradient is not None and not moved.is_meta:
-                self.weight.grad = gradient.to(device)
+                state.bind(self.weight)
+            else:
+                weight.data = moved
+                self.weight.grad = None if gradient is None else gradient.to(device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the scales, which a copied Parameter loses."""
-        return {**self.__dict__, "_scaled_weight": _scaled(self.weight)}
+        """Add the state of the weight, which a copied Parameter loses."""
+        return {**self.__dict__, "_msamp_state": _state_or_raise(self.weight)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the Parameter its scales again."""
-        state = dict(state)
-        scaled = state.pop("_scaled_weight")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        attach_(self.weight, scaled)
+        """Give the Parameter its state again."""
+        attributes = dict(state)
+        weight_state = attributes.pop("_msamp_state")
+        super().__setstate__(attributes)  # type: ignore[no-untyped-call]
+        weight_state.bind(self.weight)
 
 
 def scale_linears(
@@ -176,10 +178,12 @@ class _ScaledMatmul(torch.autograd.Function):
         codes, scale = encode(rows.float(), E4M3)
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
-        ctx.emulate, ctx.float32_gradient = emulate, float32_gradient
-        ctx.dtype, ctx.scaled = rows.dtype, _scaled(weight)
-        ctx.scaled.check_writes()
-        weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+        ctx.emulate = emulate
+        ctx.float32_gradient = float32_gradient
+        ctx.dtype = rows.dtype
+        ctx.weight_state = _state_or_raise(weight)
+        ctx.weight_state.check_writes()
+        weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
@@ -189,7 +193,7 @@ class _ScaledMatmul(torch.autograd.Function):
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(weight, ctx.scaled)
+            weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
@@ -197,27 +201,29 @@ class _ScaledMatmul(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-def _in_e4m3(weight: Tensor, scaled: ScaledWeight) -> tuple[Tensor, Tensor]:
+def _in_e4m3(weight: Tensor, state: MsampWeightState) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes of the weight and their scale; at O3 those that are stored."""
     codes = codes_of(weight).detach()
-    return (codes, scaled.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scaled.scale, E4M3)
+    return (codes, state.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / state.scale, E4M3)
 
 
 def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
-    """Codes [m, k] @ codes [k, n], divided by the product of their scales: -> [m, n] of ``dtype``."""
+    """Multiply codes [m, k] @ codes [k, n] and divide by the product of their scales: -> [m, n] of ``dtype``."""
     inv_scale = scale.reciprocal()
     if emulate:
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a.float(), b.float()).mul_(inv_scale).to(dtype)
-    a, b = a.contiguous(), b.t().contiguous().t()  # what the kernels take: rows of a, columns of b
-    return torch._scaled_mm(a, b, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
+    columns = b.t().contiguous().t()  # kernels need the first operand row-major, the second column-major
+    product: Tensor = scaled_mm(a.contiguous(), columns, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
+    return product
 
 
-def _scaled(weight: Any) -> ScaledWeight:
-    scaled = scaled_of(weight)
-    if scaled is None:
+def _state_or_raise(weight: Any) -> MsampWeightState:
+    state = msamp_state_of(weight)
+    if state is None:
         raise TypeError(
             f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"
             " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
             " the layer as it is; give `torch.func.functional_call` the parameters, not a state dict."
         )
-    return scaled
+    return state

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -13,54 +13,52 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_lowprec.conversion.backends import unconvert
-from lightning_lowprec.conversion.converted import check_converted
+from lightning_lowprec.checks import check_choice
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.hardware import default_device, describe, fp8_refusal
-from lightning_lowprec.msamp.adopt import adopt
+from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
+from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.replicas import Replicas
-from lightning_lowprec.msamp.weight import LEVELS, Level, scaled_of
+from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
+from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive, trainer_of
-from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
-from lightning_lowprec.precision.plans import plan_or_raise
+from lightning_lowprec.precision.host import trainer_of
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    EmulationChoices,
+    FP8Choices,
+    FP8Options,
+    LossScaleChoices,
+    LossScaleOptions,
+)
 from lightning_lowprec.precision.refusals import refuse_averaging
 
-Base = Literal["bf16", "fp16"]
+BACKEND: Final = "msamp"
 
 
+class MSAMPChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, total=False):
+    """The options of :class:`MSAMP` that other plugins share, for type checkers."""
+
+
+@final
+@shows(LayerOptions, FP8Options, LossScaleOptions)
 class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
     AdamW and SGD are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
-    O1 11, O2 6, O3 7 (in float32: 16).
+    O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights as stored.
 
     Args:
         level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 weights
             beside fp16 masters.
-        keep: Linears that stay as they are beside output heads, routers and LoRA adapters: fqns, parts of fqns,
-            patterns.
-        only: if given, just these convert, and none of the built-in rules applies.
-        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
-            ``num_layers_at_end_in_bf16`` blocks.
-        frozen: ``"keep"`` leaves Linears that do not train as they are.
-        min_gain: as in :class:`FP8TorchAO`.
-        tokens: as in :class:`FP8TorchAO`.
-        base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
         stochastic_rounding: of the fp16 weights (O3: masters), so that updates below half a step move them on average.
         seed: of the stochastic rounding; the same on every rank.
-        emulate: multiply dequantised codes in float32 instead of FP8 kernels. None: on CPU yes, on a GPU no, and a GPU
-            without FP8 raises.
-        fp8_eval: whether validation, test and prediction multiply in FP8 too, or with the weights as they are stored.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
-        loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -68,104 +66,77 @@ class MSAMP(LowPrecision):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
+    backend: ClassVar[str | None] = BACKEND
     keeps_codes = True
+    plan: Plan | None = None
+    """What was converted and what was kept, of the module that was set up last."""
 
     def __init__(
         self,
         level: Level = "O2",
         *,
-        keep: Sequence[str] = (),
-        only: Sequence[str] | None = None,
-        first_last_layers_bf16: bool = False,
-        num_layers_at_start_in_bf16: int = 1,
-        num_layers_at_end_in_bf16: int = 1,
-        frozen: Literal["convert", "keep"] = "convert",
-        min_gain: float | Literal["auto"] | None = None,
-        tokens: int | None = None,
-        base: Base = "bf16",
         stochastic_rounding: bool = False,
         seed: int = 0,
-        emulate: bool | None = None,
-        fp8_eval: bool = True,
         grad_accumulation_dtype: torch.dtype | None = None,
-        loss_scale: LossScaleChoice = "auto",
+        **options: Unpack[MSAMPChoices],
     ) -> None:
-        for field, value, allowed in (("level", level, LEVELS), ("base", base, get_args(Base))):
-            if value not in allowed:
-                raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(allowed)}.")
+        check_choice("level", level, LEVELS)
         if grad_accumulation_dtype not in (None, torch.float32):
             raise ValueError(
                 f"`grad_accumulation_dtype={grad_accumulation_dtype!r}` is not valid; expected one of: None (e4m3 with"
                 " a scale), torch.float32."
             )
-        super().__init__(resolve_loss_scale(base, loss_scale))
+        running = take(FP8Options, options)
+        super().__init__(take(LossScaleOptions, options).resolve(running.base))
         self.level: Level = level
         self.shards_codes = level == "O3"
-        self.layers = LayerOptions(
-            keep=keep,
-            only=only,
-            first_last_layers_bf16=first_last_layers_bf16,
-            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
-            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
-            frozen=frozen,
-            min_gain=min_gain,
-            tokens=tokens,
-        )
-        self.base: Base = base
-        self.stochastic_rounding, self.seed = stochastic_rounding, seed
-        self.emulate = emulate
-        self.fp8_eval = fp8_eval
+        self.layers = take(LayerOptions, options)
+        self.base = running.base
+        self.fp8_eval = running.fp8_eval
+        self.emulate = running.emulate
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
         self.grad_accumulation_dtype = grad_accumulation_dtype
-        self.plan: Plan | None = None
-        """What was converted and what was kept, of the module that was set up last."""
-        self.precision = f"msamp-{level.lower()}" + ("-fp16" if base == "fp16" else "")
-        self._replicas = Replicas(self.precision)
-
-    # ---- device
+        self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
+        self._replicas = DDPModels(self.precision)
 
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: of everything that is no FP8 GEMM."""
-        return DTYPES[self.base]
+        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
+        return BASE_DTYPES[self.base]
 
     @property
     @override
     def compute_dtype(self) -> torch.dtype:
-        """``torch.int8`` where FP8 kernels run (Lightning's tables list FP8 peaks there), else the base dtype."""
-        return self.autocast_dtype if self.emulates(self._device or default_device()) else torch.int8
+        """``torch.int8`` where FP8 kernels run, else the base dtype."""
+        return fp8.peak_dtype(self)
 
     @override
     def emulates(self, device: torch.device) -> bool:
-        """On CPU unless told otherwise; on a GPU only if told so."""
-        return device.type == "cpu" if self.emulate is None else self.emulate
+        """On CPU unless the user says no; on a GPU only if the user says so."""
+        return fp8.emulates(self.emulate, device)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """A GPU without FP8 that is not told to emulate it."""
-        reason = fp8_refusal(device)
-        if reason is None or device.type == "cpu" or self.emulates(device):
-            return None
-        return (
-            f"{reason}. Use a GPU with FP8 (compute capability 8.9 or above), 'bf16-mixed', or"
-            f" `plugins=MSAMP({self.level!r}, emulate=True)` to emulate FP8, slowly"
-        )
+        """A GPU without FP8, where FP8 is not emulated."""
+        return fp8.kernel_refusal(self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
 
     @override
     def how(self, device: torch.device) -> str:
         """FP8 kernels, or emulated."""
-        if not self.emulates(device):
-            return f"FP8 kernels of {describe(device)}"
-        return (
-            f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
-            " tests and for looking at the numerics"
-        )
+        return fp8.how(self.emulate, device)
+
+    @override
+    def sharded_identity(self) -> tuple[Any, ...]:
+        """The layers, and how they compute."""
+        return self.precision, self.layers, self.emulate, self.fp8_eval
 
     # ---- conversion
 
     @override
-    def bind_shards(self) -> None:
-        """Our FSDP2 strategy runs this: it shards O3's weights and masters.
+    def bind_shards(self, reshard: Callable[[Module], None]) -> None:
+        """FSDP2 will shard the weights and masters of O3.
 
         Raises:
             ValueError: another level.
@@ -175,28 +146,28 @@ class MSAMP(LowPrecision):
                 f"`precision={self.precision!r}` does not run sharded. It runs on one device and under 'ddp';"
                 " 'msamp-o3' runs under 'fsdp2', and so does 'fp8-hybrid'."
             )
-        super().bind_shards()
+        super().bind_shards(reshard)
 
     @override
-    def _settle(self, module: Module, device: torch.device) -> None:
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
-        unconvert(module)
-        plan = plan_or_raise(module, self.layers, precision=self.precision, base=self.base, converted=ScaledLinear)
+    def _prepare(self, module: Module, device: torch.device) -> None:
+        fp8.check_runs(self, device)
+        backends.revert_all(module)
+        plan = fp8.plan_or_raise(
+            module, self.layers, precision=self.precision, base=self.base, converted_class=ScaledLinear
+        )
         held = scaled_linears(module)
         if held:
             self._check_held(module, held, plan)
         else:
-            with unchanged(module, but="the dtype"):
+            with unchanged(module, may_change="the dtype"):
                 scale_linears(module, plan.converted, self.level)
         for linear in scaled_linears(module).values():
             linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
-        if self._sharded is None:
-            self._replicas.hide(module, will_train=self._will_train)
-        for optimizer in alive(self._optimizers):
-            self._adopt(optimizer)
+        if self.modules.sharded is None:
+            self._replicas.exclude_codes(module, will_train=self._will_train)
+        for optimizer in self.optimizers.known:
+            self._convert_optimizer(optimizer)
         if plan != self.plan:
             rank_zero_info(f"{self.precision}: {plan.summary()}.")
             if self.emulates(device):
@@ -215,21 +186,21 @@ class MSAMP(LowPrecision):
 
     # ---- optimizers and replicas
 
-    def _adopt(self, optimizer: Any) -> None:
+    def _convert_optimizer(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        adopt(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+        convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @override
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Fabric, by the names in ``precision=``: an optimizer is set up, before its first step."""
         super().see_optimizer(optimizer)
-        self._adopt(optimizer)
+        self._convert_optimizer(optimizer)
 
     @override
     def see_module(self, module: Module) -> None:
         """A module as the strategy wrapped it: all ranks get the codes of rank 0."""
         super().see_module(module)
-        self._replicas.see(module, always=False)
+        self._replicas.synchronize(module, always=False)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -240,22 +211,21 @@ class MSAMP(LowPrecision):
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        if not isinstance(model, DistributedDataParallel) and self._sharded is None:
-            self._replicas.see(model, always=True)
+        if not isinstance(model, DistributedDataParallel) and self.modules.sharded is None:
+            self._replicas.synchronize(model, always=True)
         for optimizer in optimizers:
-            self._adopt(optimizer)
+            self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def _before_first_step(self, optimizer: Optimizer) -> None:
         super()._before_first_step(optimizer)
-        if self._sharded is None:
-            self._replicas.check(optimizer)
+        if self.modules.sharded is None:
+            self._replicas.check_registered(optimizer)
 
     @override
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        modules, sharded = alive(self._modules), self._sharded is not None
-        check_converted(modules, alive(self._unchecked), optimizers, ScaledLinear, sharded=sharded)
+    def _converted_layers(self, module: Module) -> Iterable[Module]:
+        return scaled_linears(module).values()
 
     # ---- step
 
@@ -268,14 +238,16 @@ class MSAMP(LowPrecision):
         **kwargs: Any,
     ) -> Any:
         """As in every precision, with the FP8 gradients averaged over the ranks before anybody looks at them."""
-        self._adopt(optimizer)  # a second one in Fabric without the names, or with a weight that was unfrozen
+        self._convert_optimizer(
+            optimizer
+        )  # a second one in Fabric without the names, or with a weight that was unfrozen
 
         def averaged() -> Any:
             result = None if closure is None else closure()
-            self._replicas.average(optimizer)
+            self._replicas.average_gradients(optimizer)
             return result
 
-        with self._replicas.step():
+        with self._replicas.averaging_once():
             if closure is None:
                 averaged()
             own = None if closure is None else averaged
@@ -284,7 +256,7 @@ class MSAMP(LowPrecision):
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Called by ``fabric.clip_gradients``: average, then unscale."""
-        self._replicas.average(optimizer)
+        self._replicas.average_gradients(optimizer)
         super().unscale_gradients(optimizer)
 
     @override
@@ -296,10 +268,10 @@ class MSAMP(LowPrecision):
     ) -> None:
         """Clip averaged, unscaled gradients; FP8 ones are rounded again where they are clipped by value."""
         if clip_val > 0:
-            self._replicas.average(optimizer)
+            self._replicas.average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
 
 def _has_master(linear: ScaledLinear) -> bool:
-    scaled = scaled_of(linear.weight)
+    scaled = msamp_state_of(linear.weight)
     return scaled is not None and scaled.master is not None

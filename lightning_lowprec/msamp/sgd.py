@@ -1,14 +1,14 @@
 """SGD with momentum for weights of 8 and 16 bits with scales: MS-AMP's levels O1, O2 and O3.
 
-    scale_weight_(linear.weight, "O2")      # the weight is float16 codes from here on: read it with values_of(weight)
+    scale_weight_(linear.weight, "O2")      # from here on the weight is float16 codes: read it with values_of(weight)
     optimizer = ScaledSGD(model.parameters(), lr=0.1, momentum=0.9, level="O2")
 
-The momentum buffer has 16 bits where AdamW's first moment has 8. It is not normalised by a second moment: what it holds
-is what moves the weight. And float8_e4m3fn cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back
-to ``x`` (1.125 -> 1.069 -> 1.125), so that from momentum 0.945 on a buffer would push the weight for ever after its
-gradients have gone; float16 does so from 0.9995 on.
+The momentum buffer has 16 bits, AdamW's first moment only 8. The reason: no second moment normalises the buffer, so the
+buffer itself moves the weight. And float8_e4m3fn cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds
+back to ``x`` (1.125 -> 1.069 -> 1.125). From momentum 0.945 on, such a buffer would push the weight for ever after its
+gradients are gone; a float16 buffer does so from 0.9995 on.
 
-Bytes per scaled parameter at rest, with a scaled gradient (1 byte): O1 7, O2 5, O3 6; without momentum
+Bytes per parameter of codes between steps, with a ScaledGradient (1 byte): O1 7, O2 5, O3 6; without momentum
 3, 3 and 4; SGD with momentum in float32: 12.
 """
 
@@ -19,11 +19,10 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.optim.sgd import sgd
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero, write_back
-from lightning_lowprec.msamp.weight import Level
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, ScaledOptions, check_at_least_zero
 from lightning_lowprec.numerics.formats import FP16, Format
 
 _BUFFER: Final = "momentum_buffer"
@@ -31,23 +30,20 @@ _MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 
 
 class ScaledSGD(ScaledOptimizer):
-    """SGD for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain ones.
+    """SGD for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
-    The gradient of a parameter of codes is scaled too, or any float32 tensor.
+    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
         lr: learning rate.
         momentum: decay of the buffer; 0: no buffer.
-        dampening: of the gradient on its way into the buffer, but for the first one.
-        weight_decay: added to the gradient, as torch's SGD does.
+        dampening: how much of the gradient does not enter the buffer, except for the first gradient.
+        weight_decay: added to the gradient, as in torch's SGD.
         nesterov: look ahead; needs momentum and no dampening.
-        level: "O1" keeps a float32 buffer; "O2" and "O3" keep a float16 one with a scale.
-        stochastic_rounding: of the float16 master, so that updates below half a step move it on average. The random
-            bits are a function of ``seed``, the step and the position: equal on every replica, nothing to save.
-        seed: of the stochastic rounding.
-        compile: the update of scaled parameters as two fused kernels per device and step (``torch.compile``).
+        **options: ``level``, ``stochastic_rounding``, ``seed`` and ``compile``, see
+            :class:`~lightning_lowprec.msamp.optimizer.ScaledOptions`. At level O2 and O3 the buffer is float16 codes.
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -61,11 +57,7 @@ class ScaledSGD(ScaledOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
+        **options: Unpack[ScaledOptions],
     ) -> None:
         check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (not momentum or dampening):
@@ -80,7 +72,7 @@ class ScaledSGD(ScaledOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, level, stochastic_rounding, seed, compile)
+        super().__init__(params, defaults, **options)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -99,12 +91,13 @@ class ScaledSGD(ScaledOptimizer):
         return Rule(function=sgd_, numbers=numbers)
 
     @override
-    def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update_plain(
+        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
         buffers = [self.state[p].get(_BUFFER) if p in self.state else None for p in params]
-        weights = [p.float() for p in params]  # the parameter itself if it is float32
         sgd(
             weights,
-            [g.float() for g in (p.grad for p in params) if g is not None],
+            grads,
             buffers,
             lr=group["lr"],
             momentum=group["momentum"],
@@ -116,16 +109,15 @@ class ScaledSGD(ScaledOptimizer):
         if group["momentum"]:
             for p, buffer in zip(params, buffers, strict=True):
                 self.state[p][_BUFFER] = buffer
-        write_back(params, weights)
 
 
 def sgd_(flat: Flats, numbers: Mapping[str, Any]) -> None:
-    """SGD with momentum as torch has it, in place: flat (N,) float32 tensors.
+    """Apply SGD with momentum, as torch defines it, in place to flat (N,) float32 tensors.
 
     Args:
         flat: "grad" (overwritten), "weight" and, with momentum, "momentum_buffer".
-        numbers: "lr", "momentum", "weight_decay", "fresh" (how much of the gradient enters the buffer); whether it
-            "decays", and looks ahead ("nesterov").
+        numbers: "lr", "momentum", "weight_decay", "fresh" (how much of the gradient enters the buffer); bools: "decays"
+            (there is weight decay) and "nesterov".
     """
     grad, weight = flat["grad"], flat["weight"]
     if numbers["decays"]:

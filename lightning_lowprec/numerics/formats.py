@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:

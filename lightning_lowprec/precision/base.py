@@ -1,12 +1,21 @@
-"""One precision plugin for Trainer and Fabric; how the two differ stands in :mod:`~lightning_lowprec.precision.host`."""
+"""The base of every precision plugin, for Trainer and Fabric alike.
+
+A plugin is a thin layer of Lightning's hooks over four parts, each in a file of its own:
+
+* :mod:`~lightning_lowprec.precision.modules`: the modules that were set up, and where the device becomes known;
+* :mod:`~lightning_lowprec.precision.optimizers`: the optimizers and DDP modules around them, and their checks;
+* :mod:`~lightning_lowprec.precision.step`: what happens at a training step, from the loss to the weights;
+* :mod:`~lightning_lowprec.precision.state`: what checkpoints hold.
+
+How Trainer and Fabric differ stands in :mod:`~lightning_lowprec.precision.host`.
+"""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
@@ -20,54 +29,61 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.hardware import default_device
-from lightning_lowprec.masters.casting import HALF_DTYPES
-from lightning_lowprec.masters.half_weights import Masters
-from lightning_lowprec.masters.optimizer import grads_shown, main_params
-from lightning_lowprec.precision.host import alive, cast_floating, device_of, in_trainer, shown_as, trainer_of
+from lightning_lowprec.masters.half_weights import HalfWeights
+from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.precision import state, step
+from lightning_lowprec.precision.host import cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
-from lightning_lowprec.precision.loss_scale_choice import check_optimizer
-from lightning_lowprec.precision.refusals import refuse_uncast, refuse_unfit
-from lightning_lowprec.precision.scale_state import SCALER_STATE, foreign_states, load_loss_scale, log_loss_scale
-from lightning_lowprec.precision.unscaling import unscale_to_clip, zero_if_nonfinite
+from lightning_lowprec.precision.modules import Modules
+from lightning_lowprec.precision.optimizers import Optimizers
+from lightning_lowprec.precision.refusals import refuse_codes, refuse_sharded, refuse_uncast
 
 
 class LowPrecision(TrainerPrecision, ABC):
-    """Base of every precision plugin of this package: autocast, loss scaling, the differences Trainer / Fabric.
+    """Base of every precision plugin: autocast, loss scaling, half-precision weights, Trainer and Fabric.
 
-    A plugin learns its device in one of three ways, the first that applies: ``bind_device`` (called by the names in
-    ``precision=``), the Trainer of the module, or the module's own parameters, at the first forward if they may still
-    move. ``_settle`` then runs once per module, with the device known.
+    Args:
+        loss_scale: how the loss is scaled, or None.
+        masters: what casts weights and gives optimizers float32 masters, or None for float32 weights.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
+    backend: ClassVar[str | None] = None
+    """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: it converts no layers."""
+    backend_is_chosen: bool = False
+    """Whether the name in ``precision=`` left the choice of the backend to this package."""
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
-    shards_codes: bool = False  # whether FSDP2 can shard these
+    shards_codes: bool = False
+    """Whether FSDP2 can shard these codes."""
 
-    def __init__(self, loss_scale: LossScale | None, masters: Masters | None = None) -> None:
+    def __init__(self, loss_scale: LossScale | None, masters: HalfWeights | None = None) -> None:
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self.masters = masters
-        self._device: torch.device | None = None
-        self._pending: list[weakref.ref[Module]] = []
-        self._modules: list[weakref.ref[Module]] = []
-        self._unchecked: list[weakref.ref[Module]] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.modules = Modules()
+        self.optimizers = Optimizers()
         self._in_trainer = False
         self._will_train = True
         self._half_weights = False
-        self._sharded: weakref.WeakSet[Module] | None = None  # None: not under FSDP2
 
     # ---- what a plugin defines
 
     @property
     @abstractmethod
     def autocast_dtype(self) -> torch.dtype:
-        """The dtype of everything that runs neither in FP8 nor in float32."""
+        """The dtype of every operation that runs neither in FP8 nor in float32."""
+
+    @abstractmethod
+    def how(self, device: torch.device) -> str:
+        """One line about how the precision runs on ``device``."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype whose peak rate bounds this precision: what Lightning's ThroughputMonitor compares with."""
+        """The dtype whose peak rate bounds this precision, for Lightning's ThroughputMonitor.
+
+        Lightning's tables have no FP8 dtype: they list the peak rates of FP8 under ``torch.int8``.
+        """
         return self.autocast_dtype
 
     def refusal(self, device: torch.device) -> str | None:
@@ -75,135 +91,158 @@ class LowPrecision(TrainerPrecision, ABC):
         return None
 
     def emulates(self, device: torch.device) -> bool:
-        """Whether it would run on ``device`` on the arithmetic of another format: slowly, for tests."""
+        """Whether the precision would run on ``device`` by the arithmetic of another format: slowly, for tests."""
         return False
 
-    @abstractmethod
-    def how(self, device: torch.device) -> str:
-        """How it runs on ``device``, in one line."""
+    def gathers(self, options: Any) -> str | None:
+        """Why FSDP2 cannot gather the weights as float8, as the end of a sentence, or None if it can.
 
-    def _settle(self, module: Module, device: torch.device) -> None:
-        """Prepare a module for ``device``, in place; runs once per set-up, as soon as the device is known."""
+        Args:
+            options: the ``ShardOptions``.
+        """
+        return f"`precision={self.precision!r}` has no FP8 weights"
 
-    # ---- device
+    def sharded_identity(self) -> tuple[Any, ...]:
+        """Everything about this precision that is built into a model when it is sharded.
+
+        A model that was sharded under another identity cannot be used: it has to be built anew.
+        """
+        return (self.precision,)
+
+    def _prepare(self, module: Module, device: torch.device) -> None:
+        """Convert a module for ``device``, in place; runs once per set-up, as soon as the device is known."""
+
+    def _finish(self, module: Module, device: torch.device) -> None:
+        """End the preparation of a module, after its weights were cast and known optimizers have masters."""
+
+    def _converted_layers(self, module: Module) -> Iterable[Module]:
+        """The layers of a module whose trainable weights must be in an optimizer."""
+        return ()
+
+    # ---- set-up of modules
 
     def bind_device(self, device: torch.device) -> None:
-        """Say where the modules will run before they are moved there; no device is touched by it."""
-        self._device = device
+        """Say where the modules will run, before they are moved there; touches no device."""
+        self.modules.bind(device)
 
     @override
     def convert_module(self, module: Module) -> Module:
         """Prepare ``module`` in place: now if its device is known, else at the first forward."""
         trainer = trainer_of(module)
-        if trainer is not None and trainer.precision_plugin is not self:  # left from an earlier fit; this is Fabric
+        if trainer is not None and trainer.precision_plugin is not self:  # from an earlier fit; now Fabric runs it
             trainer = None
         self._in_trainer = trainer is not None
-        # evaluated before fit, weights stay float32 (autocast rounds them the same way), and fit's masters lose nothing
+        # before a fit, evaluation keeps float32 weights (autocast rounds them the same way): masters lose nothing
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
-            self._device = trainer.strategy.root_device
-        if module in (self._sharded or ()) or refuse_unfit(module, self.precision, self.keeps_codes):
+            self.modules.bind(trainer.strategy.root_device)
+        if self.modules.is_sharded(module):
             return module
-        self._pending.append(weakref.ref(module))
-        may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
-        if self._device is not None or not may_still_move:
-            self._settle_pending()
-        elif self.masters is not None and self._sharded is None:  # before DDP makes buckets of their dtype
+        refuse_codes(module, self.precision, self.backend)
+        refuse_sharded(module, self.precision)
+        if self.modules.add(module):
+            self._prepare_waiting()
+        elif self.masters is not None and self.modules.sharded is None:  # before DDP makes buckets of its dtype
             self.masters.cast(module, self.autocast_dtype)
         return module
 
-    def _settle_pending(self) -> None:
-        pending, self._pending = self._pending, []
-        for module in alive(pending):
-            self._device = self._device or device_of(module)
-            self._settle(module, self._device)
-            if self.masters is not None and self._will_train and self._sharded is None:
+    def _prepare_waiting(self) -> None:
+        prepared = []
+        for module, device in self.modules.take_waiting():
+            self._prepare(module, device)
+            if self.masters is not None and self._will_train and self.modules.sharded is None:
                 self.masters.cast(module, self.autocast_dtype)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
-            self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
-            self._unchecked.append(weakref.ref(module))
+            prepared.append((module, device))
         if self.masters is not None:
-            for optimizer in alive(self._optimizers):
-                self.masters.give(optimizer)
-        self._device = self._device or default_device()
+            for optimizer in self.optimizers.known:
+                self.masters.add_masters(optimizer)
+        for module, device in prepared:
+            self._finish(module, device)
 
     def _known_device(self) -> torch.device:
-        if self._pending or self._device is None:
-            self._settle_pending()
-        assert self._device is not None
-        return self._device
+        if not self.modules.are_ready:
+            self._prepare_waiting()
+        assert self.modules.device is not None
+        return self.modules.device
 
-    # ---- FSDP2
+    # ---- set-up under FSDP2
 
-    def bind_shards(self) -> None:
-        """Our FSDP2 strategy runs this: float32 masters are its float32 shards, and other forms wait for shards."""
-        self._sharded = weakref.WeakSet() if self._sharded is None else self._sharded
+    def bind_shards(self, reshard: Callable[[Module], None]) -> None:
+        """FSDP2 will shard the modules: float32 masters are its float32 shards, other forms wait for the shards.
+
+        Args:
+            reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
+        """
+        self.modules.bind_fsdp2()
+        self.optimizers.reshard = reshard
         self.masters = None if self.masters is None else self.masters.under_fsdp2()
 
     def cast_shards(self, module: Module) -> None:
-        """``module`` is sharded, in float32: cast the shards if the weights are half precision."""
-        self._sharded = weakref.WeakSet([*(self._sharded or ()), module])
+        """Cast the float32 shards of ``module``, which has been sharded, if the weights are half precision."""
+        self.modules.note_sharded(module)
         if self.masters is not None:
             self.masters.cast(module, self.autocast_dtype)
             self._half_weights = True
 
-    # ---- optimizers
+    # ---- set-up of optimizers
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Fabric, by the names in ``precision=``: an optimizer is set up, before its first step."""
-        self._optimizers.append(weakref.ref(optimizer))
+        """Prepare an optimizer in Fabric, by the names in ``precision=``, before its first step."""
+        self.optimizers.add(optimizer)
+        self._prepare_optimizer(optimizer)
+
+    def see_module(self, module: Module) -> None:
+        """Look at a module as the strategy wrapped it (DDP): Fabric by the names, the Trainer by ``connect``."""
+        if self.masters is not None:
+            self.masters.gradients.reduce_ddp(module)
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:
             self.scaler.watch(optimizer)
         if self.masters is not None:
-            self.masters.give(optimizer)
-
-    def see_module(self, module: Module) -> None:
-        """A module as the strategy wrapped it: Fabric by the names in ``precision=``, the Trainer by ``connect``."""
-        if self.masters is not None:
-            self.masters.gradients.see_ddp(module)
-
-    def _before_first_step(self, optimizer: Optimizer) -> None:
-        """Fabric, after every set-up of modules."""
-        if self._optimizers:
-            self._check_optimizers([*alive(self._optimizers), optimizer])
-        if self.masters is not None:
-            refuse_uncast(self._sharded, self.precision)
-            self.masters.gradients.check_reduced()
-            self.masters.give(optimizer)  # without the names, this is the first that is seen of it
-            self.masters.forget()
-        self._unchecked = []
-
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Raise if what was converted will not train; runs once per set-up, with every optimizer that is known."""
+            self.masters.add_masters(optimizer)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: see the wrapped model, and all optimizers before their first step."""
+        """Trainer: look at the wrapped model, and prepare all optimizers before their first step."""
         self.see_module(model)
         for optimizer in optimizers:
-            if self.scaler is not None:
-                self.scaler.watch(optimizer)
-            if self.masters is not None:
-                self.masters.give(optimizer)
+            self._prepare_optimizer(optimizer)
         if self.masters is not None:
-            self.masters.forget()
+            self.masters.drop_originals()
         self._check_optimizers(optimizers)
-        self._unchecked = []
+        self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)
+
+    def _before_first_step(self, optimizer: Optimizer) -> None:
+        """Fabric, after every set-up of modules."""
+        if self.optimizers.any_added:
+            self._check_optimizers([*self.optimizers.known, optimizer])
+        if self.masters is not None:
+            refuse_uncast(self.modules.sharded, self.precision)
+            self.masters.gradients.check_reduced()
+            self.masters.add_masters(optimizer)  # without the names, the optimizer was not known before
+            self.masters.drop_originals()
+        self.modules.note_check()
+
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Raise if a converted layer will not train; runs once per set-up, with every optimizer that is known."""
+        self.optimizers.check(self.modules, optimizers, self._converted_layers)
 
     # ---- forward
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on the module's device, cached as Lightning does it: in Fabric, not in the Trainer."""
+        """Autocast on the module's device; casts are cached in Fabric and not in the Trainer, as Lightning does."""
         device = self._known_device()
         return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors to the autocast dtype, in Fabric and where the weights are half precision.
+        """Cast floating-point tensors to the autocast dtype, in Fabric and where the weights are half precision.
 
-        In the Trainer, over float32 weights, batches stay as they are: as with Lightning's own mixed precision.
+        In the Trainer, over float32 weights, batches keep their dtype, as with Lightning's own mixed precision.
         """
         if self._in_trainer and not self._half_weights:
             return data
@@ -212,47 +251,41 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors to the default dtype (Fabric only calls this)."""
+        """Cast floating-point tensors to the default dtype (only Fabric calls this)."""
         return cast_floating(data, torch.get_default_dtype())
 
-    # ---- backward
+    # ---- a step: see `step.py`
 
     @override
     @shown_as(FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
-        """Trainer: scale the loss, then run its hooks."""
+        """Trainer: scale the loss, then run the Trainer's hooks."""
         if not in_trainer(module):
             return tensor
-        return super().pre_backward(self._scaled(tensor), module)
+        return super().pre_backward(step.scale_loss(self.scaler, tensor), module)
 
     @property
     def backward(self) -> Callable[..., None]:
-        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where it does something."""
-        accumulates = self.masters is not None and self.masters.gradients.follows_backward
+        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the override is needed."""
+        accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
-        parent.backward(self, tensor, model, *args, **kwargs)
+        step.backward(self, tensor, model, *args, **kwargs)
 
     def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        scaled = tensor if in_trainer(model) else self._scaled(tensor)
+        scaled = tensor if in_trainer(model) else step.scale_loss(self.scaler, tensor)
         with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
-            self._backward_plain(scaled, model, *args, **kwargs)
+            step.backward(self, scaled, model, *args, **kwargs)
 
     @override
     @shown_as(FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
-        """Trainer: run its hooks."""
+        """Trainer: run the Trainer's hooks."""
         if not in_trainer(module):
             return tensor
         return super().post_backward(tensor, module)
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self.scaler is None else self.scaler.scale_loss(tensor)
-
-    # ---- step
 
     @override
     def optimizer_step(
@@ -263,50 +296,24 @@ class LowPrecision(TrainerPrecision, ABC):
         **kwargs: Any,
     ) -> Any:
         """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
-        if self._unchecked:
+        if self.modules.need_check:
             self._before_first_step(optimizer)
         if self.scaler is not None:
-            return self._scaled_step(self.scaler, optimizer, model, closure, kwargs)
-        if model is not None and closure is not None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
-
-    def _scaled_step(
-        self,
-        scaler: LossScaler,
-        optimizer: Any,
-        model: LightningModule | None,
-        closure: Callable[[], Any] | None,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        check_optimizer(self.precision, optimizer)
-        result = None if closure is None else closure()
-        if model is None:
-            scaler.step(optimizer, **kwargs)
-            return result
-        skipped = result is None and model.automatic_optimization  # training_step returned None: no gradients
-        if not skipped:
-            scaler.unscale(optimizer)
-        with grads_shown(optimizer):
-            self._after_closure(model, optimizer)
-        if skipped:
-            return result
-        output = scaler.step(optimizer, **kwargs)
-        log_loss_scale(scaler, model.trainer)
-        return output
+            return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
+        return step.step(self, optimizer, model, closure, kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Called by ``fabric.clip_gradients``; gradients of a step that will be skipped become zero.
+        """Unscale for ``fabric.clip_gradients``; gradients of a step that will be skipped become zero.
 
         Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
         """
-        unscale_to_clip(self.scaler, optimizer)
-        zero_if_nonfinite(self.scaler, optimizer)
+        step.unscale(self.scaler, optimizer)
+        step.zero_if_skipped(self.scaler, optimizer)
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
-        """What the optimizer updates, for clipping and for looking at gradients: float32 masters where there are."""
+        """The tensors that the optimizer updates (float32 masters if there are any), for clipping and logging."""
         return main_params(optimizer)
 
     @override
@@ -320,31 +327,30 @@ class LowPrecision(TrainerPrecision, ABC):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if clip_val > 0:
-            unscale_to_clip(self.scaler, optimizer)
+            step.unscale(self.scaler, optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
-    # ---- state
+    # ---- state: see `state.py`
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; ``loss_scale`` is there if the loss is scaled."""
-        return {} if self.scaler is None else {SCALER_STATE: self.scaler.state_dict()}
+        """Plain numbers and strings: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
+        found: dict[str, Any] = {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
+        return found
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loss scale if both runs scale the loss; a scale that has no use here is dropped, and logged."""
-        load_loss_scale(self.scaler, state_dict, self.precision)
+        """Restore the loss scale if both runs scale the loss; else drop the stored scale and log that."""
+        if self.backend_is_chosen and self.backend is not None:
+            state.check_resumes(self.precision, self.backend, state_dict)
+        state.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Trainer: take what another plugin left, so that a checkpoint of any precision resumes under any other."""
-        for state in foreign_states(checkpoint, type(self).__qualname__):
-            self.load_state_dict(state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but modules and optimizers, which stay in their process."""
-        return {**self.__dict__, "_pending": [], "_modules": [], "_unchecked": [], "_optimizers": [], "_sharded": None}
+        """Trainer: load what another plugin left, so that a checkpoint of any precision resumes under any other."""
+        for found in state.foreign_states(checkpoint, type(self), LowPrecision):
+            self.load_state_dict(found)
 
     def __str__(self) -> str:
-        """Shown in Lightning's errors, so it names the package that this plugin is made for."""
+        """Name the package that this plugin is made for; Lightning's errors show this."""
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"

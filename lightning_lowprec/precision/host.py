@@ -13,8 +13,7 @@ The two call the same hooks with different signatures:
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from lightning_lowprec.hardware import default_device
 if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
     raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -57,11 +55,6 @@ def shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
         return hook
 
     return decorate
-
-
-def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    """What the weak references still refer to."""
-    return [value for value in (reference() for reference in references) if value is not None]
 
 
 def device_of(module: Module) -> torch.device:

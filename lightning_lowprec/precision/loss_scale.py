@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.optimizer import drop_grads, held_masters, is_wrapped, prepare_grads
+from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
 
 LossScaleInput = Literal["dynamic"] | float
 
@@ -115,8 +115,8 @@ class LossScaler:
         self.watch(optimizer)
         if optimizer in self._found_inf:
             return
-        if is_wrapped(optimizer):
-            prepare_grads(optimizer)
+        if has_masters(optimizer):
+            move_grads_to_masters(optimizer)
         found = self._carried.pop(optimizer, [])
         for device, grads in _grads_by_device_and_dtype(optimizer):
             found_inf = torch.zeros((), device=device)

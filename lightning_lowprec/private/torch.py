@@ -1,24 +1,279 @@
-"""Private names of PyTorch that this package uses."""
+"""Private names of PyTorch that this package uses, by the part of the package that needs them."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-_AUTOGRAD: Final = ("_C._current_graph_task_id", "_C._autograd._top_saved_tensors_default_hooks")
+F = TypeVar("F", bound=Callable[..., Any])
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+MASTERS: Final = "float32 masters"
+MSAMP: Final = "MS-AMP"
+TRANSFORMER_ENGINE: Final = "FP8TE"
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    MASTERS: (
+        "torch._foreach_copy_",
+        "torch._foreach_mul",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        "torch.Tensor._version",
+        "torch.optim.Optimizer._patch_step_function",
+        "torch.nn.Module._apply",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.ops.aten.copy_.default._schema",
+    ),
+    MSAMP: (
+        "torch.Tensor._make_wrapper_subclass",
+        "torch._C._disabled_torch_function_impl",
+        "torch._scaled_mm",
+        "torch._foreach_copy_",
+        "torch._foreach_norm",
+        "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "torch.ops.aten._foreach_copy_.default",
+        "torch.ops.aten._foreach_norm.Scalar",
+        "torch.ops.aten._foreach_zero_.default",
+        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    ),
+    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
+}
+"""By part: the names whose absence is an error as soon as that part is set up."""
 
 
 def moved() -> list[str]:
     """Return the private names that the installed PyTorch no longer has, in words; empty on supported versions."""
-    return [f"torch.{name}" for name in _AUTOGRAD if _found(name) is None]
+    return [f"{name}, which {part} needs" for part in NAMES for name in _missing(part)]
 
 
-def _found(name: str) -> Any:
+def check(part: str) -> None:
+    """Raise if PyTorch lacks a private name that a part of this package needs; called at set-up, before any step.
+
+    Args:
+        part: a key of :data:`NAMES`.
+
+    Raises:
+        ImportError: the message names PyTorch's version and what is missing.
+    """
+    missing = _missing(part)
+    if missing:
+        raise ImportError(
+            f"torch {torch.__version__} no longer has {', '.join(missing)}, which {part} needs. Install a torch that"
+            " this version of lightning_lowprec supports."
+        )
+
+
+def _missing(part: str) -> list[str]:
+    missing = [name for name in NAMES[part] if not _exists(name)]
+    return [*missing, *_missing_handshake()] if part == MASTERS else missing
+
+
+def _exists(name: str) -> bool:
+    """Return whether ``name`` is there: a module, an attribute, or an attribute that a class sets in ``__init__``."""
+    value: Any = torch
+    path = "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if hasattr(value, part):
+            value = getattr(value, part)
+        elif isinstance(value, type):
+            code = getattr(getattr(value, "__init__", None), "__code__", None)
+            return part in getattr(code, "co_names", ())
+        else:
+            try:
+                value = importlib.import_module(path)
+            except ImportError:
+                return False
+    return True
+
+
+@functools.cache
+def _missing_handshake() -> list[str]:
+    """Look at a real scheduler: torch defines the names of its handshake with optimizers nowhere else."""
+    optimizer = SGD([torch.zeros(1)], lr=1.0)
+    LambdaLR(optimizer, lambda _: 1.0)
+    noting_step = optimizer.step
+    missing = []
+    if not hasattr(noting_step, "_wrapped_by_lr_sched"):
+        missing.append("optimizer.step._wrapped_by_lr_sched")
+    if "_opt_called" not in noting_step.__code__.co_names:
+        missing.append("optimizer._opt_called")
+    if not hasattr(SGD.step, "hooked"):
+        missing.append("torch.optim.Optimizer.step.hooked")
+    return missing
+
+
+# ---- an optimizer's class
+
+
+def check_step(optimizer: Optimizer, needed_by: str) -> None:
+    """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect.
+
+    Raises:
+        RuntimeError: the optimizer has an own ``step``.
+    """
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise RuntimeError(
+            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which {needed_by}"
+            " changes. Set the optimizer up before anything that replaces its `step`."
+        )
+
+
+def change_class(optimizer: Optimizer, target: type[Any]) -> None:
+    """Change the class of an optimizer in place; step hooks and existing schedulers keep working.
+
+    A scheduler replaces ``optimizer.step`` with a function that notes the call and runs the step of the class that
+    the optimizer had then. This function replaces the scheduler's function with one that runs the current class's step.
+    """
+    scheduled = vars(optimizer).pop("step", None) is not None
+    optimizer.__class__ = target
+    optimizer._patch_step_function()  # gives the step of a new class its hooks
+    if scheduled:
+        optimizer.step = _note_call(optimizer)  # type: ignore[method-assign]
+
+
+def _note_call(optimizer: Optimizer) -> Callable[..., Any]:
+    reference = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        live: Any = reference()
+        live._opt_called = True  # schedulers warn if they step before the optimizer
+        return type(live).step(live, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+# ---- many tensors in one call
+
+
+def copy_all_(targets: Tensors, sources: Tensors) -> None:
+    """Copy every source into its target, in place."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def multiply_all(tensors: Tensors, factor: float) -> list[Tensor]:
+    """Return every tensor times ``factor``."""
+    return list(torch._foreach_mul(tensors, factor)) if tensors else []
+
+
+def multiply_all_(tensors: Tensors, factor: float | Tensor) -> None:
+    """Multiply every tensor by ``factor``, in place."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def largest_absolute_values(tensors: Tensors) -> Tensor:
+    """Return the largest absolute value of every tensor, NaN if there is one: (len(tensors),)."""
+    return torch.stack(torch._foreach_norm(tensors, float("inf")))
+
+
+def unscale_all_(grads: Tensors, inv_scale: float) -> Tensor:
+    """Multiply gradients of one device and dtype, in place; return a scalar above 0 if one of them is not finite."""
+    device = grads[0].device
+    found_inf = torch.zeros((), device=device)
+    factor = torch.full((), inv_scale, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+    return found_inf
+
+
+# ---- tensors, modules and operations
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a count that grows with every in-place change of ``tensor``, except through ``tensor.data``."""
+    return tensor._version
+
+
+def reset_shards(module: nn.Module) -> None:
+    """Let FSDP2 take the current parameters of ``module`` as its shards."""
+    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+@functools.cache
+def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = func._schema.arguments
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
+
+
+# ---- MS-AMP: tensors of codes and their gradients
+
+
+def _get(name: str) -> Any:
+    """Return what ``name`` refers to, or None: :func:`check` tells before it is used."""
     found: Any = torch
-    for part in name.split("."):
+    for part in name.split(".")[1:]:
         found = getattr(found, part, None)
     return found
+
+
+make_wrapper_subclass: Any = _get("torch.Tensor._make_wrapper_subclass")
+disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
+"""``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
+scaled_mm: Any = _get("torch._scaled_mm")
+"""FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
+foreach_copy_: Any = _get("torch._foreach_copy_")
+foreach_norm: Any = _get("torch._foreach_norm")
+ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+"""The operation of gradient scalers."""
+ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
+ATEN_FOREACH_NORM: Any = _get("torch.ops.aten._foreach_norm.Scalar")
+ATEN_FOREACH_ZERO: Any = _get("torch.ops.aten._foreach_zero_.default")
+ATEN_FOREACH_MULTIPLY: Final[tuple[Any, ...]] = tuple(
+    _get(f"torch.ops.aten._foreach_{operation}_.{numbers}")
+    for operation in ("mul", "div")
+    for numbers in ("Scalar", "ScalarList", "Tensor")
+)
+_ignore_in_ddp: Any = _get("torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model")
+
+
+def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
+    """Let DDP leave these parameters of ``model`` alone, and those that it was to leave alone already."""
+    _ignore_in_ddp(model, sorted(names.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))))
+
+
+# ---- learning rate schedulers and the step of an optimizer
+
+
+def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether somebody set ``optimizer.step``, other than the wrapper that learning rate schedulers set."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def noted_by_schedulers(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
+
+    @functools.wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return step(self, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return noted  # type: ignore[return-value]
+
+
+# ---- Transformer Engine: the backward pass and its saved tensors
 
 
 def is_in_backward() -> bool:

@@ -15,9 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_lowprec.numerics.dispatch import written
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.private.torch import written_arguments
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
@@ -57,7 +57,7 @@ class Fp8Weight(Tensor):
         if func is _aten._to_copy.default:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in pytree.tree_leaves(written(func, args, kwargs)):
+        for target in pytree.tree_leaves(written_arguments(func, args, kwargs)):
             if isinstance(target, Fp8Weight):
                 return target.write(func, *args[1:])
         return func(*pytree.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from torch.nn import Module
-from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_lowprec.conversion.backends import unconvert
-from lightning_lowprec.conversion.converted import check_converted
-from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
-from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive, device_of
-from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    FP8Choices,
+    FP8Options,
+    LossScaleChoices,
+    LossScaleOptions,
+)
+from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
-from lightning_lowprec.te.te_options import Base, check_base, check_options
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
-_OVERRIDE: Final = "override_linear_precision"
-_NAMES: Final = {
+NAMES: Final[Mapping[tuple[str, str], str]] = {
     ("delayed", "HYBRID"): "fp8-hybrid-te",
     ("delayed", "E4M3"): "fp8-e4m3-te",
     ("current", "HYBRID"): "fp8-current",
@@ -39,49 +40,44 @@ _NAMES: Final = {
     ("mxfp8", "E4M3"): "mxfp8",
     ("nvfp4", "E4M3"): "nvfp4",
 }
+"""The name for ``precision=`` of each kind of recipe and format."""
 
 
+class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, total=False):
+    """The options of :class:`FP8TE` that other plugins share, for type checkers."""
+
+
+@final
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, without=("min_gain", "tokens", "emulate"))
 class FP8TE(LowPrecision):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
     Linears, LayerNorms and RMSNorms become Transformer Engine's in place; checkpoints stay those of the model.
+    ``keep`` and ``only`` may name norms too. ``first_last_layers_bf16`` does not go with delayed scaling.
 
     Args:
         recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
-            Engine. A ``CustomRecipe(qfactory=...)`` is one too: its function is told the fqn of each layer as
-            ``role.name``; ``quantization_alignment``, if set, is what tokens and features are multiples of; it cannot
-            ask for delayed scaling, nor be fused.
+            Engine. A ``CustomRecipe(qfactory=...)`` works too: its function gets the fqn of each layer as
+            ``role.name``; ``quantization_alignment``, if set, is the number that tokens and features must be multiples
+            of; it cannot ask for delayed scaling, nor be fused.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
         amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
-        reduce_amax: of delayed scaling: whether all ranks scale alike.
-        override_linear_precision: what Transformer Engine 1.x called it: (fprop, dgrad, wgrad) in high precision.
-        interval: as well; 1 is what is done.
+        reduce_amax: of delayed scaling: whether all ranks use the same scales.
+        override_linear_precision: which of (fprop, dgrad, wgrad) run in high precision, as in Transformer Engine 1.x.
+        interval: steps between new scales, as in Transformer Engine 1.x; only 1 is possible.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
-            float32 weights as their masters; also under ``master_weights``, which casts all others. Frozen ones are in
-            FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all are gathered as float8, which
-            these recipes do by themselves.
-        fp8_dpa: attention in FP8, where it is Transformer Engine's own.
-        fp8_mha: keep it in FP8 around attention, where that is Transformer Engine's own.
-        base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling.
+            float32 weights as their masters; also under ``master_weights``, which casts all other weights. Frozen
+            weights are stored in FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all weights
+            are gathered as float8, which these recipes do by themselves.
+        fp8_dpa: attention in FP8, where the attention is Transformer Engine's own.
+        fp8_mha: keep values in FP8 around attention, where the attention is Transformer Engine's own.
         norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
         fuse: ``"auto"`` computes norms with the Linears or MLP behind them, and experts, by single calls, where the
             structure is recognised exactly (Llama, Mistral, Qwen, Mixtral, GPT-NeoX, norm and Linear in a Sequential).
-        keep: Linears and norms that stay as they are, beside output heads, routers and LoRA adapters: fqns, parts of
-            fqns, patterns.
-        only: if given, just these convert, and none of the built-in rules applies.
-        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
-            ``num_layers_at_end_in_bf16`` blocks (not with delayed scaling).
-        frozen: ``"keep"`` leaves Linears that do not train in high precision.
-        fp8_eval: whether validation, test and prediction run in FP8 too.
         weight_cache: use quantised weights again within an optimizer step; they are kept where that happens.
-        loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
-        master_weights: as in :class:`HalfMixed`: weights in ``base`` with float32 masters.
-        buffer_dtype: as in :class:`HalfMixed`.
-        grad_reduce_dtype: as in :class:`HalfMixed`.
-        grad_accumulation_dtype: as in :class:`HalfMixed`.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -89,9 +85,7 @@ class FP8TE(LowPrecision):
         RuntimeError: the device cannot run the recipe.
     """
 
-    base: Base
-    backend_is_chosen: bool = False
-    """Whether the name in ``precision=`` left the backend to us."""
+    backend: ClassVar[str | None] = BACKEND
     choice: Any = None
     """What was converted and what was kept, of the module that was set up last."""
 
@@ -109,57 +103,48 @@ class FP8TE(LowPrecision):
         fp8_params: bool = False,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
-        base: Base = "bf16",
         norms: bool = True,
         fuse: Literal["auto", False] = False,
-        keep: Sequence[str] = (),
-        only: Sequence[str] | None = None,
-        first_last_layers_bf16: bool = False,
-        num_layers_at_start_in_bf16: int = 1,
-        num_layers_at_end_in_bf16: int = 1,
-        frozen: Literal["convert", "keep"] = "convert",
-        fp8_eval: bool = True,
         weight_cache: bool = True,
-        loss_scale: LossScaleChoice = "auto",
-        master_weights: MasterWeights = False,
-        buffer_dtype: torch.dtype | None = None,
-        grad_reduce_dtype: torch.dtype | None = None,
-        grad_accumulation_dtype: torch.dtype | None = None,
+        **options: Unpack[TEChoices],
     ) -> None:
-        check_base(base)
-        dtypes = {"buffer_dtype": buffer_dtype, "grad_reduce_dtype": grad_reduce_dtype}
-        masters = resolve_masters(base, master_weights, **dtypes, grad_accumulation_dtype=grad_accumulation_dtype)
-        super().__init__(resolve_loss_scale(base, loss_scale), masters)
+        running = take(FP8Options, options)
+        masters = take(MasterOptions, options).resolve(running.base)
+        super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
         require(support.MODULE, "FP8TE")
-        fields: dict[str, Any] = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": amax_history_len}
-        fields |= {"amax_compute_algo": amax_compute_algo, "reduce_amax": reduce_amax, "interval": interval}
-        fields |= {"fp8_dpa": fp8_dpa or None, "fp8_mha": fp8_mha or None, _OVERRIDE: override_linear_precision}
+        fields: dict[str, Any] = {
+            "fp8_format": fp8_format,
+            "margin": margin,
+            "amax_history_len": amax_history_len,
+            "amax_compute_algo": amax_compute_algo,
+            "reduce_amax": reduce_amax,
+            "override_linear_precision": override_linear_precision,
+            "interval": interval,
+            "fp8_dpa": fp8_dpa or None,
+            "fp8_mha": fp8_mha or None,
+        }
         self.recipe: Any = recipes.make_recipe(recipe, fields, "FP8TE")
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
-        self.layers = LayerOptions(
-            keep=keep,
-            only=only,
-            first_last_layers_bf16=first_last_layers_bf16,
-            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
-            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
-            frozen=frozen,
-        )
-        self.base, self.norms, self.fp8_eval, self.weight_cache = base, norms, fp8_eval, weight_cache
-        self.fp8_params = fp8_params
+        self.layers = take(LayerOptions, options)
+        self.base = running.base
+        self.fp8_eval = running.fp8_eval
+        self.norms = norms
         self.fuse: Literal["auto", False] = fuse
+        self.weight_cache = weight_cache
+        self.fp8_params = fp8_params
+        _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
-        check_options(self)
         if fp8_params and masters is not None:
-            masters.spared = self._weights_in_fp8
-        name = _NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
-        self.precision = name + ("-fp16" if base == "fp16" else "")
+            masters.not_cast = self._weights_in_fp8
+        name = NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
+        self.precision = name + ("-fp16" if self.base == "fp16" else "")
 
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: of everything that is no FP8 GEMM."""
-        return DTYPES[self.base]
+        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
+        return BASE_DTYPES[self.base]
 
     @property
     @override
@@ -184,28 +169,29 @@ class FP8TE(LowPrecision):
         """FP8 kernels of Transformer Engine."""
         return f"FP8 kernels of Transformer Engine on {describe(device)}"
 
+    # ---- sharding
+
+    @override
+    def gathers(self, options: Any) -> str | None:
+        """One scale per weight can be gathered."""
+        unable = gather_refusal(self.recipe)
+        if unable is not None:
+            return f"`recipe={self.kind!r}` {unable}"
+        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+
+    @override
+    def sharded_identity(self) -> tuple[Any, ...]:
+        """The layers, and how they compute."""
+        return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms, self.fuse
+
     # ---- layers
 
     @override
-    def _settle_pending(self) -> None:
-        modules = alive(self._pending)
-        super()._settle_pending()
-        if self.fp8_params and self._sharded is None and gather_refusal(self.recipe) is None and self.fp8_eval:
-            from lightning_lowprec.te.linear import store_frozen_in_fp8
-
-            for module in modules:
-                store_frozen_in_fp8(module, self._device or device_of(module))
-
-    @override
-    def _settle(self, module: Module, device: torch.device) -> None:
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
-        if self.backend_is_chosen:
-            check_ranks_agree(self.precision, BACKEND)
+    def _prepare(self, module: Module, device: torch.device) -> None:
+        fp8.check_runs(self, device)
         from lightning_lowprec.te.convert import Settings, convert_model
 
-        unconvert(module, but=BACKEND)
+        backends.revert_all(module, except_for=BACKEND)
         settings = Settings(
             recipe=self.recipe,
             layers=self.layers,
@@ -222,6 +208,14 @@ class FP8TE(LowPrecision):
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
+    @override
+    def _finish(self, module: Module, device: torch.device) -> None:
+        unsharded = self.modules.sharded is None
+        if self.fp8_params and unsharded and gather_refusal(self.recipe) is None and self.fp8_eval:
+            from lightning_lowprec.te.linear import store_frozen_in_fp8
+
+            store_frozen_in_fp8(module, device)
+
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
         from lightning_lowprec.te.convert import choose
@@ -237,12 +231,9 @@ class FP8TE(LowPrecision):
 
         own = [fqn for fqn, _ in scaled_layers(module)]
         if not found.converts and not own:
-            raise ValueError(
-                f"`precision={self.precision!r}` would convert none of the {len(found.linears.rows)} linear layers of"
-                f" {type(module).__name__}, so nothing would run in FP8:\n{found.linears}\nUse a model with Linear"
-                f" layers whose features are multiples of {recipes.alignment_of(self.recipe)}, or a"
-                " precision without FP8 ('bf16-mixed', 'half-auto')."
-            )
+            none = f"none of the {len(found.linears.rows)} linear layers of {type(module).__name__}"
+            multiple = recipes.alignment_of(self.recipe)
+            raise fp8.nothing_converts(self.precision, none, found.linears, multiple=multiple)
         te = support.pytorch("FP8TE")
         attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
         for field in ("fp8_dpa", "fp8_mha"):
@@ -253,16 +244,15 @@ class FP8TE(LowPrecision):
                 )
 
     @override
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+    def _converted_layers(self, module: Module) -> Iterable[Module]:
         from lightning_lowprec.te.fusion.modules import FusedMLP, FusedModule
         from lightning_lowprec.te.linear import TELinear
 
-        modules, sharded = alive(self._modules), self._sharded is not None
-        fused = [
-            child for module in modules for m in module.modules() if isinstance(m, FusedMLP) for child in m.modules()
-        ]
-        kinds = (TELinear, FusedModule)
-        check_converted(modules, alive(self._unchecked), optimizers, kinds, also=fused, sharded=sharded)
+        for layer in module.modules():
+            if isinstance(layer, (TELinear, FusedModule)):
+                yield layer
+            if isinstance(layer, FusedMLP):
+                yield from layer.modules()
 
     # ---- a step
 
@@ -302,7 +292,7 @@ class FP8TE(LowPrecision):
         """By the number of the module that was set up, and the fqn in it."""
         from lightning_lowprec.te.convert import scaled_layers
 
-        modules = dict.fromkeys(alive(self._modules))  # one that was set up again is one
+        modules = dict.fromkeys(self.modules.prepared)  # one that was set up again is one
         found = [(i, *entry) for i, m in enumerate(modules) for entry in scaled_layers(m)]
         return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
 
@@ -310,15 +300,41 @@ class FP8TE(LowPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, the backend, and with delayed scaling its scales, as plain tensors."""
         delayed = {} if self.scales is None else self.scales.state()
-        return {**super().state_dict(), "backend": BACKEND, **delayed}
+        return {**super().state_dict(), BACKEND_STATE: BACKEND, **delayed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale, and the scales for the next forward; what has no use here is dropped, and logged."""
-        if self.backend_is_chosen:
-            check_resumes(self.precision, BACKEND, state_dict)
         super().load_state_dict(state_dict)
         if self.scales is not None:
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+
+def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
+    """Raise ValueError for options that contradict each other, or the recipe."""
+    if fuse not in ("auto", False):
+        raise ValueError(f"`fuse={fuse!r}` is not valid; expected 'auto' or False.")
+    if kind == "delayed" and layers.first_last_layers_bf16:
+        raise ValueError(
+            "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
+            " layers at once (Megatron refuses it too); use `recipe='current'`."
+        )
+    if kind == "nvfp4" and base == "fp16":
+        raise ValueError(
+            "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
+            " `base='bf16'`."
+        )
+    if kind == recipes.CUSTOM and fuse:
+        raise ValueError(
+            "`fuse='auto'` is not valid with a CustomRecipe: the fused layers of Transformer Engine add biases in"
+            " kernels that take no quantizers but its own. Leave `fuse` out, or use a recipe by name."
+        )
+    if fp8_params and fuse:
+        raise ValueError(
+            "`fp8_params=True` is not valid with `fuse='auto'`: a fused layer joins the weights of several and"
+            " quantises them at each call. Use one of the two."
+        )
+    if fp8_params and not weight_cache:
+        raise ValueError("`fp8_params=True` is not valid with `weight_cache=False`: it keeps quantised weights.")

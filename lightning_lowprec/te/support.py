@@ -10,6 +10,7 @@ import torch
 
 from lightning_lowprec.extras import INSTALL, import_refusal, require
 from lightning_lowprec.hardware import describe, every_gpu_has_fp8
+from lightning_lowprec.private.torch import TRANSFORMER_ENGINE, check
 from lightning_lowprec.private.transformer_engine import check_names
 
 MODULE = "transformer_engine.pytorch"
@@ -55,6 +56,7 @@ def pytorch(purpose: str) -> Any:
 @functools.cache
 def _check_names() -> None:
     check_names()
+    check(TRANSFORMER_ENGINE)
 
 
 def device_refusal(kind: str, device: torch.device) -> str | None:

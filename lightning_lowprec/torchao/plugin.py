@@ -1,74 +1,66 @@
-"""FP8 training through torchao: scales computed from each tensor, no state, one device or DDP."""
+"""FP8 training through torchao: scales are computed from each tensor, so there is no state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final, Literal, final, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
-from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_lowprec.conversion.backends import unconvert
-from lightning_lowprec.conversion.converted import check_converted
+from lightning_lowprec.checks import check_choice
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.hardware import default_device, describe, fp8_refusal
-from lightning_lowprec.masters.half_weights import MasterWeights, resolve_masters
-from lightning_lowprec.precision.backend_choice import check_ranks_agree, check_resumes
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.half import DTYPES
-from lightning_lowprec.precision.host import alive
-from lightning_lowprec.precision.loss_scale_choice import LossScaleChoice, resolve_loss_scale
-from lightning_lowprec.precision.plans import plan_or_raise
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    EmulationChoices,
+    FP8Choices,
+    FP8Options,
+    LossScaleChoices,
+    LossScaleOptions,
+)
+from lightning_lowprec.precision.state import BACKEND_STATE
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-Base = Literal["bf16", "fp16"]
 FP8Format = Literal["hybrid", "e4m3"]
 BACKEND: Final = "torchao"
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
-_NAMES = {
+NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
     ("tensorwise", "hybrid"): "fp8-tensorwise",
     ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
     ("rowwise", "e4m3"): "fp8-rowwise",
     ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
 }
+"""The name for ``precision=`` of each recipe and format."""
 
 
+class TorchAOChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, total=False):
+    """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
+
+
+@final
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions)
 class FP8TorchAO(LowPrecision):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
     Args:
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
             ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
-        keep: Linears that stay in high precision beside output heads, routers and LoRA adapters: fqns, parts of fqns,
-            patterns.
-        only: if given, just these convert, and none of the built-in rules applies.
-        first_last_layers_bf16: keep the first ``num_layers_at_start_in_bf16`` and the last
-            ``num_layers_at_end_in_bf16`` blocks.
-        frozen: ``"keep"`` leaves Linears that do not train in high precision.
-        min_gain: keep layers that are expected to gain less than this over bf16; ``"auto"``: those below break-even.
-        tokens: tokens per step and device that ``min_gain`` assumes.
-        base: dtype of everything else: ``"bf16"``, or ``"fp16"`` with loss scaling (tensorwise only).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
-        emulate: multiply dequantised codes in float32 instead of FP8 kernels. None: on CPU yes, on a GPU no, and a
-            GPU without FP8 raises.
-        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless some are compiled already; True does
-            on any device, False never; a mapping gives ``torch.compile`` options.
-        fp8_eval: whether validation, test and prediction run in FP8 too.
+        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless some are compiled already; True compiles
+            them on any device, False never; a mapping gives ``torch.compile`` options.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
-        loss_scale: as in :class:`HalfMixed`; only for ``base="fp16"``.
-        master_weights: as in :class:`HalfMixed`: weights in ``base`` with float32 masters.
-        buffer_dtype: as in :class:`HalfMixed`.
-        grad_reduce_dtype: as in :class:`HalfMixed`.
-        grad_accumulation_dtype: as in :class:`HalfMixed`.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -76,128 +68,100 @@ class FP8TorchAO(LowPrecision):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
+    backend: ClassVar[str | None] = BACKEND
+    plan: Plan | None = None
+    """What was converted and what was kept, of the module that was set up last."""
+
     def __init__(
         self,
         recipe: Recipe = "tensorwise",
         *,
-        keep: Sequence[str] = (),
-        only: Sequence[str] | None = None,
-        first_last_layers_bf16: bool = False,
-        num_layers_at_start_in_bf16: int = 1,
-        num_layers_at_end_in_bf16: int = 1,
-        frozen: Literal["convert", "keep"] = "convert",
-        min_gain: float | Literal["auto"] | None = None,
-        tokens: int | None = None,
-        base: Base = "bf16",
         fp8_format: FP8Format | None = None,
-        emulate: bool | None = None,
         compile: Literal["auto"] | bool | Mapping[str, Any] = "auto",
-        fp8_eval: bool = True,
         round_scales_to_power_of_2: bool | None = None,
-        loss_scale: LossScaleChoice = "auto",
-        master_weights: MasterWeights = False,
-        buffer_dtype: torch.dtype | None = None,
-        grad_reduce_dtype: torch.dtype | None = None,
-        grad_accumulation_dtype: torch.dtype | None = None,
+        **options: Unpack[TorchAOChoices],
     ) -> None:
-        _check(recipe, base, fp8_format, compile)
-        masters = resolve_masters(
-            base,
-            master_weights,
-            buffer_dtype=buffer_dtype,
-            grad_reduce_dtype=grad_reduce_dtype,
-            grad_accumulation_dtype=grad_accumulation_dtype,
-        )
-        super().__init__(resolve_loss_scale(base, loss_scale), masters)
+        running = take(FP8Options, options)
+        _check(recipe, running.base, fp8_format, compile)
+        masters = take(MasterOptions, options).resolve(running.base)
+        super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe
-        self.layers = LayerOptions(
-            keep=keep,
-            only=only,
-            first_last_layers_bf16=first_last_layers_bf16,
-            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
-            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
-            frozen=frozen,
-            min_gain=min_gain,
-            tokens=tokens,
-        )
-        self.base: Base = base
+        self.layers = take(LayerOptions, options)
+        self.base = running.base
+        self.fp8_eval = running.fp8_eval
+        self.emulate = running.emulate
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
-        self.emulate = emulate
         self.compile = compile
-        self.fp8_eval = fp8_eval
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
-        self.backend_is_chosen = False
-        """Whether the name in ``precision=`` left the backend to us."""
-        self.plan: Plan | None = None
-        """What was converted and what was kept, of the module that was set up last."""
-        self.precision = _NAMES[self.recipe, self.fp8_format] + ("-fp16" if base == "fp16" else "")
+        self.precision = NAMES[self.recipe, self.fp8_format] + ("-fp16" if self.base == "fp16" else "")
 
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: of everything that is no FP8 GEMM."""
-        return DTYPES[self.base]
+        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
+        return BASE_DTYPES[self.base]
 
     @property
     @override
     def compute_dtype(self) -> torch.dtype:
-        """``torch.int8`` where FP8 kernels run (Lightning's tables list FP8 peaks there), else the base dtype."""
-        return self.autocast_dtype if self.emulates(self._device or default_device()) else torch.int8
+        """``torch.int8`` where FP8 kernels run, else the base dtype."""
+        return fp8.peak_dtype(self)
 
     @override
     def emulates(self, device: torch.device) -> bool:
-        """On CPU unless told otherwise; on a GPU only if told so."""
-        return device.type == "cpu" if self.emulate is None else self.emulate
+        """On CPU unless the user says no; on a GPU only if the user says so."""
+        return fp8.emulates(self.emulate, device)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao, or a GPU without FP8 that is not told to emulate it."""
-        reason = fp8_refusal(device)
+        """No torchao, a GPU without FP8, or a CPU without a rowwise kernel, where FP8 is not emulated."""
         if device.type == "cpu" and not self.emulates(device) and self.recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
             return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
-        if reason is None or device.type == "cpu" or self.emulates(device):
-            return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
-        return (
-            f"{reason}. Use a GPU with FP8 (compute capability 8.9 or above), 'bf16-mixed', or"
-            " `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"
-        )
+        reason = fp8.kernel_refusal(self.emulate, device, "FP8TorchAO(..., emulate=True)")
+        return reason or import_refusal("torchao.float8", f"`precision={self.precision!r}`")
 
     @override
     def how(self, device: torch.device) -> str:
         """FP8 kernels, or emulated."""
-        if not self.emulates(device):
-            return f"FP8 kernels of {describe(device)}"
-        return (
-            f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
-            " tests and for looking at the numerics"
-        )
+        return fp8.how(self.emulate, device)
 
     @override
-    def _settle(self, module: Module, device: torch.device) -> None:
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise RuntimeError(f"`precision={self.precision!r}` cannot run: {refusal}.")
-        if self.backend_is_chosen:
-            check_ranks_agree(self.precision, BACKEND)
-        from lightning_lowprec.torchao import linear as torchao
+    def gathers(self, options: Any) -> str | None:
+        """One scale per weight can be gathered."""
+        if self.recipe != "tensorwise":
+            return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
+        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
-        unconvert(module, but=BACKEND)
-        torchao.revert(module)  # fit, then test: the same plan again
-        plan = plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
-        config = torchao.linear_config(
+    @override
+    def sharded_identity(self) -> tuple[Any, ...]:
+        """The layers, and how they compute."""
+        return self.precision, self.layers, self.emulate, self.fp8_eval, self.round_scales_to_power_of_2
+
+    @override
+    def _prepare(self, module: Module, device: torch.device) -> None:
+        fp8.check_runs(self, device)
+        from lightning_lowprec.torchao import linear
+
+        backends.revert_all(module)  # also layers of torchao: fit, then test, makes the same plan again
+        plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
+        config = linear.linear_config(
             self.recipe,
             fp8_format=self.fp8_format,
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
         )
         with unchanged(module):
-            torchao.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+            linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
         if plan.converted:
             self._compile(module, device)
         if plan != self.plan:
             self._say(plan, device)
         self.plan = plan
+
+    @override
+    def _converted_layers(self, module: Module) -> Iterable[Module]:
+        return filter(backends.get(BACKEND).owns, module.modules())
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")
@@ -214,13 +178,6 @@ class FP8TorchAO(LowPrecision):
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
                 " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
             )
-
-    @override
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        from lightning_lowprec.torchao.linear import FP8Linear
-
-        modules, sharded = alive(self._modules), self._sharded is not None
-        check_converted(modules, alive(self._unchecked), optimizers, FP8Linear, sharded=sharded)
 
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao.compile import compile_blocks, is_compiled
@@ -244,22 +201,17 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale if there is one, and which backend computed the FP8 GEMMs."""
-        return {**super().state_dict(), "backend": BACKEND}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loss scale; raise if the name left the backend to us and the checkpoint has the other one."""
-        if self.backend_is_chosen:
-            check_resumes(self.precision, BACKEND, state_dict)
-        super().load_state_dict(state_dict)
+        """The loss scale if the loss is scaled, and the backend that computed the FP8 GEMMs."""
+        return {**super().state_dict(), BACKEND_STATE: BACKEND}
 
 
 def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> None:
-    _check_choice("recipe", recipe, get_args(Recipe))
-    _check_choice("base", base, get_args(Base))
-    _check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
-    _check_compile(compile)
+    check_choice("recipe", recipe, get_args(Recipe))
+    check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
+    if compile != "auto" and not isinstance(compile, (bool, Mapping)):
+        raise ValueError(
+            f"`compile={compile!r}` is not valid; expected 'auto', True, False or a mapping of torch.compile options."
+        )
     if recipe != "tensorwise" and base == "fp16":
         raise ValueError(
             f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"
@@ -269,16 +221,4 @@ def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> N
         raise ValueError(
             f"`fp8_format='hybrid'` is not valid with `recipe={recipe!r}`, which uses e4m3 everywhere; use"
             " `fp8_format='e4m3'` or `recipe='tensorwise'`."
-        )
-
-
-def _check_choice(field: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, allowed))}.")
-
-
-def _check_compile(compile: object) -> None:
-    if compile != "auto" and not isinstance(compile, (bool, Mapping)):
-        raise ValueError(
-            f"`compile={compile!r}` is not valid; expected 'auto', True, False or a mapping of torch.compile options."
         )

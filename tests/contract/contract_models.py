@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.msamp.weight import scaled_of, values_of
+from lightning_lowprec.msamp.weight import msamp_state_of, values_of
 
 X = torch.tensor([3.0, 4.0])
 """A batch, and the gradient it causes: norm 5, exact in fp16, bf16 and float32."""
@@ -22,7 +22,7 @@ OVERFLOW = torch.tensor([float("inf"), 4.0])
 
 def value(parameter: Tensor) -> Tensor:
     """A copy of what a parameter is worth, which may hold codes with a scale."""
-    return parameter.detach().clone() if scaled_of(parameter) is None else values_of(parameter)
+    return parameter.detach().clone() if msamp_state_of(parameter) is None else values_of(parameter)
 
 
 def same(actual: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
@@ -30,7 +30,7 @@ def same(actual: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
 
     Weights kept as codes may be off by the rounding to these.
     """
-    if scaled_of(actual) is not None:
+    if msamp_state_of(actual) is not None:
         rtol = max(rtol, torch.finfo(actual.dtype).eps)
         actual = value(actual)
     if actual.dtype == expected.dtype and rtol == 0.0:

@@ -16,8 +16,8 @@ STEPS = 3
 MADE = [
     "pytorch FSDPStrategy",
     "fabric FSDPStrategy",
-    "strategies FSDP2Strategy",
-    "strategies FabricFSDP2Strategy",
+    "fsdp2 FSDP2Strategy",
+    "fsdp2 FabricFSDP2Strategy",
 ]
 
 

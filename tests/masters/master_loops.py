@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowprec.masters.casting import cast_parameters
-from lightning_lowprec.masters.optimizer import wrap
+from lightning_lowprec.masters.half_weights import cast_parameters
+from lightning_lowprec.masters.optimizer import add_masters
 
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
@@ -57,7 +57,7 @@ def by_hand(make: Any, form: str, steps: int, dtype: torch.dtype = torch.bfloat1
 def wrapped(make: Any, form: Any, dtype: torch.dtype = torch.bfloat16, bias: bool = True, seed: int = 0):
     model = net(seed, bias)
     originals = cast_parameters(model, dtype, keep=True)
-    return model, wrap(make(model.parameters()), form, values=originals)
+    return model, add_masters(make(model.parameters()), form, values=originals)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, closure: bool = False) -> None:

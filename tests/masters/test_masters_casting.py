@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.casting import cast_parameters
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, wrap
+from lightning_lowprec.masters.half_weights import cast_parameters
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -71,7 +71,7 @@ def test_masters_from_the_kept_values_lose_nothing():
     net = model()
     exact = net[0].weight.detach().clone()
     originals = cast_parameters(net, torch.bfloat16, keep=True)
-    optimizer = wrap(optim.SGD(net.parameters(), lr=1.0), "remainder", values=originals)
+    optimizer = add_masters(optim.SGD(net.parameters(), lr=1.0), "remainder", values=originals)
     assert torch.equal(optimizer.state_dict()["state"][0][MASTER_PARAM], exact)
 
 

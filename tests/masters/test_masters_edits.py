@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params, refresh, wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters, has_masters, held_masters, main_params, refresh_masters
 from lightning_lowprec.masters.stores import Store
 from tests.masters.master_loops import by_hand, equal, loss_of, masters_of, train, wrapped
 
@@ -52,7 +52,7 @@ def edit_data_in_place(p, value):
 @pytest.mark.parametrize("edit", [edit_in_place, edit_by_new_data])
 def test_edits_are_noticed(form, edit):
     p = half(1.0, 1.0, 1.0)
-    optimizer = wrap(optim.SGD([p], lr=1e-4), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-4), form)
     step(optimizer, p, grad=1.0)
     unedited = masters_of(optimizer)[0][0] if form in EXACT else None
     edit(p, torch.stack([p[0].detach(), *torch.tensor([3.0, 0.0]).bfloat16()]))
@@ -65,10 +65,10 @@ def test_edits_are_noticed(form, edit):
 @every_form
 def test_edits_of_data_in_place_need_a_refresh(form):
     p = half(1.0, 1.0)
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     step(optimizer, p, grad=1.0)
     edit_data_in_place(p, torch.tensor([3.0, 0.0]))
-    refresh(optimizer)
+    refresh_masters(optimizer)
     step(optimizer, p)
     assert p.tolist() == [3.0, 0.0]
     if form in EXACT:
@@ -78,15 +78,15 @@ def test_edits_of_data_in_place_need_a_refresh(form):
 @every_exact_form
 def test_refresh_takes_values_that_round_to_the_weights(form):
     p = half(1.0, 1.0)
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
-    refresh(optimizer, {id(p): torch.tensor([1.001, 5.0])})
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
+    refresh_masters(optimizer, {id(p): torch.tensor([1.001, 5.0])})
     assert torch.equal(masters_of(optimizer)[0], torch.tensor([1.001, 1.0]))
 
 
 @every_exact_form
 def test_clamping_weights_after_every_step_loses_no_small_updates(form):
     p = half(1.0, 1.0)
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     for _ in range(20):
         step(optimizer, p, grad=1.0)
         with torch.no_grad():
@@ -98,11 +98,11 @@ def test_clamping_weights_after_every_step_loses_no_small_updates(form):
 def test_pruned_weights_stay_numbers(form):
     """In remainder form a leftover below zero would borrow from the sign bit of a zero."""
     p = nn.Parameter(torch.randn(512).bfloat16())
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     step(optimizer, p, grad=1.0)
     p.data.mul_(0.0)  # unnoticed, and -0.0 where the weight was negative
     if form == "fp32":
-        refresh(optimizer)
+        refresh_masters(optimizer)
     step(optimizer, p)
     assert bool((p.abs() < 1e-30).all())
 
@@ -175,7 +175,7 @@ def test_copies_train_on_alone(form, copied):
     model, optimizer = wrapped(ADAMW, form)
     train(model, optimizer, range(3))
     model2, optimizer2 = copied((model, optimizer))
-    assert is_wrapped(optimizer2)
+    assert has_masters(optimizer2)
     assert all(p is q for p, q in zip(optimizer2.param_groups[0]["params"], model2.parameters(), strict=True))
     before = copy.deepcopy(optimizer.state_dict())
     train(model2, optimizer2, range(3, 6))
@@ -186,7 +186,7 @@ def test_copies_train_on_alone(form, copied):
 
 
 def test_copies_of_an_optimizer_that_was_never_stepped_or_has_fp32_parameters():
-    optimizer = wrap(optim.SGD([half(1.0), nn.Parameter(torch.ones(1))], lr=1.0), "remainder")
+    optimizer = add_masters(optim.SGD([half(1.0), nn.Parameter(torch.ones(1))], lr=1.0), "remainder")
     assert equal(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
 
 
@@ -213,7 +213,7 @@ class Stubborn(optim.Optimizer):
 @every_form
 def test_an_optimizer_of_somebody_else(form):
     p = nn.Parameter(torch.ones(1024).bfloat16())
-    optimizer = wrap(Stubborn([p]), form)
+    optimizer = add_masters(Stubborn([p]), form)
 
     def closure():
         optimizer.zero_grad()

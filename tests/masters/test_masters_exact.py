@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, without_masters, wrap
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters, without_masters
 from tests.masters.master_loops import X, Y, by_hand, equal, masters_of, net, through_file, train, wrapped
 
 OPTIMIZERS = {
@@ -80,12 +80,12 @@ def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model
         torch.tensor([0x3F808000, 0x3F818000, -0x407F8000 & 0xFFFFFFFF, 0x3F800001]).to(torch.int32).view(torch.float32)
     )
     p = torch.nn.Parameter(tie.bfloat16())
-    optimizer = wrap(optim.SGD([p], lr=0.0), first, values={id(p): tie})
+    optimizer = add_masters(optim.SGD([p], lr=0.0), first, values={id(p): tie})
     p.grad = torch.zeros_like(p)
     optimizer.step()
     weight, state = p.detach().clone(), through_file(optimizer.state_dict())
     q = torch.nn.Parameter(torch.randn(4).bfloat16())
-    resumed = wrap(optim.SGD([q], lr=0.0), second)
+    resumed = add_masters(optim.SGD([q], lr=0.0), second)
     loads = [lambda: resumed.load_state_dict(state), torch.no_grad()(lambda: q.copy_(weight))]
     for load in reversed(loads) if model_first else loads:
         load()

@@ -4,13 +4,20 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.optimizer import grads_shown, held_masters, main_params, prepare_grads, refresh, wrap
+from lightning_lowprec.masters.optimizer import (
+    add_masters,
+    expose_master_grads,
+    held_masters,
+    main_params,
+    move_grads_to_masters,
+    refresh_masters,
+)
 
 every_form = pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
 
 
 def sgd(*params, form="fp32", lr=1.0):
-    return wrap(optim.SGD(params, lr=lr), form)
+    return add_masters(optim.SGD(params, lr=lr), form)
 
 
 def half(*values, dtype=torch.bfloat16):
@@ -24,7 +31,7 @@ def test_moves_once_and_unscales_in_float32(form, inv_scale):
     optimizer = sgd(p, plain, unused, form=form)
     p.grad, plain.grad = torch.tensor([1.0, 3.0]).bfloat16(), torch.tensor([4.0, 8.0])
     for _ in range(2):
-        prepare_grads(optimizer, inv_scale)
+        move_grads_to_masters(optimizer, inv_scale)
     assert p.grad is None
     master, same, third = main_params(optimizer)
     assert same is plain
@@ -43,7 +50,7 @@ def test_unscaling_keeps_what_fp16_cannot_hold():
     p = half(1.0, dtype=torch.float16)
     optimizer = sgd(p)
     p.grad = torch.full_like(p, 6e-8)
-    prepare_grads(optimizer, 2.0**-16)
+    move_grads_to_masters(optimizer, 2.0**-16)
     (master,) = main_params(optimizer)
     assert master.grad.item() == pytest.approx(2.0**-24 * 2.0**-16)
 
@@ -53,8 +60,8 @@ def test_a_new_gradient_of_a_float32_parameter_is_unscaled_again():
     optimizer = sgd(plain, half(1.0), lr=0.0)
     for end in (optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False), optimizer.step):
         plain.grad = torch.full_like(plain, 4.0) if plain.grad is None else plain.grad.fill_(4.0)
-        prepare_grads(optimizer, 0.5)
-        prepare_grads(optimizer, 0.5)
+        move_grads_to_masters(optimizer, 0.5)
+        move_grads_to_masters(optimizer, 0.5)
         assert plain.grad.item() == 2.0
         end()
 
@@ -65,7 +72,7 @@ def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
     optimizer = sgd(p, form=form)
     for _ in range(1024):
         (p * 0.25).sum().backward()
-        prepare_grads(optimizer)
+        move_grads_to_masters(optimizer)
     (master,) = main_params(optimizer)
     assert master.grad.item() == 256.0  # bf16 stops at 64: 64.25 rounds back
 
@@ -78,14 +85,14 @@ def test_float32_gradients_are_handed_over(form, inv_scale):
     optimizer = sgd(p, form=form)
     (p * 0.25).sum().backward()
     first = p.grad
-    prepare_grads(optimizer, inv_scale)
+    move_grads_to_masters(optimizer, inv_scale)
     (master,) = main_params(optimizer)
     assert master.grad is first
     assert p.grad is None
     (p * 0.5).sum().backward()  # a micro-batch after clipping
-    prepare_grads(optimizer, inv_scale)
+    move_grads_to_masters(optimizer, inv_scale)
     assert master.grad.item() == 0.75 * float(inv_scale)
-    with grads_shown(optimizer):
+    with expose_master_grads(optimizer):
         assert p.grad is master.grad
     assert p.grad_dtype is torch.float32
     optimizer.step()
@@ -98,14 +105,14 @@ def test_zero_grad_drops_both_kinds(form, set_to_none):
     p, q = half(1.0), half(1.0)
     optimizer = sgd(p, q, form=form)
     p.grad = torch.ones_like(p)
-    prepare_grads(optimizer)
+    move_grads_to_masters(optimizer)
     q.grad = torch.ones_like(q)
     optimizer.zero_grad(set_to_none)
     optimizer.step()
     assert p.tolist() == q.tolist() == [1.0]
     if form != "fp32":  # a skipped step leaves no float32 behind
         p.grad = torch.ones_like(p)
-        prepare_grads(optimizer)
+        move_grads_to_masters(optimizer)
         optimizer.zero_grad()
         assert all(store.buffer.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters._stores)
 
@@ -115,7 +122,7 @@ def test_clipping_sees_float32_gradients(form):
     p = half(*[1.0] * 16)
     optimizer = sgd(p, form=form)
     p.grad = torch.ones_like(p)
-    prepare_grads(optimizer)
+    move_grads_to_masters(optimizer)
     norm = nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)
     assert norm.item() == 4.0
     assert next(main_params(optimizer)).grad.norm().item() == pytest.approx(1.0, abs=1e-6)
@@ -130,7 +137,7 @@ def test_sparse_gradients(form):
     optimizer = sgd(embedding.weight, form=form)
     for row in ([1, 1], [3]):
         embedding(torch.tensor(row)).sum().backward()
-        prepare_grads(optimizer, 0.5)
+        move_grads_to_masters(optimizer, 0.5)
     assert next(main_params(optimizer)).grad.is_sparse
     optimizer.step()
     moved = (embedding.weight - before).float()
@@ -142,7 +149,7 @@ def test_sparse_gradients(form):
 @pytest.mark.parametrize("zero", [True, False])
 def test_closures_without_zero_grad_do_not_add_up_evaluations(zero):
     p = half(4.0)
-    optimizer = wrap(optim.LBFGS([p], lr=0.1, max_iter=3), "fp32")
+    optimizer = add_masters(optim.LBFGS([p], lr=0.1, max_iter=3), "fp32")
     weights = []
 
     def closure():
@@ -160,8 +167,10 @@ def test_closures_without_zero_grad_do_not_add_up_evaluations(zero):
 
 def test_only_wrapped_optimizers():
     plain = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    for call in (prepare_grads, refresh):
-        with pytest.raises(TypeError, match=r"expected an optimizer with masters, got SGD\. Call `wrap` on it first"):
+    for call in (move_grads_to_masters, refresh_masters):
+        with pytest.raises(
+            TypeError, match=r"expected an optimizer with masters, got SGD\. Call `add_masters` on it first"
+        ):
             call(plain)
     assert list(main_params(plain)) == plain.param_groups[0]["params"]
     assert held_masters(plain) == []

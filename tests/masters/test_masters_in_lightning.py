@@ -8,8 +8,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.optimizer import held_masters, is_wrapped, main_params
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import has_masters, held_masters, main_params
 from lightning_lowprec.precision.loss_scale import LossScale
 
 QUIET = {
@@ -100,7 +100,7 @@ def test_swa_and_schedulers(name):
     swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
     trainer = L.Trainer(precision=name, max_epochs=3, callbacks=[swa], **QUIET)
     trainer.fit(model)
-    assert is_wrapped(trainer.optimizers[0])
+    assert has_masters(trainer.optimizers[0])
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
 

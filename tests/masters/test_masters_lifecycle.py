@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_lowprec.masters.optimizer import is_wrapped, main_params, wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params
 from tests.masters.master_loops import equal, masters_of, net, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
@@ -43,7 +43,7 @@ def test_class_and_what_the_groups_show(form):
     params = list(model.parameters())
     assert isinstance(optimizer, optim.AdamW)
     assert type(optimizer).__name__ == "AdamW"
-    assert is_wrapped(optimizer)
+    assert has_masters(optimizer)
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.extend(o.param_groups[0]["params"]))
     for act in (lambda: train(model, optimizer, range(2)), lambda: optimizer.load_state_dict(optimizer.state_dict())):
@@ -59,7 +59,7 @@ def test_wrapping_twice_changes_nothing(form):
     model, optimizer = wrapped(ADAMW, form)
     train(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
-    assert wrap(optimizer, form) is optimizer
+    assert add_masters(optimizer, form) is optimizer
     assert equal(optimizer.state_dict(), before)
     assert type(optimizer).__mro__[2] is optim.AdamW
 
@@ -68,22 +68,22 @@ def test_errors_of_wrap():
     p = nn.Parameter(torch.ones(2).half())
     plain = optim.SGD([p], lr=1.0)
     with pytest.raises(ValueError, match=r"`form='fp23'` is not valid; expected one of: fp32, remainder, stochastic\."):
-        wrap(plain, "fp23")
+        add_masters(plain, "fp23")
     with pytest.raises(ValueError, match=r"`moments='bf16'` is not valid; expected one of: fp32, stochastic\."):
         MasterConfig(moments="bf16")
     with pytest.raises(ValueError, match=r"`moments='stochastic'` goes with `form='stochastic'` only"):
         MasterConfig(moments="stochastic")
     for form in ("remainder", "stochastic"):
         with pytest.raises(ValueError, match=r"keeps masters of torch\.bfloat16 parameters, got torch\.float16"):
-            wrap(plain, form)
+            add_masters(plain, form)
     assert type(plain) is optim.SGD
-    wrap(plain)
+    add_masters(plain)
     with pytest.raises(RuntimeError, match=r"already has masters by .*'fp32'.* asked for .*'remainder'"):
-        wrap(plain, "remainder")
+        add_masters(plain, "remainder")
     replaced = optim.SGD([half(1.0)], lr=1.0)
     replaced.step = lambda: None
     with pytest.raises(RuntimeError, match="`step` of this SGD hides its class"):
-        wrap(replaced)
+        add_masters(replaced)
 
 
 def test_a_parameter_that_changed_its_dtype_raises():
@@ -100,7 +100,7 @@ def test_wrapping_after_half_precision_steps_keeps_the_state(make, form):
     optimizer = make(model.parameters(), lr=1e-3)
     train(model, optimizer, range(3))
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    wrap(optimizer, form)
+    add_masters(optimizer, form)
     for key, entry in before.items():
         now = optimizer.state_dict()["state"][key]
         assert all(equal(value.float(), now[name]) for name, value in entry.items())
@@ -127,7 +127,7 @@ def test_memory_goes_with_the_optimizer_without_the_garbage_collector(form):
 def test_float32_parameters_are_their_own_masters(form):
     params = [nn.Parameter(torch.linspace(-1, 1, 5)), half(0.3, -0.7), nn.Parameter(torch.ones(3).double())]
     copies = [nn.Parameter(p.detach().clone().to(torch.promote_types(p.dtype, torch.float32))) for p in params]
-    optimizer, reference = wrap(ADAMW(params), form), ADAMW(copies)
+    optimizer, reference = add_masters(ADAMW(params), form), ADAMW(copies)
     for i in range(5):
         for p, q in zip(params, copies, strict=True):
             p.grad = torch.full_like(p, 0.5**i)
@@ -164,7 +164,7 @@ def test_groups_added_later_and_two_dtypes(form):
 def test_parameters_put_into_a_group_by_hand_get_masters():
     """As a sharding strategy does: the list of the group is changed in place."""
     first, second = half(1.0), half(1.0)
-    optimizer = wrap(optim.SGD([first], lr=1e-3), "remainder")
+    optimizer = add_masters(optim.SGD([first], lr=1e-3), "remainder")
     optimizer.param_groups[0]["params"][:] = [second]
     for _ in range(5):
         step(optimizer, second, grad=1.0)
@@ -191,7 +191,7 @@ def test_layouts_empty_and_scalar_parameters(form):
         nn.Parameter(torch.zeros(0, 3).bfloat16()),
         nn.Parameter(torch.randn(6, 4).bfloat16().t()),
     ]
-    optimizer = wrap(optim.AdamW(params, lr=0.5), form)
+    optimizer = add_masters(optim.AdamW(params, lr=0.5), form)
     signs = [p.detach().clone() for p in params]
     strides = [p.stride() for p in params]
     for _ in range(3):
@@ -216,10 +216,10 @@ def test_schedulers(form, before):
     stepped_on = []
     optimizer.register_step_post_hook(lambda o, *_: stepped_on.append(o.param_groups[0]["params"][0].dtype))
     if not before:
-        wrap(optimizer, form)
+        add_masters(optimizer, form)
     scheduler = LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     if before:
-        wrap(optimizer, form)
+        add_masters(optimizer, form)
     start = [p.detach().clone() for p in model.parameters()]
     for i in range(3):
         train(model, optimizer, range(i, i + 1))
@@ -254,7 +254,7 @@ def test_step_hooks_fire_once(form, loaded):
 @every_exact_form
 def test_what_a_post_hook_does_to_masters_reaches_the_weights(form):
     p = half(1.0, -1.0)
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0]["params"][0].data.clamp_(min=0.5))
     step(optimizer, p)
     assert torch.equal(p, torch.tensor([1.0, 0.5]).bfloat16())

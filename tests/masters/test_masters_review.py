@@ -8,13 +8,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_lowprec.masters.optimizer import main_params, wrap
+from lightning_lowprec.masters.optimizer import add_masters, main_params
 
 
 def trained(seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.nn.Parameter(torch.randn(64, generator=generator).bfloat16())
-    optimizer = wrap(torch.optim.AdamW([weight], lr=1e-4))
+    optimizer = add_masters(torch.optim.AdamW([weight], lr=1e-4))
     for _ in range(5):
         weight.grad = torch.randn(64, generator=generator).bfloat16()
         optimizer.step()
@@ -50,6 +50,6 @@ def test_an_optimizer_that_steps_another_is_refused(tmp_path):
     try:
         weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         with pytest.raises(TypeError, match="ZeroRedundancyOptimizer steps another optimizer inside"):
-            wrap(ZeroRedundancyOptimizer([weight], optimizer_class=torch.optim.SGD, lr=0.1))
+            add_masters(ZeroRedundancyOptimizer([weight], optimizer_class=torch.optim.SGD, lr=0.1))
     finally:
         dist.destroy_process_group()

@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 from torch import optim
 
-from lightning_lowprec.masters.optimizer import wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
 from tests.masters.master_loops import masters_of, net, train
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
@@ -30,7 +30,7 @@ def sharded(mesh, form, seed=0):
 
     model = net(seed).bfloat16()
     fully_shard(model, mesh=mesh)
-    return model, wrap(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
+    return model, add_masters(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
 
 
 @pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic", pytest.param(ALL_BF16, id="all-bf16")])
@@ -38,7 +38,7 @@ def test_trains_and_resumes_as_unsharded(mesh, form):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     plain = net().bfloat16()
-    reference = wrap(partial(optim.AdamW, lr=1e-3, foreach=True)(plain.parameters()), form)
+    reference = add_masters(partial(optim.AdamW, lr=1e-3, foreach=True)(plain.parameters()), form)
     train(plain, reference, range(6))
 
     model, optimizer = sharded(mesh, form)

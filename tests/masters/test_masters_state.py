@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, without_masters, wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters, without_masters
 from lightning_lowprec.numerics import rounding
 from tests.masters.master_loops import equal, masters_of, net, through_file, train, wrapped
 
@@ -172,7 +172,7 @@ def test_the_wrong_number_of_parameters_is_torchs_error_and_changes_nothing():
 def test_bf16_moments_decay_as_float32_ones_do():
     """1000 zero gradients at beta2 = 0.995; plain bf16 stays near 1.0, where 0.995 times it rounds back."""
     p = nn.Parameter(torch.ones(4096).bfloat16())
-    optimizer = wrap(optim.Adam([p], lr=0.0, betas=(0.9, 0.995)), ALL_BF16)
+    optimizer = add_masters(optim.Adam([p], lr=0.0, betas=(0.9, 0.995)), ALL_BF16)
     p.grad = torch.full_like(p, (1 / 0.005) ** 0.5)
     optimizer.step()
     assert optimizer.state[p]["exp_avg_sq"].dtype == torch.bfloat16
@@ -185,7 +185,7 @@ def test_bf16_moments_decay_as_float32_ones_do():
 
 def test_bf16_moments_that_come_later_or_were_moved_are_taken_in():
     p, late = nn.Parameter(torch.ones(8).bfloat16()), nn.Parameter(torch.ones(8).bfloat16())
-    optimizer = wrap(optim.AdamW([p, late], lr=1e-3), ALL_BF16)
+    optimizer = add_masters(optim.AdamW([p, late], lr=1e-3), ALL_BF16)
     for params in ([p], [p], [p, late], [late], [p, late]):
         for q in params:
             q.grad = torch.ones_like(q)
@@ -202,7 +202,7 @@ def test_bf16_moments_that_come_later_or_were_moved_are_taken_in():
 
 def test_weights_and_every_moment_round_with_bits_of_their_own(monkeypatch):
     p = nn.Parameter(torch.ones(8).bfloat16())
-    optimizer = wrap(optim.AdamW([p]), ALL_BF16)
+    optimizer = add_masters(optim.AdamW([p]), ALL_BF16)
     seeds = []
     monkeypatch.setattr(rounding, "stochastic_round_", lambda flat, *, seed, **_: seeds.append(seed))
     p.grad = torch.ones_like(p)
@@ -212,7 +212,7 @@ def test_weights_and_every_moment_round_with_bits_of_their_own(monkeypatch):
 
 def test_bf16_moments_of_float32_parameters_stay_float32():
     p, plain = nn.Parameter(torch.ones(8).bfloat16()), nn.Parameter(torch.ones(8))
-    optimizer = wrap(optim.AdamW([p, plain]), ALL_BF16)
+    optimizer = add_masters(optim.AdamW([p, plain]), ALL_BF16)
     p.grad, plain.grad = torch.ones_like(p), torch.ones_like(plain)
     optimizer.step()
     assert optimizer.state[plain]["exp_avg"].dtype == torch.float32

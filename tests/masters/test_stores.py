@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.masters.casting import cast_parameters
-from lightning_lowprec.masters.optimizer import prepare_grads, wrap
-from lightning_lowprec.masters.registry import MasterConfig
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.half_weights import cast_parameters
+from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
 from tests.masters.master_loops import masters_of, through_file, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
@@ -35,7 +35,7 @@ def test_plain_bf16_loses_small_updates():
 @pytest.mark.parametrize("form", ["fp32", "remainder"])
 def test_masters_keep_small_updates(form):
     p = nn.Parameter(torch.ones(4096).bfloat16())
-    optimizer = wrap(optim.SGD([p], lr=1e-3), form)
+    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
     weight = five_steps_down(p, optimizer)
     assert torch.allclose(masters_of(optimizer)[0], torch.full((4096,), 0.995), rtol=0, atol=1e-6)
     assert bool((weight == torch.tensor(0.995).bfloat16()).all())
@@ -43,7 +43,7 @@ def test_masters_keep_small_updates(form):
 
 def test_stochastic_rounding_keeps_small_updates_on_average():
     p = nn.Parameter(torch.ones(4096).bfloat16())
-    weight = five_steps_down(p, wrap(optim.SGD([p], lr=1e-3), "stochastic"))
+    weight = five_steps_down(p, add_masters(optim.SGD([p], lr=1e-3), "stochastic"))
     # the grid below 1 is 2^-8 wide: at most 5 roundings of variance 2^-18 each per weight
     assert abs(weight.float().mean().item() - 0.995) < 5 * (5 * 2.0**-18 / 4096) ** 0.5
 
@@ -60,7 +60,7 @@ def regression(dtype, form):
     originals = {} if dtype is None else cast_parameters(model, dtype, keep=True)
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     if form is not None:
-        wrap(optimizer, form, values=originals)
+        add_masters(optimizer, form, values=originals)
     for step in range(1200):
         rows = slice(32 * (step % 8), 32 * (step % 8) + 32)
         optimizer.zero_grad()
@@ -171,7 +171,7 @@ def test_bytes_per_parameter(form):
     """At rest (with gradients, before the step), and at the peak of the step."""
     n = 1 << 16
     params = [nn.Parameter(torch.randn(256, n // 512).bfloat16()) for _ in range(2)]
-    optimizer = wrap(optim.AdamW(params, foreach=True), FORMS[form])
+    optimizer = add_masters(optim.AdamW(params, foreach=True), FORMS[form])
     for _ in range(2):
         for p in params:
             p.grad = torch.randn_like(p)
@@ -207,13 +207,13 @@ def ops_of_a_step(tensors, form, inv_scale=1.0):
         params = [nn.Parameter(torch.randn(4, 3).to(dtype)) for _ in range(tensors)]
         optimizer = optim.AdamW(params, foreach=True)
         if dtype is torch.bfloat16:
-            wrap(optimizer, form)
+            add_masters(optimizer, form)
         for counted in (False, False, True):
             for p in params:
                 p.grad = torch.ones_like(p)
             with Count() as count:
                 if dtype is torch.bfloat16:
-                    prepare_grads(optimizer, inv_scale)
+                    move_grads_to_masters(optimizer, inv_scale)
                 optimizer.step()
             if counted:
                 counts.append(count.ops)

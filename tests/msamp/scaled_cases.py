@@ -36,7 +36,7 @@ def scaled_params(level, values=None):
 def give(params, step, coded):
     for p, g in zip(params, gradients(step), strict=False):  # of some or of all
         if coded:
-            p.scaled.accumulate(g)
+            p.msamp_state.accumulate(g)
         else:
             p.grad = g
 
@@ -50,7 +50,7 @@ def run(optimizer, params, steps, coded=True):
 
 def bits(params):
     return [
-        (p.detach().clone().view(torch.uint8 if p.itemsize == 1 else torch.int16), p.scaled.scale.item())
+        (p.detach().clone().view(torch.uint8 if p.itemsize == 1 else torch.int16), p.msamp_state.scale.item())
         for p in params
     ]
 
@@ -66,12 +66,12 @@ def through_file(state, tmp_path):
 
 def bytes_at_rest(p, optimizer):
     """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
-    kept = [p, p.scaled.grad, p.scaled.grad_inv_scale, p.scaled.scale, *optimizer.state[p].values()]
+    kept = [p, p.msamp_state.grad, p.msamp_state.grad_inv_scale, p.msamp_state.scale, *optimizer.state[p].values()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
-    (shelf,) = optimizer._shelves.values()
-    workspaces = [b.flat.untyped_storage().nbytes() for b in (*shelf._full.values(), *shelf._codes.values())]
+    (flat_step,) = optimizer._flat_steps.values()
+    workspaces = [b.flat.untyped_storage().nbytes() for b in (*flat_step._full.values(), *flat_step._codes.values())]
     return (sum(storages.values()) + sum(workspaces)) / p.numel()
 
 

@@ -124,7 +124,11 @@ def same(a, b):
 
 
 def scales(model):
-    return [(p.scaled.scale.item(), p.scaled.master_scale.item()) for p in model.parameters() if hasattr(p, "scaled")]
+    return [
+        (p.msamp_state.scale.item(), p.msamp_state.master_scale.item())
+        for p in model.parameters()
+        if hasattr(p, "msamp_state")
+    ]
 
 
 class Sent(TorchDispatchMode):
@@ -182,8 +186,8 @@ def counted(rank):
     model, optimizer, _ = sharded()
     with Sent() as sent:
         train(model, optimizer, [0], after=sent.calls.clear)
-    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
-    kept = [t for p in coded for t in (p.codes, p.scaled.master, *optimizer.state[p].values())]
+    coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
+    kept = [t for p in coded for t in (p.codes, p.msamp_state.master, *optimizer.state[p].values())]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
@@ -219,10 +223,10 @@ def stochastic(rank):
     """Which of the larger weights one small step has moved, where both ranks have the same weights and gradients."""
     model, _, _ = sharded()
     optimizer = ScaledAdamW(model.parameters(), lr=1e-5, level="O3", stochastic_rounding=True)
-    coded = [p for p in model.parameters() if hasattr(p, "scaled")]
+    coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
     for p in coded:
         alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
-        set_values_(p, p.scaled.shards.like(alike, p))
+        set_values_(p, p.msamp_state.shards.to_dtensor(alike, p))
     before = [master_of(p).to_local() for p in coded]
     train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
     moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]

@@ -36,7 +36,7 @@ def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypat
             reference.step(value(quantise(g, torch.float8_e4m3fn)) if coded else g, **OPTIONS)
     for p, reference in zip(params, references, strict=True):
         assert torch.equal(p.float(), reference.weight[0].float())
-        assert p.scaled.scale.item() == reference.weight[1]
+        assert p.msamp_state.scale.item() == reference.weight[1]
         state = optimizer.state[p]
         if level == "O1":
             assert torch.equal(state["exp_avg"], reference.m)
@@ -72,11 +72,11 @@ def test_gradients_of_micro_batches_add_up():
     (p,) = scaled_params("O2", [torch.zeros(64)])
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     coded = quantise(parts[0], torch.float8_e4m3fn)
-    p.scaled.accumulate(parts[0])
+    p.msamp_state.accumulate(parts[0])
     for part in parts[1:]:
-        p.scaled.accumulate(part)
+        p.msamp_state.accumulate(part)
         coded = quantise(part + value(coded), torch.float8_e4m3fn)
-    assert torch.equal(p.scaled.grad.float() * p.scaled.grad_inv_scale, value(coded))
+    assert torch.equal(p.msamp_state.grad.float() * p.msamp_state.grad_inv_scale, value(coded))
 
 
 @every_level
@@ -104,17 +104,17 @@ def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
     optimizer = ScaledAdamW([*params, plain], level="O2")
     give(params, 0, coded=True)
     plain.grad = torch.full((3,), 2.0)
-    before = [(p.scaled.grad.clone(), p.scaled.grad_inv_scale.clone()) for p in params]
+    before = [(p.msamp_state.grad.clone(), p.msamp_state.grad_inv_scale.clone()) for p in params]
     values = torch.cat([*((c.float() * i).flatten() for c, i in before), plain.grad])
     norm = optimizer.clip_grad_norm_(0.5)
     assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
     for p, (codes, inv_scale) in zip(params, before, strict=True):
-        assert torch.equal(p.scaled.grad.float(), codes.float())
-        assert p.scaled.grad_inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
+        assert torch.equal(p.msamp_state.grad.float(), codes.float())
+        assert p.msamp_state.grad_inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
     assert plain.grad[0].item() == pytest.approx(2 * 0.5 / norm.item(), rel=1e-5)
-    inv_scales = [p.scaled.grad_inv_scale.item() for p in params]
+    inv_scales = [p.msamp_state.grad_inv_scale.item() for p in params]
     assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(0.5, rel=1e-5)
-    assert [p.scaled.grad_inv_scale.item() for p in params] == inv_scales
+    assert [p.msamp_state.grad_inv_scale.item() for p in params] == inv_scales
 
 
 # ---- memory and kernels
@@ -124,7 +124,7 @@ def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
 def test_bytes_per_parameter(level, allowed):
     (p,) = scaled_params(level, [torch.randn(256, 256)])
     optimizer = ScaledAdamW([p], level=level)
-    p.scaled.accumulate(torch.randn(256, 256))
+    p.msamp_state.accumulate(torch.randn(256, 256))
     optimizer.step()
     assert bytes_at_rest(p, optimizer) <= allowed
 
@@ -136,7 +136,7 @@ def test_a_step_has_as_many_operations_for_40_parameters_as_for_4(level):
         params = scaled_params(level, [torch.randn(16, 16) for _ in range(number)])
         optimizer = ScaledAdamW(params, level=level)
         for p in params:
-            p.scaled.accumulate(torch.randn(16, 16))
+            p.msamp_state.accumulate(torch.randn(16, 16))
         optimizer.step()
         with Ops() as ops:
             optimizer.step()

@@ -135,10 +135,10 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     g = gradients(1)[0]
     g[0, 0] = bad
     params[0].grad = None
-    params[0].scaled.accumulate(g)
+    params[0].msamp_state.accumulate(g)
     optimizer.step()
     assert bool(values_of(params[0])[0, 0].isnan())
-    assert all(bool(p.scaled.scale.isfinite()) for p in params)
+    assert all(bool(p.msamp_state.scale.isfinite()) for p in params)
     assert bool(values_of(params[1]).isfinite().all())
 
 

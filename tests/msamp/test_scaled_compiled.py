@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.msamp import flat_step as scaled_shelf
+from lightning_lowprec.msamp import flat_step
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from tests.msamp.scaled_cases import OPTIONS, bits, every_level, run, same, scaled_params
@@ -17,11 +17,11 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def aot_eager(monkeypatch):
-    monkeypatch.setattr(scaled_shelf, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(flat_step, "_BACKEND", "aot_eager")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    scaled_shelf._compiled.cache_clear()
+    flat_step._compiled.cache_clear()
 
 
 def trained(form, level, steps=5, **options):

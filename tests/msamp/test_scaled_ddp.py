@@ -52,13 +52,13 @@ def batch(rank, step=0, width=32):
 
 
 def grads(model):
-    scaled = [(name, p.scaled) for name, p in model.named_parameters() if hasattr(p, "scaled")]
+    scaled = [(name, p.msamp_state) for name, p in model.named_parameters() if hasattr(p, "msamp_state")]
     return {name: None if s.grad is None else s.grad.float() * s.grad_inv_scale for name, s in scaled}
 
 
 def one_average(level, rank):
     model, ddp = wrapped(level, rank)
-    start = {name: values_of(p) for name, p in model.named_parameters() if hasattr(p, "scaled")}
+    start = {name: values_of(p) for name, p in model.named_parameters() if hasattr(p, "msamp_state")}
     ddp(batch(rank)).square().mean().backward()
     if rank == 1:
         model.sometimes(batch(rank)).square().mean().backward()
@@ -106,7 +106,7 @@ def overflow(rank):
     model, ddp = wrapped("O2", rank)
     ddp(batch(rank)).square().mean().backward()
     if rank == 1:
-        model.first.weight.scaled.accumulate(torch.full((32, 32), float("inf")))
+        model.first.weight.msamp_state.accumulate(torch.full((32, 32), float("inf")))
     average_scaled_gradients(model.parameters())
     return grads(model)
 
@@ -128,7 +128,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_ranks_start_with_the_weights_of_rank_0(results, level):
-    own = {name: values_of(p) for name, p in model_of(level, 0).named_parameters() if hasattr(p, "scaled")}
+    own = {name: values_of(p) for name, p in model_of(level, 0).named_parameters() if hasattr(p, "msamp_state")}
     for result in results:
         assert result[level]["start"].keys() == own.keys()
         assert all(torch.equal(own[name], value) for name, value in result[level]["start"].items())

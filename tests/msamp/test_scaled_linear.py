@@ -45,7 +45,7 @@ def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulat
     assert sqnr(x8 @ weight.T + module.bias.detach().double(), output.detach()) > 110  # float32 sums
     assert sqnr(g8 @ weight, x.grad) > 110
     exact = g8.flatten(0, 1).T @ x8.flatten(0, 1)
-    scaled = module.weight.scaled
+    scaled = module.weight.msamp_state
     assert scaled.grad.dtype == E4M3
     assert sqnr(rounded(exact, E4M3), scaled.grad.double() * scaled.grad_inv_scale) > 45  # but for ties
     assert torch.equal(module.weight.grad.decode(), scaled.grad.float() * scaled.grad_inv_scale)
@@ -60,7 +60,7 @@ def test_bf16_under_autocast(level):
     assert output.dtype == torch.bfloat16
     assert sqnr(module(x).detach(), output.detach().float()) > 35
     output.float().sum().backward()
-    assert module.weight.scaled.grad is not None
+    assert module.weight.msamp_state.grad is not None
 
 
 def test_no_tokens_and_inference_mode():
@@ -74,14 +74,14 @@ def test_no_tokens_and_inference_mode():
 def test_two_backwards_add_up_and_a_frozen_weight_gets_none():
     module, x = linear("O2"), torch.randn(16, 32)
     module(x).sum().backward()
-    once = module.weight.scaled.grad.float() * module.weight.scaled.grad_inv_scale
+    once = module.weight.msamp_state.grad.float() * module.weight.msamp_state.grad_inv_scale
     module(x).sum().backward()
-    twice = module.weight.scaled.grad.float() * module.weight.scaled.grad_inv_scale
+    twice = module.weight.msamp_state.grad.float() * module.weight.msamp_state.grad_inv_scale
     assert torch.equal(twice, 2 * once)
     frozen = linear("O2")
     frozen.weight.requires_grad_(False)
     frozen(x).sum().backward()
-    assert frozen.weight.scaled.grad is None
+    assert frozen.weight.msamp_state.grad is None
 
 
 @every_level
@@ -152,7 +152,7 @@ def test_a_write_without_the_scale_is_noticed(level):
     copied.update_parameters(module)  # copies parameters
     nn.init.constant_(module.weight, 0.5)
     for written in (module, copied):
-        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.optim\.set_values_\(weight, values\)`"):
+        with pytest.raises(RuntimeError, match=r"`lightning_lowprec\.msamp\.set_values_\(weight, values\)`"):
             written(x)
         with pytest.raises(RuntimeError, match="average their state dicts"):
             written.state_dict()
@@ -180,7 +180,7 @@ def test_copies_have_scales_of_their_own(level, duplicate):
     ScaledAdamW(clone.parameters(), lr=0.1, level=level).step()
     assert not torch.equal(values_of(clone.weight), before)
     assert torch.equal(values_of(module.weight), before)
-    assert module.weight.scaled.grad is None
+    assert module.weight.msamp_state.grad is None
 
 
 @every_level
@@ -194,7 +194,7 @@ def test_moves_keep_codes_and_take_scales_along(level):
     assert torch.equal(module(x), expected)
     module.to("meta")
     assert module.weight.is_meta
-    assert module.weight.scaled.scale.is_meta
+    assert module.weight.msamp_state.scale.is_meta
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
 
 

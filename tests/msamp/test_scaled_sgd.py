@@ -55,7 +55,7 @@ def test_ten_steps_are_those_of_the_specification(level, form, coded, chunk, mon
             reference.step(value(quantise(g, torch.float8_e4m3fn)) if coded else g, **FORMS[form])
     for p, reference in zip(params, references, strict=True):
         assert torch.equal(p.float(), reference.weight[0].float())
-        assert p.scaled.scale.item() == reference.weight[1]
+        assert p.msamp_state.scale.item() == reference.weight[1]
         state = optimizer.state[p]
         if reference.buffer is None:
             assert "momentum_buffer" not in state
@@ -250,7 +250,7 @@ def test_a_copy_keeps_the_options():
 def test_bytes_per_parameter(level, momentum, allowed):
     (p,) = scaled_params(level, [torch.randn(256, 256)])
     optimizer = ScaledSGD([p], momentum=momentum, level=level)
-    p.scaled.accumulate(torch.randn(256, 256))
+    p.msamp_state.accumulate(torch.randn(256, 256))
     optimizer.step()
     assert allowed - 0.2 <= bytes_at_rest(p, optimizer) <= allowed
 
@@ -263,7 +263,7 @@ def test_a_step_has_as_many_operations_for_40_parameters_as_for_4(level, form):
         params = scaled_params(level, [torch.randn(16, 16) for _ in range(number)])
         optimizer = ScaledSGD(params, level=level, **FORMS[form])
         for p in params:
-            p.scaled.accumulate(torch.randn(16, 16))
+            p.msamp_state.accumulate(torch.randn(16, 16))
         optimizer.step()
         with Ops() as ops:
             optimizer.step()
@@ -282,10 +282,10 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     g = gradients(1)[0]
     g[0, 0] = bad
     params[0].grad = None
-    params[0].scaled.accumulate(g)
+    params[0].msamp_state.accumulate(g)
     optimizer.step()
     assert not bool(values_of(params[0])[0, 0].isfinite())
-    assert all(bool(p.scaled.scale.isfinite()) for p in params)
+    assert all(bool(p.msamp_state.scale.isfinite()) for p in params)
     assert bool(values_of(params[1]).isfinite().all())
 
 

@@ -20,7 +20,7 @@ def run(*command, code=0):
 
 def test_doctor():
     facts = json.loads(run("-m", "lightning_lowprec.tools.cli", "doctor", "--json"))
-    assert facts["transformer_engine"] == "imports"
+    assert facts["backends"]["Transformer Engine"] == "imports"
     assert facts["versions"]["transformer-engine"] == "2.20.2"
     verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
     for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-e4m3-te-fp16"):

@@ -1,92 +1,198 @@
-"""`lowprec plan --precisions`: the bit widths of every precision, against what each of them documents."""
+"""`lowprec plan --precisions`: the table of number formats, against what a layer does that trains under each precision.
+
+One Linear trains for a step by AdamW, in Fabric on the CPU. Its GEMMs are watched as they run (an emulated GEMM
+multiplies decoded FP8 in float32: the format that its operands were decoded from counts); the weight, the gradient, the
+master and the moments are looked at afterwards.
+"""
 
 import json
+import logging
+from dataclasses import asdict
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec import names as precisions
+from lightning_lowprec import names
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
+from lightning_lowprec.masters.optimizer import stored_masters
 from lightning_lowprec.msamp import adamw as scaled_adamw
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
+from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.strategies import half_under_fsdp2
+from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.tools.availability import availability
 from lightning_lowprec.tools.cli.main import main
-from lightning_lowprec.tools.planning import widths as module
-from lightning_lowprec.tools.planning.widths import all_names, widths
+from lightning_lowprec.tools.planning.widths import Widths, all_names, text, widths
 
-BACKWARD = ("e5m2, e4m3", "e5m2, e4m3")
-DOCUMENTED = {  # output, grad input, grad weight; weight, gradient, master, moments; sent under DDP and FSDP2
-    "32-true": ("fp32", "fp32", "fp32", "fp32", "fp32", "-", "fp32", "fp32", "fp32"),
-    "bf16-mixed": ("bf16", "bf16", "bf16", "fp32", "fp32", "-", "fp32", "fp32", "bf16"),
-    "bf16-true": ("bf16",) * 5 + ("-", "bf16", "bf16", "bf16"),
-    "half-auto": ("bf16", "bf16", "bf16", "fp32", "fp32", "-", "fp32", "fp32", "bf16"),
-    "bf16-master": ("bf16",) * 5 + ("fp32", "fp32", "bf16", "bf16"),
-    "fp16-master": ("fp16",) * 5 + ("fp32", "fp32", "fp16", "fp16"),
-    "bf16-remainder": ("bf16",) * 5 + ("int16", "fp32", "bf16", "bf16"),
-    "bf16-sr": ("bf16",) * 5 + ("-", "fp32", "bf16", "bf16"),
-    "fp8-tensorwise": ("e4m3", *BACKWARD, "fp32", "fp32", "-", "fp32", "fp32", "e4m3"),
-    "fp8-e4m3-torchao-fp16": ("e4m3", "e4m3", "e4m3", "fp32", "fp32", "-", "fp32", "fp32", "e4m3"),
-    "fp8-rowwise": ("e4m3", "e4m3", "e4m3", "fp32", "fp32", "-", "fp32", "fp32", "bf16"),
-    "fp8-rowwise-gw-hp": ("e4m3", "e4m3", "bf16", "fp32", "fp32", "-", "fp32", "fp32", "bf16"),
-    "msamp-o1": ("e4m3", *BACKWARD, "fp16", "e4m3", "-", "fp32", "e4m3", "-"),
-    "msamp-o2": ("e4m3", *BACKWARD, "fp16", "e4m3", "-", "e4m3, fp16", "e4m3", "-"),
-    "msamp-o3": ("e4m3", *BACKWARD, "e4m3", "e4m3", "fp16", "e4m3, fp16", "e4m3", "e4m3"),
+CPU = torch.device("cpu")
+TOKENS, IN, OUT = 16, 32, 48  # all different, so that the shape of a product tells which of the three it is
+PRODUCTS = {
+    "output": {(TOKENS, OUT), (OUT, TOKENS)},
+    "grad_input": {(TOKENS, IN), (IN, TOKENS)},
+    "grad_weight": {(OUT, IN), (IN, OUT)},
 }
-COLUMNS = ("output", "grad_input", "grad_weight", "weight", "gradient", "master", "moments", "ddp", "fsdp2")
+ATEN = torch.ops.aten
+MATMULS = {ATEN.mm.default, ATEN.addmm.default, ATEN._scaled_mm.default}
+SAME_NUMBERS = {
+    ATEN._to_copy.default, ATEN.t.default, ATEN.transpose.int, ATEN.view.default, ATEN._unsafe_view.default,
+    ATEN.detach.default, ATEN.clone.default, ATEN.slice.Tensor,
+}  # fmt: skip
+SHORT = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2", torch.int16: "int16",
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def printed():
-    from contextlib import redirect_stdout
-    from io import StringIO
+class Layer(nn.Module):
+    """A Linear in front of a norm, so that the Linear is not taken for an output head."""
 
-    out = StringIO()
-    with redirect_stdout(out):
-        assert main(["plan", "--precisions", "--json"]) == 0
-    return {row["precision"]: row for row in json.loads(out.getvalue())}
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(IN, OUT, bias=False), nn.LayerNorm(OUT)
 
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_widths_are_those_that_the_precision_documents(printed, name):
-    assert tuple(printed[name][column] for column in COLUMNS) == DOCUMENTED[name]
+    def forward(self, x):
+        return self.norm(self.body(x))
 
 
-def test_every_precision_has_a_row_and_one_that_does_not_run_says_why(printed):
-    assert list(printed) == all_names()
-    assert printed.keys() >= precisions.TABLE.keys()
-    for name, row in printed.items():
-        if row["reason"]:
-            assert row["weight"] == row["output"] == "-"
-        else:
-            assert "-" not in {
-                row[column] for column in ("output", "grad_input", "grad_weight", "weight", "moments")
-            }, name
-    assert printed["16-mixed"]["reason"] == "Lightning takes 'bf16-mixed' instead on the CPU"
-    assert printed["mxfp8"]["reason"]
+class Products(TorchDispatchMode):
+    """Notes the operands of the three products of a Linear as they run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+        self._decoded = {}  # by id; the values hold the tensors, so no id is used twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in SAME_NUMBERS and isinstance(out, Tensor) and self._format(args[0]).itemsize == 1:
+            self._decoded[id(out)] = out, self._format(args[0])
+        if func in MATMULS:
+            product = next((name for name, shapes in PRODUCTS.items() if tuple(out.shape) in shapes), None)
+            matrices = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2][:2]
+            if product is not None:
+                self.seen[product] = pair(*(SHORT[self._format(matrix)] for matrix in matrices))
+        return out
+
+    def _format(self, tensor):
+        codes = getattr(tensor, "_data", tensor)  # torchao's FP8 tensors
+        return self._decoded[id(tensor)][1] if id(tensor) in self._decoded else codes.dtype
 
 
-def test_rows_are_read_from_what_runs(monkeypatch):
+def trained(name):
+    """The formats that are seen while a layer trains."""
+    torch.manual_seed(0)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    plugin = fabric.strategy.precision
+    module = Layer()
+    wrapped, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    with Products() as products:
+        fabric.backward(wrapped(torch.randn(TOKENS, IN, requires_grad=True)).float().square().mean())
+    weight = module.body.weight
+    gradient = short(weight.grad)
+    optimizer.step()
+    state = next(s for s in optimizer.optimizer.state.values() if s["exp_avg"].shape == weight.shape)
+    scaled = msamp_state_of(weight)
+    held = stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
+    masters = getattr(plugin, "masters", None)
+    return Widths(
+        precision=name,
+        **products.seen,
+        weight=short(weight),
+        gradient=gradient,
+        master=next(map(short, held), "-"),
+        moments=pair(short(state["exp_avg"]), short(state["exp_avg_sq"])),
+        ddp="fp32" if masters is not None and masters.gradients.reduces else gradient,
+        fsdp2=gathered(name, plugin, weight),
+    )
+
+
+def gathered(name, plugin, weight):
+    if getattr(plugin, "keeps_codes", False):
+        return short(weight) if plugin.shards_codes else "-"
+    ours = plugin if isinstance(plugin, LowPrecision) else half_under_fsdp2(name) or plugin
+    return "e4m3" if gathers_fp8(ours, ShardOptions()) else SHORT[param_dtype(ours) or weight.dtype]
+
+
+def short(tensor):
+    if tensor is None:
+        return "-"
+    return SHORT[tensor.codes.dtype if isinstance(tensor, ScaledGradient) else tensor.dtype]
+
+
+def pair(first, second):
+    return first if first == second else f"{first}, {second}"
+
+
+@pytest.fixture
+def quiet():
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(before)
+
+
+def runs(name):
+    return name != "16-mixed" if name not in names.TABLE else availability(name, CPU).runs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in all_names() if runs(name)])
+def test_the_table_says_what_is_seen(name, quiet):
+    assert widths(name) == trained(name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
     monkeypatch.setitem(scaled_adamw._MOMENTS, "exp_avg", FP16)
-    assert widths("msamp-o3").moments == "fp16"
-    monkeypatch.setitem(precisions.TABLE, "fp8-tensorwise", precisions.TABLE["fp8-rowwise-gw-hp"])
-    assert widths("fp8-tensorwise").grad_weight == "bf16"
+    assert trained("msamp-o3").moments == "fp16"
+    monkeypatch.setitem(names.TABLE, "fp8-tensorwise", names.TABLE["fp8-rowwise-gw-hp"])
+    assert trained("fp8-tensorwise").grad_weight == "bf16"
 
 
-def test_it_leaves_the_random_numbers_alone():
-    before = torch.get_rng_state()
-    widths("bf16-mixed")
-    assert torch.equal(torch.get_rng_state(), before)
+def test_only_transformer_engine_and_16_mixed_do_not_run_here():
+    elsewhere = {name for name in all_names() if not runs(name)}
+    assert elsewhere == {"16-mixed", *(name for name, entry in names.TABLE.items() if entry.plugin is FP8TE)}
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        L.Fabric(accelerator="cpu", precision="16-mixed")
 
 
-def test_the_table_is_printed_in_columns(monkeypatch, capsys):
-    rows = [
-        module.Widths(precision="a", output="e4m3", moments="e4m3, fp16"),
-        module.Widths(precision="long-name", reason="no such device"),
-    ]
-    monkeypatch.setattr(module, "survey", lambda: rows)
+def test_fp16_changes_no_format():
+    for name in names.TABLE:
+        if name.endswith("-fp16"):
+            assert asdict(widths(name)) == asdict(widths(name.removesuffix("-fp16"))) | {"precision": name}
+
+
+def test_every_name_has_a_row(capsys):
+    assert main(["plan", "--precisions", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["precision"] for row in printed] == all_names()
+    assert {"32-true", *names.TABLE} <= set(all_names())
+    for row in printed:
+        assert not row["reason"]
+        assert "-" not in {row[column] for column in ("output", "grad_input", "grad_weight", "weight", "moments")}
+
+
+def test_the_table_is_printed_in_columns(capsys):
     assert main(["plan", "--precisions"]) == 0
-    head, a, missing, *_ = capsys.readouterr().out.splitlines()
-    assert head.index("output") == a.index("e4m3") == len("long-name") + 2
-    assert head.index("moments") == a.index("e4m3, fp16")
-    assert missing == "long-name  not here: no such device"
+    head, *lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("msamp-o3"))
+    assert head.index("output") == row.index("e4m3")
+    assert head.index("moments") == row.index("e4m3, fp16")
+
+
+def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
+    monkeypatch.setitem(names.TABLE, "fp6-theirs", names.TABLE["fp8-rowwise"])
+    reason = "its backend is not part of lightning_lowprec"
+    assert widths("fp6-theirs") == Widths(precision="fp6-theirs", reason=reason)
+    assert main(["plan", "--precisions"]) == 0
+    assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
+    assert text([widths("fp6-theirs")])
 
 
 def test_a_plan_wants_a_model(capsys):

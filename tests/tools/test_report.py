@@ -1,39 +1,12 @@
-"""The report: one file, complete, honest about what it measured."""
-
-import base64
-import io
-from html.parser import HTMLParser
+"""The report: complete, honest about what it measured, and readable as Markdown and on a terminal."""
 
 import pytest
 
 from lightning_lowprec.tools.compare.pictures import smooth
-from lightning_lowprec.tools.compare.report import write_report
+from lightning_lowprec.tools.compare.report import text, write_report
 from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.compare.table import render
-
-VOID = {"meta", "img", "br"}
-
-
-class Page(HTMLParser):
-    """Collects tags and text, and checks that tags nest."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.attributes, self.images, self.text = [], [], [], ""
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += attrs
-        if tag == "img":
-            self.images.append(dict(attrs))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
+from lightning_lowprec.tools.table import format_table
 
 
 def trained(name, offset=0.0, **kwargs):
@@ -50,42 +23,48 @@ def report(tmp_path, results, **kwargs):
     names = [result.name for result in results]
     comparison = Comparison(spec=CompareSpec(precisions=names, out=tmp_path, **kwargs), results=results)
     write_report(comparison)
-    page = Page()
-    page.feed(comparison.report.read_text())
-    page.close()
-    assert page.open == [], "every tag is closed"
-    return page, comparison
+    return comparison.report.read_text(), comparison
 
 
-def test_it_needs_nothing_but_itself(tmp_path):
-    page, comparison = report(tmp_path, [trained("32-true"), trained("bf16-mixed", 0.01)])
-    assert "http" not in comparison.report.read_text()
-    for name, value in page.attributes:
-        assert name not in ("href", "srcset")
-        assert name != "src" or value.startswith("data:image/png;base64,")
+def table_of(page):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
 
 
-def test_pictures_decode_and_the_first_is_loss_png(tmp_path):
+def test_it_needs_nothing_but_the_picture_beside_it(tmp_path):
+    page, _ = report(tmp_path, [trained("32-true"), trained("bf16-mixed", 0.01)])
+    assert "http" not in page
+    assert page.count("](") == page.count("](loss.png)") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "loss.png"}
+
+
+def drawn(tmp_path):
     from PIL import Image
 
-    page, _ = report(tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01)])
-    pictures = [base64.b64decode(image["src"].partition(",")[2], validate=True) for image in page.images]
-    assert len(pictures) == 2
-    assert pictures[0] == (tmp_path / "loss.png").read_bytes()
-    for picture, image in zip(pictures, page.images, strict=True):
-        drawn = Image.open(io.BytesIO(picture))
-        drawn.load()
-        assert drawn.width >= 1000
-        assert len(drawn.convert("RGB").getcolors(2**24)) > 20, "something is drawn"
-        assert image["alt"]
+    picture = Image.open(tmp_path / "loss.png")
+    picture.load()
+    return picture
+
+
+def test_the_picture_shows_curves(tmp_path):
+    report(tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01)])
+    picture = drawn(tmp_path)
+    assert picture.width >= 1000
+    assert len(picture.convert("RGB").getcolors(2**24)) > 20, "something is drawn"
 
 
 def test_it_says_what_was_measured_where_and_how(tmp_path):
-    page, _ = report(tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17)
-    for text in ("FP8 is emulated", "say nothing about a GPU", "CPU (a chip)", "2.99", "17", "peak of something"):
-        assert text in page.text
-    for text in ("within 1%", "+0.33%", "100.0 ms", "3 MiB", "converted 4 of 5", "Every precision trained"):
-        assert text in page.text
+    page, comparison = report(
+        tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17
+    )
+    for said in ("FP8 is emulated", "say nothing about a GPU", "CPU (a chip)", "2.99", "17", "peak of something"):
+        assert said in page
+    for said in ("within 1%", "+0.33%", "100.0 ms", "3 MiB", "converted 4 of 5", "Every precision trained"):
+        assert said in page
+    head, rule, baseline, fp8, *_ = table_of(page)
+    assert head[:2] == ["precision", "val\\_loss"]
+    assert len(rule) == len(head) == len(fp8)
+    assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3 MiB", "baseline"]
+    assert f'"out": "{comparison.spec.out}"' in page
 
 
 @pytest.mark.parametrize(
@@ -98,20 +77,20 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
 )
 def test_remarks_about_the_cpu(tmp_path, names, device, emulated, cpu):
     page, comparison = report(tmp_path, [trained(name, device_type=device) for name in names])
-    for text in (page.text, render(comparison)):
-        assert ("FP8 is emulated" in text) is emulated
-        assert ("say nothing about a GPU" in text) is cpu
+    for said in (page, text(comparison)):
+        assert ("FP8 is emulated" in said) is emulated
+        assert ("say nothing about a GPU" in said) is cpu
 
 
 def test_failures_are_shown(tmp_path):
-    failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>bad</b> & worse")
+    failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>bad</b> | worse")
     page, comparison = report(tmp_path, [trained("32-true"), failed, trained("bf16-mixed", 1.0)])
-    assert "Not every precision ended with" in page.text
-    assert "fp8-hybrid, bf16-mixed." in page.text
-    assert "Traceback\nValueError: <b>bad</b> & worse" in page.text
-    assert "<b>bad" not in comparison.report.read_text()
-    assert "off by more than 1%" in page.text
-    assert "failed: ValueError" in render(comparison)
+    assert "Not every precision ended with" in page
+    assert "fp8-hybrid, bf16-mixed." in page
+    assert "    Traceback\n    ValueError: <b>bad</b> | worse\n" in page, "as a block of code"
+    assert "\\<b\\>bad\\</b\\> \\| worse |" in page, "in the table"
+    assert "off by more than 1%" in page
+    assert "failed: ValueError" in text(comparison)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +104,14 @@ def test_failures_are_shown(tmp_path):
     ids=["not finite", "nothing", "zero", "many"],
 )
 def test_odd_results_still_draw(tmp_path, results):
-    page, comparison = report(tmp_path, results)
-    assert len(page.images) == 2
-    assert len(render(comparison).splitlines()) > len(results)
+    _, comparison = report(tmp_path, results)
+    assert drawn(tmp_path).width >= 1000
+    assert len(text(comparison).splitlines()) > len(results)
 
 
 def test_the_table_lines_up():
     spec = CompareSpec(precisions=["32-true", "bf16-mixed"], val_metric="score")
-    lines = render(Comparison(spec=spec, results=[trained("32-true"), trained("bf16-mixed")])).splitlines()
+    lines = text(Comparison(spec=spec, results=[trained("32-true"), trained("bf16-mixed")])).splitlines()
     assert lines[0].split() == [
         "precision",
         "score",
@@ -147,6 +126,17 @@ def test_the_table_lines_up():
     ]
     column = lines[0].index("verdict")
     assert [line[column:] for line in lines[1:3]] == ["baseline", "within 1%"]
+
+
+def test_a_table_as_text_and_as_markdown():
+    rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
+    assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
+    assert format_table(rows, right=[1], markdown=True) == [
+        "| name   |    size |",
+        "|--------|--------:|",
+        "| a\\*    |       5 |",
+        "| longer | 1234567 |",
+    ]
 
 
 def test_smoothing_is_a_mean_of_both_sides():

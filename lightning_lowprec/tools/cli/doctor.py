@@ -9,18 +9,26 @@ import subprocess
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import Backend
+from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import default_device, describe
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.private import lightning as lightning_names
+from lightning_lowprec.private import torch as torch_names
+from lightning_lowprec.private import torchao as torchao_names
+from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.registration import moved_seams, validate_name
-from lightning_lowprec.te import support
 from lightning_lowprec.tools.availability import Availability, availability, survey
 
-PACKAGES = ("lightning-lowprec", "torch", "lightning", "torchao", "transformer-engine", "jsonargparse", "matplotlib")
+LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names)
+"""For each library, the file that knows which of the library's private names this package uses."""
 
 
 def run(argv: list[str]) -> int:
@@ -68,9 +76,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
-        "transformer_engine": support.status(),
-        "lightning_seams_moved": moved_seams(),
+        "versions": {package: _version(package) for package in _packages()},
+        "backends": {backend.title: _status(backend) for backend in backends.registered()},
+        "moved": [*moved_seams(), *(name for library in LIBRARIES for name in library.moved())],
     }
 
 
@@ -80,6 +88,22 @@ def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
+
+
+def _packages() -> list[str]:
+    named = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
+    return ["lightning-lowprec", "torch", "lightning", *named, "jsonargparse", "matplotlib"]
+
+
+def _status(backend: Backend) -> str:
+    """Whether a backend's library is there and imports; if not, the reason and what to install, in one line."""
+    if backend.module is None:
+        return "needs nothing beside torch"
+    library = backend.module.partition(".")[0]
+    if find_spec(library) is None:
+        return f"not installed: `{INSTALL.get(library, f'pip install {backend.distribution}')}`"
+    refusal = import_refusal(backend.module, backend.title)
+    return "imports" if refusal is None else refusal.splitlines()[0]
 
 
 def _version(package: str) -> str | None:
@@ -96,11 +120,11 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
         f"device    {facts['device']}",
         f"driver    {facts['driver'] or 'no NVIDIA driver'}",
         f"versions  python {facts['python']}, {versions}",
-        f"te        Transformer Engine {facts['transformer_engine']}",
+        *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
     ]
-    if facts["lightning_seams_moved"]:
+    if facts["moved"]:
         lines.append(
-            f"warning   this lightning is not supported: moved are {', '.join(facts['lightning_seams_moved'])}"
+            f"warning   the installed libraries are not all supported; they no longer have: {', '.join(facts['moved'])}"
         )
     lines += ["", *(_line(verdict, width) for verdict in verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):

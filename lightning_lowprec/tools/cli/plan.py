@@ -12,18 +12,14 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.msamp.plugin import MSAMP
-from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.te.recipes import ALIGNMENT
+from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.tools.planning.render import Report, page, text
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.torchao.plugin import FP8TorchAO
 
-ONE_SCALE = ("tensorwise", "delayed", "current")
-"""Recipes with one scale per weight, which FSDP2 gathers as float8."""
 OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 
 
@@ -34,44 +30,38 @@ def run(argv: list[str]) -> int:
         return _show_widths(args.json)
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
-    entry = _entry(args.precision)
-    by_te, level = entry.plugin is FP8TE, entry.options.get("level")
-    recipe = entry.options.get("recipe", "delayed" if by_te else "tensorwise")
+    name = _name(args.precision)
     options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
     source = load(args.source, args.args or {})
-    plan = make_plan(
-        source.model,
-        options,
-        recipe="tensorwise" if by_te else recipe,  # nobody has published Transformer Engine's gains by shape
-        alignment=ALIGNMENT.get(recipe, 16),
-    )
-    fp8_all_gather = recipe in ONE_SCALE and level is None
+    plan = make_plan(source.model, options, recipe=name.gains, alignment=name.alignment)
     report = Report(
         title=source.origin,
         precision=args.precision,
         plan=plan,
         flops=flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length),
-        bytes=footprints(source.model, plan, args.precision, fp8_all_gather=fp8_all_gather, level=level),
+        bytes=footprints(
+            source.model,
+            plan,
+            args.precision,
+            fp8_all_gather=name.gathers_fp8,
+            bytes_of_codes=name.bytes_of_codes,
+        ),
     )
     _show(report, args)
     return 0 if plan.converted else 1
 
 
 def _show_widths(as_json: bool) -> int:
-    from lightning_lowprec.tools.planning import widths  # imports strategies and trains
-
-    rows = widths.survey()
+    rows = [widths.widths(name) for name in widths.all_names()]
     print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else widths.text(rows))
     return 0
 
 
-def _entry(precision: str) -> precisions.Entry:
-    converting = (FP8TE, FP8TorchAO, MSAMP)
-    entry = precisions.TABLE.get(precision)
-    if entry is None or entry.plugin not in converting:
-        allowed = [name for name, entry in precisions.TABLE.items() if entry.plugin in converting]
-        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(allowed)}.")
-    return entry
+def _name(precision: str) -> PrecisionName:
+    converting = {name: row for name, row in precisions.TABLE.items() if row.plugin.backend is not None}
+    if precision not in converting:
+        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
+    return converting[precision]
 
 
 def _show(report: Report, args: Namespace) -> None:
@@ -108,8 +98,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--precisions",
         action="store_true",
-        help="the bit widths of every precision instead: GEMMs, weight, gradient, master, moments, communication; read"
-        " from a small layer that each trains for a step, in a few seconds",
+        help="print instead a table of the number formats of every precision: GEMMs, weight, gradient, master, moments,"
+        " communication",
     )
     parser.add_argument("--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config")
     parser.add_argument("--precision", type=str, default="fp8-hybrid", help="an FP8 precision")

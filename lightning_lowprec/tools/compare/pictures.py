@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn with matplotlib's Agg: no display, no global state."""
+"""Draw the losses of a comparison with matplotlib, without a display and without global state."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = ("#3b3b3b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""The baseline in grey, then Okabe and Ito's colours, which most colour-blind people can tell apart."""
+"""Grey for the baseline, then the colours of Okabe and Ito, which most colour-blind people can tell apart."""
 SMOOTHING_SHARE = 20
-"""The smoothed training loss averages over a twentieth of the steps."""
+"""The smoothed training loss is an average over a twentieth of the steps."""
 
 
 def loss_picture(comparison: Comparison) -> bytes:
-    """Training loss, validation metric, and its distance from the baseline: a PNG."""
-    figure = _figure(15, 4.4)
+    """Return a PNG: the training loss, the validation metric, and its distance from the baseline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.4), layout="constrained", dpi=100)
     train, val, gap = figure.subplots(1, 3)
     _draw_train(train, comparison.results)
     _draw_val(val, comparison)
@@ -28,23 +29,13 @@ def loss_picture(comparison: Comparison) -> bytes:
     handles, labels = train.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-    return _png(figure)
-
-
-def cost_picture(comparison: Comparison) -> bytes:
-    """Step time and peak memory: a PNG."""
-    figure = _figure(15, 1.6 + 0.45 * len(comparison.results))
-    time, memory = figure.subplots(1, 2)
-    results = comparison.results
-    times = [None if r.step_time is None else 1e3 * r.step_time for r in results]
-    _draw_bars(time, results, times, "Step time", "median, milliseconds", "{:.0f} ms")
-    sizes = [None if r.peak_memory is None else r.peak_memory / 2**20 for r in results]
-    _draw_bars(memory, results, sizes, "Peak memory during training", "MiB", "{:.0f} MiB")
-    return _png(figure)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and up to `reach` values on both sides: it does not lag behind a falling loss."""
+    """Return the mean of each value and up to ``reach`` values on both sides: no lag behind a falling loss."""
     around = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in around]
 
@@ -56,13 +47,13 @@ def _draw_train(axes: Axes, results: Sequence[PrecisionResult]) -> None:
         axes.plot(steps, result.train_losses, color=_colour(i), alpha=0.15, linewidth=0.8)
         axes.plot(steps, smooth(result.train_losses, reach), **_style(i, result.name))
     note = f"mean of {2 * reach + 1} steps; faint: each step" if reach else "each step"
-    _label_steps(axes, f"Training loss ({note})", "loss")
+    _label(axes, f"Training loss ({note})", "loss")
 
 
 def _draw_val(axes: Axes, comparison: Comparison) -> None:
     for i, result in enumerate(comparison.results):
         axes.plot(result.val_steps, result.val_losses, marker="o", markersize=4, **_style(i, result.name))
-    _label_steps(axes, "Validation, the same batches each time", comparison.spec.val_metric)
+    _label(axes, "Validation, the same batches each time", comparison.spec.val_metric)
 
 
 def _draw_gap(axes: Axes, comparison: Comparison) -> None:
@@ -80,23 +71,11 @@ def _draw_gap(axes: Axes, comparison: Comparison) -> None:
     low, high = axes.get_ylim()
     reach = max(abs(low), abs(high), 1.3 * allowed)
     axes.set_ylim(-reach, reach)
-    _label_steps(axes, f"Distance from {baseline.name} (green: ±{allowed:g} %)", f"{comparison.spec.val_metric}, %")
-
-
-def _draw_bars(
-    axes: Axes, results: Sequence[PrecisionResult], values: Sequence[float | None], title: str, unit: str, form: str
-) -> None:
-    names = [result.name for result in results]
-    bars = axes.barh(names, [value or 0 for value in values], color=[_colour(i) for i in range(len(names))], height=0.6)
-    axes.bar_label(bars, ["n/a" if value is None else form.format(value) for value in values], padding=4)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.18 * max([value or 0 for value in values] + [1e-9]))
-    _label(axes, title, unit, "")
-    axes.grid(False, axis="y")
+    _label(axes, f"Distance from {baseline.name} (green: ±{allowed:g} %)", f"{comparison.spec.val_metric}, %")
 
 
 def _style(index: int, name: str) -> dict[str, Any]:
-    """The baseline wide below, the others narrower above it, so that curves that coincide stay visible."""
+    """Return the style of a curve: the baseline wide and below, the others narrow, so that equal curves stay visible."""
     if index == 0:
         return {"color": _colour(0), "linewidth": 4.0, "alpha": 0.45, "label": name, "solid_capstyle": "round"}
     line = ("-", "--", "-.", ":")[(index - 1) % 4]
@@ -107,28 +86,12 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _label_steps(axes: Axes, title: str, y: str) -> None:
+def _label(axes: Axes, title: str, y: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    _label(axes, title, "step", y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
+    axes.set_xlabel("step")
     axes.set_ylabel(y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained", dpi=100)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""The figures that a comparison measured, and the verdict on each precision."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ WARMUP_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionResult:
-    """The raw figures of one training; as far as it got, if `error` says that it failed."""
+    """The raw figures of one training, up to the failure if ``error`` is set.
+
+    Args:
+        name: the precision.
+        train_losses: one per training batch.
+        step_seconds: wall time of each training batch from its start until its loss is read, optimizer step included.
+        val_steps: training batches before each validation.
+        val_losses: the validation metric, one per validation.
+        peak_memory: bytes; None if nothing measured them.
+        memory_kind: the meaning of ``peak_memory``, in words.
+        device: the device, in words.
+        device_type: ``cpu``, ``cuda``, ...
+        threads: CPU threads that torch used.
+        versions: of Python and of the packages that matter.
+        notes: what the precision logged, e.g. how many layers it converted.
+        error: why the training failed.
+    """
 
     name: str
-    """The precision."""
     train_losses: list[float] = field(default_factory=list)
-    """One per training batch."""
     step_seconds: list[float] = field(default_factory=list)
-    """Wall time from the start of a training batch to its loss being read back, optimizer step included."""
     val_steps: list[int] = field(default_factory=list)
-    """Training batches before each validation."""
     val_losses: list[float] = field(default_factory=list)
-    """The validation metric, one per validation."""
     peak_memory: int | None = None
-    """Bytes; None if it could not be measured."""
     memory_kind: str = ""
-    """What `peak_memory` is."""
     device: str = ""
-    """The device in words."""
     device_type: str = ""
-    """`cpu`, `cuda`, ..."""
     threads: int = 0
-    """CPU threads that torch used."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of Python and of the packages that matter."""
     notes: list[str] = field(default_factory=list)
-    """What the precision said about itself, e.g. how many layers it converted."""
     error: str | None = None
-    """Why it failed."""
 
     @property
     def final_val(self) -> float | None:
@@ -60,36 +63,35 @@ class PrecisionResult:
 
     @property
     def step_time(self) -> float | None:
-        """The median time of a step in seconds, warm-up left out."""
+        """The median time of a step in seconds, without the warm-up."""
         warmup = min(WARMUP_STEPS, len(self.step_seconds) // 2)
         return statistics.median(self.step_seconds[warmup:]) if self.step_seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether one precision holds, and why."""
+    """The verdict on one precision; ``gap`` is the relative difference of its final metric from the baseline's."""
 
     ok: bool
     text: str
     gap: float | None = None
-    """Relative difference from the baseline's final validation metric, with its sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All results of one comparison, in the order of `spec.precisions`."""
+    """All results of one comparison, in the order of ``spec.precisions``."""
 
     spec: CompareSpec
     results: list[PrecisionResult]
 
     @property
     def report(self) -> Path:
-        """The HTML report."""
-        return self.spec.out / "report.html"
+        """The path of the report."""
+        return self.spec.out / "report.md"
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """One per result."""
+        """One verdict per result."""
         return [judge(result, self.results[0], self.spec.max_loss_gap) for result in self.results]
 
     @property
@@ -98,7 +100,7 @@ class Comparison:
         return all(verdict.ok for verdict in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every raw figure as strict JSON; a value that is not finite becomes null."""
+        """Return every raw figure as strict JSON; a value that is not finite becomes null."""
         rows = [
             asdict(result) | asdict(verdict) | {"final_val": result.final_val, "step_time": result.step_time}
             for result, verdict in zip(self.results, self.verdicts, strict=True)
@@ -107,12 +109,12 @@ class Comparison:
         return plain
 
     def write_json(self, path: Path) -> None:
-        """Write `as_dict`."""
+        """Write ``as_dict`` to a file."""
         path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: float) -> Verdict:
-    """A precision holds if it trained and its final metric is finite and within `max_loss_gap` of the baseline's."""
+    """Judge a precision: it must train, and end with a finite metric within ``max_loss_gap`` of the baseline's."""
     if result.error is not None:
         return Verdict(ok=False, text="failed: " + result.error.strip().rpartition("\n")[2])
     value, reference = result.final_val, baseline.final_val

@@ -1,4 +1,4 @@
-"""Trains the precisions one after the other, each in a fresh process, and writes the report."""
+"""Train the precisions one after the other, each in a fresh process, and write the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_lowprec.extras import require
-from lightning_lowprec.tools.compare.progress import receive
+from lightning_lowprec.tools.compare.recorder import receive
 from lightning_lowprec.tools.compare.report import write_report
 from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
@@ -22,19 +22,20 @@ from lightning_lowprec.tools.compare.spec import CompareSpec
 WORKER = "lightning_lowprec.tools.compare.worker"
 ERROR_LINES = 12
 DEFAULTS = {
-    "OMP_WAIT_POLICY": "passive",  # threads that spin make a step 10 times slower as soon as another process computes
+    "OMP_WAIT_POLICY": "passive",  # spinning threads make a step 10 times slower when another process computes
 }
 """Defaults for the training processes; the user's own environment wins."""
 
 
 def compare(spec: CompareSpec) -> Comparison:
-    """Train every precision of `spec`, and write `report.html`, `loss.png`, `results.json` and the logs.
+    """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs.
 
-    A precision that fails does not stop the others; its result says why, and `Comparison.ok` is False.
+    A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
+    below are raised before anything trains.
 
     Raises:
-        ValueError: a precision that nobody knows.
-        ModuleNotFoundError: no matplotlib. Both before anything is trained.
+        ValueError: a precision is unknown.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     from lightning_lowprec.registration import validate_name
 
@@ -49,7 +50,7 @@ def compare(spec: CompareSpec) -> Comparison:
 
 
 def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
-    """Train one precision in a process of its own; its stderr goes to `<out>/<name>.log`."""
+    """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``."""
     log = spec.out / f"{name}.log"
     with tempfile.TemporaryDirectory() as folder:
         spec_file, figures_file = Path(folder, "spec.json"), Path(folder, "figures.json")
@@ -66,7 +67,7 @@ def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
 
 
 def _run(command: list[str], log: Path, name: str, max_steps: int) -> int:
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds: a log file wants few lines
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
     with (
         log.open("w", encoding="utf-8") as stderr,
         tqdm(total=max_steps, desc=name, unit="step", dynamic_ncols=True, mininterval=interval) as bar,

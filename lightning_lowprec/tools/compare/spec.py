@@ -1,4 +1,4 @@
-"""What a comparison is asked to do."""
+"""The settings of a comparison."""
 
 from __future__ import annotations
 
@@ -9,54 +9,61 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_lowprec.checks import check_integer
+from lightning_lowprec.tools.class_path import check_class_path
+
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSpec:
-    """One model, one data set, one seed, and the precisions to train them under."""
+    """One model, one data set, one seed, and the precisions to train them under.
+
+    Args:
+        precisions: names for ``Trainer(precision=...)``; the first is the baseline.
+        model: a LightningModule: package.module.Class or path/to/file.py:Class.
+        model_args: arguments of the model as JSON or YAML, e.g. '{depth: 2}'.
+        data: a LightningDataModule, written like the model.
+        data_args: arguments of the data, written like those of the model.
+        max_steps: optimizer steps of each training.
+        val_every: validate after this many training batches, and after the last step.
+        val_batches: batches of each validation.
+        val_metric: the logged metric that is compared with the baseline.
+        seed: seed of Python, numpy and torch, and of the data if its class takes a ``seed``.
+        accelerator: auto, cpu, cuda, ...; one device is used.
+        threads: CPU threads of each training; 0 leaves torch's default.
+        max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is 1 %.
+        out: folder for the report, the picture, the figures and the logs.
+    """
 
     precisions: Sequence[str] = DEFAULT_PRECISIONS
-    """Names for `Trainer(precision=...)`; the first is the baseline."""
     model: str = "lightning_lowprec.tools.demo.ByteGPT"
-    """A LightningModule: `package.module.Class` or `path/to/file.py:Class`."""
     model_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model; plain JSON values."""
     data: str = "lightning_lowprec.tools.demo.StdlibText"
-    """A LightningDataModule, written like `model`."""
     data_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the data; plain JSON values."""
     max_steps: int = 200
-    """Optimizer steps of each training."""
     val_every: int = 50
-    """Validate every so many training batches; in any case after the last step."""
     val_batches: int = 20
-    """Batches of each validation."""
     val_metric: str = "val_loss"
-    """The logged metric that the verdict compares; only its difference from the baseline counts."""
     seed: int = 0
-    """Seeds Python, numpy and torch; also passed to `data` if it takes a `seed` and `data_args` has none."""
     accelerator: str = "auto"
-    """As in `Trainer(accelerator=...)`; one device."""
     threads: int = 0
-    """CPU threads of each training; 0 leaves torch's default."""
     max_loss_gap: float = 0.01
-    """Largest relative difference from the baseline's final validation metric, 0.01 is one percent."""
     out: Path = Path("lowprec-compare")
-    """Folder for the report, the picture, the figures and the logs."""
 
     def __post_init__(self) -> None:
+        """Check every field."""
         _check_precisions(self.precisions)
         for name in ("max_steps", "val_every", "val_batches"):
-            _check_integer(name, getattr(self, name), least=1)
+            check_integer(name, getattr(self, name), least=1)
         for name in ("seed", "threads"):
-            _check_integer(name, getattr(self, name), least=0)
+            check_integer(name, getattr(self, name), least=0)
         if not (0 <= self.max_loss_gap < math.inf):
             raise ValueError(
                 f"`max_loss_gap={self.max_loss_gap!r}` is not valid; expected 0 or more, e.g. 0.01 for 1 %."
             )
         for name in ("model", "data"):
-            _check_class_path(name, getattr(self, name))
+            check_class_path(name, getattr(self, name))
         for name in ("model_args", "data_args"):
             _check_arguments(name, getattr(self, name))
         for name in ("val_metric", "accelerator"):
@@ -65,54 +72,29 @@ class CompareSpec:
 
     @property
     def baseline(self) -> str:
-        """The precision that the others are measured against."""
+        """The precision that the others are compared with."""
         return self.precisions[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self) | {"precisions": list(self.precisions), "out": str(self.out)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CompareSpec:
-        """The reverse of `as_dict`."""
+        """Make a spec from the values of ``as_dict``."""
         return cls(**{**values, "out": Path(values["out"])})
 
 
 def _check_precisions(precisions: object) -> None:
     if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
-        raise ValueError(
-            f"`precisions={precisions!r}` is not valid; expected a list of at least one name,"
-            " e.g. ['32-true', 'bf16-mixed']."
-        )
-    if not all(isinstance(name, str) and name for name in precisions):
-        raise ValueError(
-            f"`precisions={list(precisions)!r}` is not valid; expected every name to be a non-empty string."
-        )
-    twice = sorted({name for name in precisions if precisions.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"`precisions={list(precisions)!r}` is not valid; expected each name once:"
-            f" remove the repeated {', '.join(twice)}."
-        )
-
-
-def _check_integer(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}={value!r}` is not valid; expected an integer of at least {least}.")
-
-
-def _check_class_path(name: str, value: str) -> None:
-    file, colon, attribute = value.rpartition(":")
-    if colon and file.endswith(".py"):
-        if not Path(file).is_file():
-            raise ValueError(
-                f"`{name}={value!r}` is not valid: there is no file {file!r}; expected path/to/file.py:Class."
-            )
-        parts = [attribute]
+        expected = "expected a list of at least one name, e.g. ['32-true', 'bf16-mixed']"
+    elif not all(isinstance(name, str) and name for name in precisions):
+        expected = "expected every name to be a non-empty string"
+    elif twice := sorted({name for name in precisions if precisions.count(name) > 1}):
+        expected = f"expected each name once: remove the repeated {', '.join(twice)}"
     else:
-        parts = value.split(".")
-    if not all(part.isidentifier() for part in parts) or (len(parts) < 2 and not colon):
-        raise ValueError(f"`{name}={value!r}` is not valid; expected package.module.Class or path/to/file.py:Class.")
+        return
+    raise ValueError(f"`precisions={precisions!r}` is not valid; {expected}.")
 
 
 def _check_arguments(name: str, value: object) -> None:

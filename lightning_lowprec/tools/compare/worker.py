@@ -1,6 +1,6 @@
-"""The process that trains one precision: `python -m lightning_lowprec.tools.compare.worker SPEC.json NAME OUT.json`.
+"""Train one precision: ``python -m lightning_lowprec.tools.compare.worker SPEC.json NAME OUT.json``.
 
-Every precision gets a fresh process, so that no allocator, cache or patch of one is seen by the next.
+Every precision trains in a fresh process, so that the allocator, caches and patches of one do not affect the next.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,16 @@ import lightning as L
 import torch
 
 import lightning_lowprec
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.tools.compare.loading import build
+from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.recorder import Recorder
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
-PACKAGES = ("torch", "lightning", "torchao")
-
 
 def main(argv: list[str]) -> None:
-    """Train, and write the figures; what was recorded is written even if the training raises."""
+    """Train, and write the figures to a file, also if the training raises."""
     spec = CompareSpec.from_dict(json.loads(Path(argv[0]).read_text(encoding="utf-8")))
     recorder = Recorder(spec.val_metric, spec.max_steps)
     try:
@@ -38,14 +38,16 @@ def main(argv: list[str]) -> None:
 
 
 def train(spec: CompareSpec, precision: str, recorder: Recorder) -> None:
-    """One training of the comparison, with `recorder` watching."""
+    """Train the model of a comparison under one precision; ``recorder`` records the figures."""
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    import_refusal("torchao.float8", "FP8")  # imported for every precision, so that none pays for it in memory
+    import_refusal("torchao.float8", "FP8")  # for every precision, so that the import counts in no peak memory
     L.seed_everything(spec.seed, verbose=False)
     model = build(spec.model, spec.model_args, L.LightningModule)
     data = build(spec.data, spec.data_args, L.LightningDataModule, seed=spec.seed)
-    L.seed_everything(spec.seed, verbose=False)  # whatever building them has drawn
+    L.seed_everything(
+        spec.seed, verbose=False
+    )  # the trainings draw the same numbers, however many the constructors drew
     trainer = L.Trainer(precision=precision, callbacks=[recorder], **_trainer_arguments(spec))  # type: ignore[arg-type]
     trainer.fit(model, data)
     if not recorder.train_losses:
@@ -58,7 +60,7 @@ def train(spec: CompareSpec, precision: str, recorder: Recorder) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device and versions, as fields of `PrecisionResult`."""
+    """Return the device and the versions, as fields of ``PrecisionResult``."""
     return {
         "device": describe(device) if device.type != "cpu" else f"CPU ({_cpu()}, {os.cpu_count()} cores)",
         "device_type": device.type,
@@ -66,7 +68,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "lightning_lowprec": lightning_lowprec.__version__,
-            **{package: _version(package) for package in PACKAGES},
+            **{package: _version(package) for package in ("torch", "lightning", *_distributions())},
         },
     }
 
@@ -93,6 +95,12 @@ def _cpu() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _distributions() -> list[str]:
+    """The distributions of the backends, those that are installed."""
+    named = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
+    return [name for name in named if find_spec(name.replace("-", "_")) is not None]
 
 
 def _version(package: str) -> str:

@@ -78,12 +78,13 @@ LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
 }
 
 
-# bytes of a converted weight, its gradient, its moments and master together
-LEVEL_BYTES: Mapping[str, tuple[int, int, int]] = {"O1": (2, 1, 8), "O2": (2, 1, 3), "O3": (1, 1, 5)}
-
-
 def footprints(
-    model: nn.Module, plan: Plan, precision: str, *, fp8_all_gather: bool = True, level: str | None = None
+    model: nn.Module,
+    plan: Plan,
+    precision: str,
+    *,
+    fp8_all_gather: bool = True,
+    bytes_of_codes: tuple[int, int, int] | None = None,
 ) -> list[Bytes]:
     """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan.
 
@@ -92,7 +93,7 @@ def footprints(
         plan: which layers convert.
         precision: its name.
         fp8_all_gather: whether its recipe allows that converted weights are gathered as float8 (tensorwise does).
-        level: MS-AMP's, if ``precision`` is one of those.
+        bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -110,14 +111,14 @@ def footprints(
                 gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), wire),
             )
         )
-    return rows if level is None else [*rows[:-1], _at_level(rows[-1], plan, level)]
+    return rows if bytes_of_codes is None else [*rows[:-1], _as_codes(rows[-1], plan, bytes_of_codes)]
 
 
-def _at_level(in_float32: Bytes, plan: Plan, level: str) -> Bytes:
-    """What becomes of a model's bytes when the plan's weights are kept as codes."""
+def _as_codes(in_float32: Bytes, plan: Plan, bytes_of_codes: tuple[int, int, int]) -> Bytes:
+    """The bytes of a model when the plan's weights are kept as codes."""
     converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
     total, trained = sum(n for n, _ in converted), sum(n for n, trains in converted if trains)
-    weight, gradient, moments = LEVEL_BYTES[level]
+    weight, gradient, moments = bytes_of_codes
     return Bytes(
         precision=in_float32.precision,
         weights=in_float32.weights - (4 - weight) * total,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowprec.extras import require
-from lightning_lowprec.tools.compare.loading import load_class
+from lightning_lowprec.tools.class_path import load_class
 
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 

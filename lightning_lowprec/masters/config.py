@@ -1,0 +1,38 @@
+"""Where float32 masters and optimizer moments are stored between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_lowprec.checks import check_choice
+
+MasterForm = Literal["fp32", "remainder", "stochastic"]
+MomentForm = Literal["fp32", "stochastic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterConfig:
+    """The form of the masters between steps; :mod:`~lightning_lowprec.masters.stores` explains the forms."""
+
+    form: MasterForm = "fp32"
+    """``"fp32"`` (4 bytes per parameter), ``"remainder"`` (exact, 2 bytes) or ``"stochastic"`` (none, 0 bytes).
+
+    The last two need bf16 parameters.
+    """
+    moments: MomentForm = "fp32"
+    """``"stochastic"`` keeps the optimizer's state of bf16 parameters in bf16, rounded stochastically."""
+    seed: int = 0
+    """The seed of stochastic rounding; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_choice("form", self.form, get_args(MasterForm))
+        check_choice("moments", self.moments, get_args(MomentForm))
+        if self.moments == "stochastic" and self.form != "stochastic":
+            raise ValueError(f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`.")
+
+    @classmethod
+    def of(cls, value: MasterForm | MasterConfig) -> MasterConfig:
+        """Return a config as given, and a form as a config."""
+        return value if isinstance(value, MasterConfig) else cls(form=value)

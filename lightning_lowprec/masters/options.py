@@ -1,0 +1,100 @@
+"""The options of plugins about half-precision weights, defined once for all plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+import torch
+
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
+from lightning_lowprec.masters.half_weights import HalfWeights
+
+MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterOptions:
+    """Half-precision weights, and what happens to their masters, buffers and gradients.
+
+    Args:
+        master_weights: False keeps float32 weights. Otherwise the weights are half precision and the optimizer updates
+            float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
+            masters in 2 bytes (bf16 only). ``"stochastic"`` stores no masters and rounds the updated weights
+            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments in bf16,
+            rounded stochastically, and set the seed.
+        buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
+            (rotary tables and running statistics need float32).
+        grad_reduce_dtype: needs ``master_weights``. ``torch.float32`` averages gradients over the ranks of DDP in
+            float32 and rounds the average once. None averages in the dtype of the weights.
+        grad_accumulation_dtype: needs ``master_weights``. ``torch.float32`` accumulates the gradients of micro-batches
+            in float32 (2 more bytes per parameter); under DDP it also averages them in float32. None accumulates in
+            the dtype of the weights.
+    """
+
+    master_weights: MasterWeights = False
+    buffer_dtype: torch.dtype | None = None
+    grad_reduce_dtype: torch.dtype | None = None
+    grad_accumulation_dtype: torch.dtype | None = None
+
+    def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
+        """Return what casts the weights and gives optimizers masters; None for float32 weights.
+
+        Args:
+            base: the half-precision dtype; ``"auto"`` checks the options when the device is known.
+
+        Raises:
+            ValueError: an option is not valid, or needs masters and there are none.
+        """
+        config = self._config(base)
+        gradients = GradientDtypes(reduce=self.grad_reduce_dtype, accumulation=self.grad_accumulation_dtype)
+        if config is not None:
+            return HalfWeights(config, self.buffer_dtype, gradients)
+        if self.buffer_dtype is not None:
+            raise ValueError(
+                f"`buffer_dtype={self.buffer_dtype}` goes with `master_weights`, got `master_weights=False`."
+            )
+        gradients.check_no_masters()
+        return None
+
+    def _config(self, base: Literal["bf16", "fp16", "auto"]) -> MasterConfig | None:
+        choice = self.master_weights
+        if choice is False:
+            return None
+        if not (isinstance(choice, MasterConfig) or choice is True or choice in ("remainder", "stochastic")):
+            allowed = "False, True, 'remainder', 'stochastic', a MasterConfig"
+            raise ValueError(f"`master_weights={choice!r}` is not valid; expected one of: {allowed}.")
+        config = MasterConfig.of("fp32" if choice is True else choice)
+        if base == "fp16" and config.form != "fp32":
+            raise ValueError(
+                f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
+                " float32; use `master_weights=True`, or bf16."
+            )
+        return config
+
+
+class MasterChoices(TypedDict, total=False):
+    """The fields of :class:`MasterOptions`, for type checkers: ``**options: Unpack[MasterChoices]``."""
+
+    master_weights: MasterWeights
+    buffer_dtype: torch.dtype | None
+    grad_reduce_dtype: torch.dtype | None
+    grad_accumulation_dtype: torch.dtype | None
+
+
+def resolve_masters(
+    base: Literal["bf16", "fp16", "auto"],
+    choice: MasterWeights,
+    *,
+    buffer_dtype: torch.dtype | None,
+    grad_reduce_dtype: torch.dtype | None,
+    grad_accumulation_dtype: torch.dtype | None,
+) -> HalfWeights | None:
+    """Return ``MasterOptions(...).resolve(base)``, for plugins that still list the four options by hand."""
+    return MasterOptions(
+        master_weights=choice,
+        buffer_dtype=buffer_dtype,
+        grad_reduce_dtype=grad_reduce_dtype,
+        grad_accumulation_dtype=grad_accumulation_dtype,
+    ).resolve(base)

@@ -1,0 +1,55 @@
+"""What the rest of the package knows about the MS-AMP backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.msamp.plugin import BACKEND as NAME
+from lightning_lowprec.msamp.plugin import MSAMP
+from lightning_lowprec.msamp.weight import coded_weight
+
+_NAMES: Final = {
+    "msamp-o1": PrecisionName(
+        plugin=MSAMP,
+        options={"level": "O1"},
+        summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
+        bytes_of_codes=(2, 1, 8),
+    ),
+    "msamp-o2": PrecisionName(
+        plugin=MSAMP,
+        options={"level": "O2"},
+        summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
+        bytes_of_codes=(2, 1, 3),
+    ),
+    "msamp-o3": PrecisionName(
+        plugin=MSAMP,
+        options={"level": "O3"},
+        summary="FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2",
+        bytes_of_codes=(1, 1, 5),
+    ),
+}
+
+
+def _shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
+    from lightning_lowprec.msamp import fsdp2
+
+    fsdp2.check_codes(model, shards)
+    fsdp2.check_options(options, model)
+    pending = fsdp2.code_shards(model, shards)
+    assert pending is not None  # the model keeps codes
+    return pending.collect
+
+
+BACKEND: Final = Backend(
+    name=NAME,
+    title="MS-AMP",
+    names=_NAMES,
+    layers_from=("lightning_lowprec.msamp.",),
+    coded_weight=coded_weight,
+    shard_codes=_shard_codes,
+)

@@ -1,0 +1,116 @@
+"""What the FP8 plugins share: emulation, refusals, and the plan of a model, which converts something or raises."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch.nn import Module
+
+from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.hardware import default_device, describe, fp8_refusal
+from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.state import check_ranks_agree
+
+
+def emulates(emulate: bool | None, device: torch.device) -> bool:
+    """Whether FP8 is emulated on ``device``: on CPU unless the user says no, on a GPU only if the user says so."""
+    return device.type == "cpu" if emulate is None else emulate
+
+
+def kernel_refusal(emulate: bool | None, device: torch.device, constructor: str) -> str | None:
+    """Why no FP8 kernel runs on ``device`` although FP8 is not emulated, and what would help; None if all is well.
+
+    Args:
+        emulate: the user's choice.
+        device: where the model runs.
+        constructor: the call that would emulate, for the message: ``"FP8TorchAO(..., emulate=True)"``.
+    """
+    reason = fp8_refusal(device)
+    if reason is None or device.type == "cpu" or emulates(emulate, device):
+        return None
+    return (
+        f"{reason}. Use a GPU with FP8 (compute capability 8.9 or above), 'bf16-mixed', or"
+        f" `plugins={constructor}` to emulate FP8, slowly"
+    )
+
+
+def how(emulate: bool | None, device: torch.device) -> str:
+    """One line: FP8 kernels, or emulated."""
+    if not emulates(emulate, device):
+        return f"FP8 kernels of {describe(device)}"
+    return (
+        f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
+        " tests and for looking at the numerics"
+    )
+
+
+def peak_dtype(plugin: LowPrecision) -> torch.dtype:
+    """See ``LowPrecision.compute_dtype``: ``torch.int8`` where FP8 kernels run, else the base dtype."""
+    return plugin.autocast_dtype if plugin.emulates(plugin.modules.device or default_device()) else torch.int8
+
+
+def check_runs(plugin: LowPrecision, device: torch.device) -> None:
+    """Raise if the precision cannot run on ``device``, or means another backend on another rank.
+
+    Raises:
+        RuntimeError: the message says why and what would help.
+    """
+    refusal = plugin.refusal(device)
+    if refusal is not None:
+        raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
+    if plugin.backend_is_chosen and plugin.backend is not None:
+        check_ranks_agree(plugin.precision, plugin.backend)
+
+
+def plan_or_raise(
+    module: Module,
+    layers: LayerOptions,
+    *,
+    precision: str,
+    base: str,
+    recipe: Recipe = "tensorwise",
+    converted_class: type[Module] | None = None,
+) -> Plan:
+    """The plan for a module. A plan that converts nothing passes only with ``min_gain="auto"``, which logs that.
+
+    Args:
+        module: what is set up.
+        layers: the user's wishes.
+        precision: its name, for messages.
+        base: the dtype of everything else, for messages.
+        recipe: see ``make_plan``.
+        converted_class: see ``make_plan``.
+
+    Raises:
+        ValueError: nothing converts.
+    """
+    plan = make_plan(module, layers, recipe=recipe, converted_class=converted_class)
+    if plan.converted:
+        return plan
+    found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
+    if layers.min_gain == "auto":
+        tokens = layers.tokens or DEFAULT_TOKENS
+        rank_zero_info(
+            f"{precision}: min_gain='auto' converts {found} (at {tokens} tokens per step, {SOURCE});"
+            f" everything runs in {base}."
+        )
+        return plan
+    raise nothing_converts(precision, found, plan, multiple=16)
+
+
+def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:
+    """The error for a plan that converts nothing.
+
+    Args:
+        precision: its name.
+        found: ``"none of the 3 linear layers of Net"``.
+        plan: shown as a table.
+        multiple: what features must be multiples of.
+    """
+    return ValueError(
+        f"`precision={precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"
+        f" a model with Linear layers whose features are multiples of {multiple}, or a precision without FP8"
+        " ('bf16-mixed', 'half-auto')."
+    )

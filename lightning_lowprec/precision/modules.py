@@ -1,0 +1,99 @@
+"""The modules that a plugin has set up, and the device that they will run on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch.nn import Module
+
+from lightning_lowprec.hardware import default_device
+from lightning_lowprec.precision.host import device_of
+from lightning_lowprec.references import alive
+
+
+@final
+class Modules:
+    """The modules of one plugin, from their set-up to the check of their optimizers.
+
+    A module is prepared (converted, cast) once the device is known, which comes from the first of these sources:
+
+    1. the strategy: :meth:`bind`, before any module is moved;
+    2. the parameters of the first module: at once if they are where they will stay, else at the first forward;
+    3. the device that Lightning would choose, if a forward runs without any module.
+    """
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.sharded: weakref.WeakSet[Module] | None = None
+        """The modules that FSDP2 has sharded; None: this plugin does not run under FSDP2."""
+        self._waiting: list[weakref.ref[Module]] = []
+        self._prepared: list[weakref.ref[Module]] = []
+        self._unchecked: list[weakref.ref[Module]] = []
+
+    def bind(self, device: torch.device) -> None:
+        """Say where the modules will run."""
+        self.device = device
+
+    def bind_fsdp2(self) -> None:
+        """Say that FSDP2 will shard the modules."""
+        self.sharded = weakref.WeakSet() if self.sharded is None else self.sharded
+
+    def note_sharded(self, module: Module) -> None:
+        """``module`` has been sharded."""
+        self.sharded = weakref.WeakSet([*(self.sharded or ()), module])
+
+    def is_sharded(self, module: Module) -> bool:
+        """Whether FSDP2 has sharded ``module`` for this plugin."""
+        return module in (self.sharded or ())
+
+    def add(self, module: Module) -> bool:
+        """Add a module that waits for its preparation; returns whether the device is known, so that it may begin."""
+        self._waiting.append(weakref.ref(module))
+        may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
+        return self.device is not None or not may_still_move
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether the device is known and no module waits."""
+        return self.device is not None and not self._waiting
+
+    def take_waiting(self) -> Iterator[tuple[Module, torch.device]]:
+        """Every waiting module with its device; each is noted as prepared when the next one is asked for."""
+        waiting, self._waiting = self._waiting, []
+        for module in alive(waiting):
+            self.device = self.device or device_of(module)
+            yield module, self.device
+            self._prepared = [weakref.ref(m) for m in (*alive(self._prepared), module)]
+            self._unchecked.append(weakref.ref(module))
+        self.device = self.device or default_device()
+
+    @property
+    def waiting(self) -> list[Module]:
+        """The modules that are set up and not prepared yet."""
+        return alive(self._waiting)
+
+    @property
+    def prepared(self) -> list[Module]:
+        """The modules that are prepared."""
+        return alive(self._prepared)
+
+    @property
+    def unchecked(self) -> list[Module]:
+        """The modules whose optimizers have not been checked since they were prepared."""
+        return alive(self._unchecked)
+
+    @property
+    def need_check(self) -> bool:
+        """Whether a module was prepared since the last check, even one that is gone by now."""
+        return bool(self._unchecked)
+
+    def note_check(self) -> None:
+        """The optimizers of every prepared module have been checked."""
+        self._unchecked = []
+
+    def __getstate__(self) -> dict[str, object]:
+        """Modules stay in their process."""
+        return {**self.__dict__, "_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}

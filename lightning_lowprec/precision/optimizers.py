@@ -1,0 +1,60 @@
+"""The optimizers that a plugin knows, and the check that they hold the weights that train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import final
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_lowprec.conversion.membership import check_converted
+from lightning_lowprec.precision.modules import Modules
+from lightning_lowprec.references import alive
+
+
+@final
+class Optimizers:
+    """The optimizers that Fabric has set up one by one; the Trainer hands over all of them at once."""
+
+    def __init__(self) -> None:
+        self._added: list[weakref.ref[Optimizer]] = []
+        self.reshard: Callable[[Module], None] | None = None
+        """Frees the gathered weights of a module under FSDP2: gathered weights would show copies."""
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note an optimizer."""
+        self._added.append(weakref.ref(optimizer))
+
+    @property
+    def known(self) -> list[Optimizer]:
+        """The optimizers that were added and still exist."""
+        return alive(self._added)
+
+    @property
+    def any_added(self) -> bool:
+        """Whether an optimizer was ever added: without the names in ``precision=`` none is."""
+        return bool(self._added)
+
+    def check(
+        self, modules: Modules, optimizers: list[Optimizer], layers_of: Callable[[Module], Iterable[Module]]
+    ) -> None:
+        """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
+
+        Args:
+            modules: the plugin's.
+            optimizers: all that are known.
+            layers_of: finds the converted layers of a module.
+
+        Raises:
+            RuntimeError: the message names the weight.
+        """
+        if self.reshard is not None:
+            for module in modules.prepared:
+                self.reshard(module)
+        check_converted(modules.prepared, modules.unchecked, optimizers, layers_of)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Optimizers stay in their process."""
+        return {**self.__dict__, "_added": [], "reshard": None}

@@ -1,0 +1,95 @@
+"""The state of a plugin in checkpoints: the loss scale, the backend, and what other plugins have left there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.precision.loss_scale import LossScaler
+
+SCALER_STATE: Final = "loss_scale"
+"""Key of the loss scale in a plugin's state."""
+BACKEND_STATE: Final = "backend"
+"""Key of the backend's name in a plugin's state."""
+LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")
+"""Plugins of Lightning whose state has a loss scale."""
+
+
+def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
+    """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's).
+
+    A precision that does not scale the loss drops the stored scale and logs that.
+    """
+    stored = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
+    if not stored:
+        return
+    if scaler is not None:
+        scaler.load_state_dict(stored)
+    else:
+        rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
+
+
+def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> list[dict[str, Any]]:
+    """The states of other plugins in a Trainer's checkpoint; none if the checkpoint has the state of ``plugin``.
+
+    Args:
+        checkpoint: of the Trainer: the state of a plugin stands under the name of the plugin's class.
+        plugin: the class whose own state has precedence.
+        root: every class derived from this one may have left a state.
+    """
+    if plugin.__qualname__ in checkpoint:
+        return []
+    states = [checkpoint.get(name) for name in (*LIGHTNINGS, *_names_below(root))]
+    return [state for state in states if isinstance(state, dict)]
+
+
+def _names_below(cls: type) -> list[str]:
+    children: list[type] = cls.__subclasses__()
+    return [name for child in children for name in (child.__qualname__, *_names_below(child))]
+
+
+# ---- names without a backend, such as fp8-hybrid, mean one backend on all ranks and after a resume
+
+
+def check_ranks_agree(precision: str, backend: str) -> None:
+    """Raise if ``precision`` means different backends on different ranks. Every rank must call this.
+
+    Raises:
+        RuntimeError: the message names the backends, their ranks, and the names that pin one backend.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, backend)
+    if len(set(found)) > 1:
+        ranks = {name: [rank for rank, other in enumerate(found) if other == name] for name in dict.fromkeys(found)}
+        said = " and ".join(f"{name} on ranks {', '.join(map(str, ranks[name]))}" for name in ranks)
+        raise RuntimeError(
+            f"`precision={precision!r}` means {said}, since they have different GPUs or packages. Say which:"
+            f" {pinned(precision, *ranks)}."
+        )
+
+
+def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint was trained by another backend than the one that ``precision`` means here.
+
+    Raises:
+        RuntimeError: the message names the precisions that pin either backend.
+    """
+    stored = state.get(BACKEND_STATE, backend)
+    if stored != backend:
+        raise RuntimeError(
+            f"The checkpoint was trained by {stored}, and here `precision={precision!r}` means {backend}. To go on with"
+            f" {stored}, use {pinned(precision, stored)}; to change over, {pinned(precision, backend)}."
+        )
+
+
+def pinned(precision: str, *names: str) -> str:
+    """The names that mean ``precision`` by these backends: ``'fp8-hybrid-te-fp16' or 'fp8-hybrid-torchao-fp16'``."""
+    stem, fp16 = precision.removesuffix("-fp16"), "-fp16" if precision.endswith("-fp16") else ""
+    suffixes = {backend.name: backend.suffix for backend in backends.registered()}
+    return " or ".join(f"'{stem}{suffixes.get(name, f'-{name}')}{fp16}'" for name in names)

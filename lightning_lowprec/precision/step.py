@@ -1,0 +1,118 @@
+"""What happens at a training step, in the order in which it happens.
+
+    loss --> scale (fp16) --> backward --> [DDP / FSDP2 reduce] --> unscale --> move gradients to the masters
+         --> clip --> step, or skip if a gradient is not finite (fp16) --> new loss scale --> masters to weights
+
+A plugin without loss scaling skips every line about the scale. The functions below are the hooks of
+:class:`~lightning_lowprec.precision.base.LowPrecision`, one per arrow; ``scaler`` is None without loss scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+from lightning_lowprec.masters.optimizer import expose_master_grads, has_masters, main_params, move_grads_to_masters
+from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.precision.loss_scale import LossScaler
+
+# ---- the loss and the backward pass
+
+
+def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
+    """The loss times the loss scale."""
+    return loss if scaler is None else scaler.scale_loss(loss)
+
+
+def backward(plugin: Any, loss: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+    """Run the backward pass as the Trainer or Fabric does, whichever runs ``model``."""
+    parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
+    parent.backward(plugin, loss, model, *args, **kwargs)
+
+
+# ---- before clipping
+
+
+def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
+    """Divide the gradients by the loss scale and move them to the masters; a second call in a step does nothing."""
+    if scaler is not None:
+        scaler.unscale(optimizer)
+    elif has_masters(optimizer):
+        move_grads_to_masters(optimizer)
+
+
+def zero_if_skipped(scaler: LossScaler | None, optimizer: Optimizer) -> None:
+    """Zero the unscaled gradients of a step that will be skipped, so that clipping sees finite numbers."""
+    if scaler is None or not scaler.found_inf(optimizer):
+        return
+    for param in main_params(optimizer):
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+# ---- the step
+
+
+def step(
+    plugin: Any,
+    optimizer: Any,
+    model: LightningModule | None,
+    closure: Callable[[], Any] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step without loss scaling, as the Trainer (with a model and a closure) or Fabric does."""
+    if model is not None and closure is not None:
+        return TrainerPrecision.optimizer_step(plugin, optimizer, model=model, closure=closure, **kwargs)
+    return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+
+
+def scaled_step(
+    plugin: Any,
+    scaler: LossScaler,
+    optimizer: Any,
+    model: LightningModule | None,
+    closure: Callable[[], Any] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the closure, unscale, let the Trainer clip, then step, or skip if a gradient is not finite.
+
+    Raises:
+        MisconfigurationException: the optimizer is LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationException(
+            f"`precision={plugin.precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
+            " they do not go together. Use a bf16 precision, or another optimizer."
+        )
+    result = None if closure is None else closure()
+    if model is None:
+        scaler.step(optimizer, **kwargs)
+        return result
+    no_gradients = result is None and model.automatic_optimization  # training_step returned None
+    if not no_gradients:
+        scaler.unscale(optimizer)
+    with expose_master_grads(optimizer):
+        plugin._after_closure(model, optimizer)  # the Trainer's hooks and clipping
+    if no_gradients:
+        return result
+    output = scaler.step(optimizer, **kwargs)
+    log_loss_scale(scaler, model.trainer)
+    return output
+
+
+def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
+    """Send ``loss_scale`` and ``skipped_steps`` to the user's loggers, as often as the Trainer sends its metrics."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its logger connector sets it
+    if not every or trainer.global_step % every:
+        return
+    for logger in trainer.loggers:
+        metrics = {"loss_scale": scaler.scale, "skipped_steps": float(scaler.skipped_steps)}
+        logger.log_metrics(metrics, step=trainer.global_step)

@@ -1,0 +1,53 @@
+"""What the rest of the package knows about the torchao backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from torch import nn
+
+from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.torchao.plugin import BACKEND as NAME
+from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO
+
+_SUMMARIES: Final = {
+    "fp8-tensorwise": "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2",
+    "fp8-e4m3-torchao": "torchao, one scale per tensor, e4m3 everywhere",
+    "fp8-rowwise": "torchao's rowwise recipe: one scale per row, e4m3 everywhere",
+    "fp8-rowwise-gw-hp": "rowwise with the weight gradient in high precision, the most accurate",
+}
+
+
+def _revert(model: nn.Module) -> None:
+    if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
+        from lightning_lowprec.torchao.linear import revert
+
+        revert(model)
+
+
+def _names() -> dict[str, PrecisionName]:
+    rows = {
+        name: PrecisionName(
+            plugin=FP8TorchAO,
+            options={"recipe": recipe, "fp8_format": fp8_format},
+            summary=_SUMMARIES[name],
+            fp16=recipe == "tensorwise",  # rowwise kernels round through bf16
+            gains=recipe,
+            gathers_fp8=recipe == "tensorwise",
+        )
+        for (recipe, fp8_format), name in NAMES.items()
+    }
+    return {**rows, "fp8-hybrid-torchao": replace(rows["fp8-tensorwise"], summary="another name of fp8-tensorwise")}
+
+
+BACKEND: Final = Backend(
+    name=NAME,
+    title="torchao",
+    names=_names(),
+    suffix="-torchao",
+    module="torchao.float8",
+    distribution="torchao",
+    layers_from=("lightning_lowprec.torchao.",),
+    revert=_revert,
+)
