@@ -97,7 +97,7 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
-    norms.revert_norm(norm)
+    norms.revert_norms(norm)
     assert type(norm) is own
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate, candidates
+from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate
 from lightning_lowprec.te.fusion.families import activation_name
 from lightning_lowprec.te.fusion.modules import (
     UNIT,
@@ -19,7 +19,7 @@ from lightning_lowprec.te.fusion.modules import (
     fuse_module,
     unfuse_module,
 )
-from lightning_lowprec.te.fusion.plan import Fusion, Kind, make_row, make_rules
+from lightning_lowprec.te.fusion.plan import Fusion, Kind, decide
 from lightning_lowprec.te.support import pytorch
 
 
@@ -61,8 +61,13 @@ def fuse(
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
     )
-    rules = make_rules(model, may_convert, kept_norms, feature_alignment, whole_mlp)
-    found = [(candidate, make_row(candidate, rules)) for candidate in candidates(model)]
+    found = decide(
+        model,
+        may_convert=may_convert,
+        kept_norms=kept_norms,
+        feature_alignment=feature_alignment,
+        whole_mlp=whole_mlp,
+    )
     units = {row.fqn: _build(candidate, row.kind, options) for candidate, row in found if row.kept is None}
     with unchanged(model):
         for candidate, row in found:

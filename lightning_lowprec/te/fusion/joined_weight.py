@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_lowprec.private.torch import saved_tensors
+from lightning_lowprec.private.torch import saved_tensors, version_of
 
 _JOIN_AGAIN = object()
 
@@ -36,7 +36,7 @@ def save_parts(output: Tensor, joined: Tensor, parts: Sequence[Tensor]) -> None:
     if node is None or len(parts) == 1:
         return
     place = (joined.data_ptr(), joined.shape, joined.dtype)
-    versions = [part._version for part in parts]
+    versions = [version_of(part) for part in parts]
 
     def pack(saved: Tensor) -> object:
         return _JOIN_AGAIN if (saved.data_ptr(), saved.shape, saved.dtype) == place else saved
@@ -44,7 +44,7 @@ def save_parts(output: Tensor, joined: Tensor, parts: Sequence[Tensor]) -> None:
     def unpack(packed: object) -> object:
         if packed is not _JOIN_AGAIN:
             return packed
-        if versions != [part._version for part in parts]:
+        if versions != [version_of(part) for part in parts]:
             raise RuntimeError(
                 "A weight of a fused layer was changed in place between forward and backward (by an optimizer step?):"
                 " its gradient would be that of another weight. Run the backward first."

@@ -81,57 +81,50 @@ class Rules:
     """The ids of the modules and Parameters that the model uses in several places."""
 
 
-def make_rules(
-    model: nn.Module,
-    may_convert: Collection[str],
-    kept_norms: Collection[str],
-    feature_alignment: int,
-    whole_mlp: bool,
-) -> Rules:
-    """Return the rules for one model; the arguments are those of :func:`~lightning_lowprec.te.fusion.fuse`."""
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    places += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return Rules(
-        may_convert=frozenset(may_convert),
-        kept_norms=frozenset(kept_norms),
-        feature_alignment=feature_alignment,
-        whole_mlp=whole_mlp,
-        shared=frozenset(key for key, count in places.items() if count > 1),
-    )
-
-
-def plan_fusion(
+def decide(
     model: nn.Module,
     *,
     may_convert: Collection[str],
     kept_norms: Collection[str] = (),
     feature_alignment: int = 16,
     whole_mlp: bool = True,
-) -> Fusion:
+) -> list[tuple[NormCandidate | ExpertsCandidate, FusionRow]]:
+    """Decide about all candidates; the arguments are those of :func:`~lightning_lowprec.te.fusion.fuse`."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    rules = Rules(
+        may_convert=frozenset(may_convert),
+        kept_norms=frozenset(kept_norms),
+        feature_alignment=feature_alignment,
+        whole_mlp=whole_mlp,
+        shared=frozenset(key for key, count in places.items() if count > 1),
+    )
+    return [(candidate, _row(candidate, rules)) for candidate in candidates(model)]
+
+
+def plan_fusion(model: nn.Module, **limits: Any) -> Fusion:
     """Return the result that :func:`~lightning_lowprec.te.fusion.fuse` would have, and leave the model unchanged.
 
-    This needs no Transformer Engine, and a model on meta will do.
+    This needs no Transformer Engine, and a model on meta will do. The arguments are those of :func:`decide`.
     """
-    rules = make_rules(model, may_convert, kept_norms, feature_alignment, whole_mlp)
-    return Fusion(tuple(make_row(candidate, rules) for candidate in candidates(model)))
+    return Fusion(tuple(row for _, row in decide(model, **limits)))
 
 
-def make_row(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> FusionRow:
-    """Decide about one candidate."""
-    reason = refusal(candidate, rules)
+def _row(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> FusionRow:
+    reason = _refusal(candidate, rules)
     if isinstance(candidate, ExpertsCandidate):
         names = tuple(f"{candidate.fqn}.{name}".lstrip(".") for name in ("gate_up_proj", "down_proj"))
         return FusionRow(fqn=candidate.fqn, kind="grouped experts", linears=names, kept=reason)
-    if reason is not None:
-        kind: Kind = "norm+linear" if candidate.mlp is None else "norm+MLP"
-        return FusionRow(fqn=candidate.fqn, kind=kind, linears=(*candidate.linears, *candidate.down), kept=reason)
-    note = mlp_refusal(candidate, rules)
-    if note is None:
-        return FusionRow(fqn=candidate.fqn, kind="norm+MLP", linears=(*candidate.linears, *candidate.down))
-    return FusionRow(fqn=candidate.fqn, kind="norm+linear", linears=tuple(candidate.linears), note=note or None)
+    note = _mlp_refusal(candidate, rules) if reason is None else None
+    if candidate.mlp is None or candidate.activation is None or note is not None:
+        return FusionRow(
+            fqn=candidate.fqn, kind="norm+linear", linears=tuple(candidate.linears), kept=reason, note=note
+        )
+    linears = (*candidate.linears, *candidate.down)
+    return FusionRow(fqn=candidate.fqn, kind="norm+MLP", linears=linears, kept=reason)
 
 
-def refusal(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> str | None:
+def _refusal(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> str | None:
     """Return the reason why nothing is fused; None: a norm is fused at least with the linear layers behind it."""
     if isinstance(candidate, ExpertsCandidate):
         return next(_experts(candidate, rules), None)
@@ -140,10 +133,10 @@ def refusal(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> str | 
     return next(chain(_linears(candidate.linears, candidate.norm, rules), _norm(candidate, rules), bypassed), None)
 
 
-def mlp_refusal(candidate: NormCandidate, rules: Rules) -> str | None:
-    """Return the reason why a norm is fused without the whole MLP, or None; "" if there is no MLP."""
+def _mlp_refusal(candidate: NormCandidate, rules: Rules) -> str | None:
+    """Return the reason why a norm is fused without the whole MLP, or None; also None if there is no MLP."""
     if candidate.mlp is None or candidate.activation is None:
-        return ""
+        return None
     first, (fqn, down) = next(iter(candidate.linears.values())), next(iter(candidate.down.items()))
     if not rules.whole_mlp:
         return "the recipe's backward is not that of LayerNormMLP"
