@@ -61,10 +61,11 @@ def check_input(input: Tensor) -> None:
 
 def change_class(layer: Any, cls: type[nn.Module], donor: nn.Module) -> None:
     """Change the class of a layer in place, and add the attributes that the constructor of ``donor`` has set."""
+    own_class = type(layer)
     added = donor.__dict__.keys() - layer.__dict__.keys() - layer._parameters.keys()
-    layer.__dict__.update({name: donor.__dict__[name] for name in added})
-    layer.__dict__.update(own_class=type(layer), added_attributes=frozenset(added))
     layer.__class__ = cls
+    layer.__dict__.update({name: donor.__dict__[name] for name in added})
+    layer.__dict__.update(own_class=own_class, added_attributes=frozenset(added))
 
 
 def restore_class(layer: Any, also_added: Collection[str] = ()) -> None:
@@ -83,11 +84,11 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     """
 
     @functools.wraps(forward)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return forward(*args)
-        return forward(*args)
+                return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     return wrapped
 

@@ -286,7 +286,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     layer.weight.requires_grad_(False)
     monkeypatch.setattr(linears, "check_input", lambda x: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x)
+        found = layer(input=x)
         assert torch.equal(found, plain(x))
     found.sum().backward()
     assert layer.bias.grad is not None

@@ -26,12 +26,8 @@ from lightning_lowprec.te.linear import outside_inference_mode
 
 def outside_of_graphs(method: Any) -> Any:
     """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def wrapped(*args: Any) -> Any:
-        return outside_inference_mode(method)(*args)
-
-    return wrapped
+    disabled: Any = torch.compiler.disable  # untyped in torch
+    return disabled(outside_inference_mode(method))
 
 
 @dataclass(frozen=True, kw_only=True)
