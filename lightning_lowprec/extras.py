@@ -1,4 +1,4 @@
-"""Optional and heavy dependencies: importing them on demand, and saying what to install."""
+"""Import optional and heavy dependencies on demand, and say how to install them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ INSTALL = {
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """Import ``module`` (dotted) for ``purpose`` (the sentence's subject: ``"FP8TorchAO"``).
+    """Import ``module`` (dotted) for ``purpose``, the subject of the error's sentence (``"FP8TorchAO"``).
 
     Raises:
-        ModuleNotFoundError: the distribution is not installed; the message says what to install.
-        ImportError: it is installed, but broken or made for another torch.
+        ModuleNotFoundError: the package is not installed; the message has the command that installs it.
+        ImportError: the package is installed, but broken or made for another torch.
     """
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
@@ -38,12 +38,12 @@ def require(module: str, purpose: str) -> ModuleType:
 def _broken(purpose: str, root: str, error: BaseException, remedy: str) -> str:
     return (
         f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
-        f" Install one that goes with this torch: `{remedy}`."
+        f" Install a version that goes with this torch: `{remedy}`."
     )
 
 
 def import_refusal(module: str, purpose: str) -> str | None:
-    """Why ``module`` cannot be imported, or None if it can. It is really imported."""
+    """Import ``module``; return why that fails, or None."""
     try:
         require(module, purpose)
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""What a device can run, and the reason why not.
+"""Find out whether a device can run bf16 and FP8, and the reason if it cannot.
 
-A *refusal* is a sentence fragment that names the reason; ``None`` means that the device runs it.
+A *refusal* is a clause that names the reason; ``None`` means that the device can.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 FP8_MIN_CAPABILITY = (8, 9)
 """Compute capability of the first NVIDIA GPUs with FP8 tensor cores (Ada 8.9, Hopper 9.0)."""
 BF16_MIN_CAPABILITY = (8, 0)
-"""Compute capability of the first NVIDIA GPUs with bf16 tensor cores (Ampere); older ones only emulate it."""
+"""Compute capability of the first NVIDIA GPUs with bf16 tensor cores (Ampere); older GPUs only emulate bf16."""
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, e.g. ``"NVIDIA H200 (compute capability 9.0)"`` or ``"cpu"``."""
+    """Return the device in words, e.g. ``"NVIDIA H200 (compute capability 9.0)"`` or ``"cpu"``."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -24,7 +24,7 @@ def describe(device: torch.device) -> str:
 
 
 def bf16_refusal(device: torch.device) -> str | None:
-    """Why ``device`` has no bf16 arithmetic of its own, or None if it has."""
+    """Return why ``device`` has no bf16 hardware, or None if it has."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     if torch.cuda.get_device_capability(device) >= BF16_MIN_CAPABILITY:
@@ -33,7 +33,7 @@ def bf16_refusal(device: torch.device) -> str | None:
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why ``device`` has no FP8 matrix kernels, or None if it has."""
+    """Return why ``device`` has no FP8 matrix kernels, or None if it has."""
     if device.type != "cuda":
         return f"{device.type} has no FP8 matrix kernels"
     if torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
@@ -42,9 +42,9 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 def every_gpu_has_fp8() -> bool:
-    """Whether all GPUs of this machine have FP8, asked of the driver where it answers.
+    """Return whether all GPUs of this machine have FP8. Ask the driver first, then CUDA.
 
-    Asking CUDA would make a context, and a process that has one cannot fork the workers of ``ddp_notebook``.
+    A question to CUDA makes a CUDA context, and a process with a context cannot fork the workers of ``ddp_notebook``.
     """
     found = _driver_capabilities()
     if found is None:
@@ -53,7 +53,7 @@ def every_gpu_has_fp8() -> bool:
 
 
 def _driver_capabilities() -> list[tuple[int, int]] | None:
-    """The compute capability of every GPU, by NVML; None if it does not answer."""
+    """Return the compute capability of every GPU, by NVML; None if NVML does not answer."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -74,7 +74,7 @@ def _driver_capabilities() -> list[tuple[int, int]] | None:
 
 
 def default_device() -> torch.device:
-    """The device that Lightning's ``accelerator="auto"`` would train on first, of those this package knows."""
+    """Return the device that Lightning's ``accelerator="auto"`` would choose, of cuda, mps and cpu."""
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     if torch.backends.mps.is_available():

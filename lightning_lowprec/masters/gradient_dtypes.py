@@ -52,20 +52,6 @@ class GradientDtypes:
         self.accumulation = accumulation
         self._reductions: list[weakref.ref[Float32Reduction]] = []
 
-    def check_no_masters(self) -> None:
-        """Raise if a dtype was chosen although the weights are float32.
-
-        Raises:
-            ValueError: a dtype was chosen.
-        """
-        for field, value in (("grad_reduce_dtype", self.reduce), ("grad_accumulation_dtype", self.accumulation)):
-            if value is not None:
-                raise ValueError(
-                    f"`{field}={value}` goes with `master_weights`, got `master_weights=False`: gradients of float32"
-                    f" weights are always accumulated and reduced in float32. Leave `{field}` out, or set"
-                    " `master_weights`."
-                )
-
     @property
     def reduces(self) -> bool:
         """Whether DDP needs our communication hook."""

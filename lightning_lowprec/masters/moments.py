@@ -1,7 +1,7 @@
-"""Optimizer state in bf16, rounded stochastically, for parameters that have no master either.
+"""Keep optimizer state in bf16 with stochastic rounding, for parameters without stored masters.
 
-Plain bf16 state does not work: bf16 ``exp_avg_sq`` times 0.999 rounds back to itself and never decays. Stochastic
-rounding decays it on average, and an average is what a moment is.
+Plain bf16 state does not work: bf16 ``exp_avg_sq`` times 0.999 rounds back to itself and never decays. With stochastic
+rounding it decays on average, and a moment is an average anyway.
 """
 
 from __future__ import annotations
@@ -14,82 +14,84 @@ from torch import Tensor
 
 from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.flat import FlatBuffer, local
+from lightning_lowprec.private.torch import copy_all_
 
-_STREAM: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
-State = MutableMapping[Any, Any]
+_SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
+OptimizerState = MutableMapping[Any, Any]
+Kind = tuple[str, torch.device]  # the name of a state, for example exp_avg, and its device
 
 
 class StochasticMoments:
-    """float32 state inside a step, bf16 between steps, for every state tensor shaped like its parameter.
+    """Optimizer state that is float32 inside a step and bf16 between steps, if it has the shape of its parameter.
 
-    Tensors of no dimension stay float32: they are counters and running products, and cost nothing.
+    State tensors without dimensions stay float32: they are counters and running products, and need no memory.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._shelves: dict[tuple[str, torch.device], _Shelf] = {}
+        self._buffers: dict[Kind, _StateBuffers] = {}
 
     @torch.no_grad()
-    def load(self, state: State, params: Sequence[Tensor]) -> None:
-        """Make the state of ``params`` (by parameter) float32."""
-        for place, owners in _places(state, params).items():
-            self._shelf(place, owners, state).load(state)
+    def load(self, state: OptimizerState, params: Sequence[Tensor]) -> None:
+        """Make the state of ``params`` float32."""
+        for kind, owners in _owners_by_kind(state, params).items():
+            self._buffers_of(kind, owners, state).load(state)
 
     @torch.no_grad()
-    def save(self, state: State, params: Sequence[Tensor], step: int) -> None:
-        """Round the state of ``params`` into bf16, also what the step has created; ``step`` counts the calls."""
-        places = _places(state, params)
-        for number, place in enumerate(sorted(places, key=str), start=1):
-            self._shelf(place, places[place], state).save(state, self._seed + number * _STREAM, step)
+    def save(self, state: OptimizerState, params: Sequence[Tensor], step: int) -> None:
+        """Round the state of ``params`` to bf16, also state that is new; ``step`` counts the calls."""
+        owners = _owners_by_kind(state, params)
+        for number, kind in enumerate(sorted(owners, key=str), start=1):
+            self._buffers_of(kind, owners[kind], state).save(state, self._seed + number * _SEED_STEP, step)
 
-    def _shelf(self, place: tuple[str, torch.device], owners: list[Tensor], state: State) -> _Shelf:
-        shelf = self._shelves.get(place)
-        if shelf is None or not shelf.holds(owners, state):  # new, loaded or moved from outside
-            shelf = self._shelves[place] = _Shelf(place[0], owners, state)
-        return shelf
+    def _buffers_of(self, kind: Kind, owners: list[Tensor], state: OptimizerState) -> _StateBuffers:
+        buffers = self._buffers.get(kind)
+        if buffers is None or not buffers.hold(owners, state):  # the state is new, was loaded, or was moved
+            buffers = self._buffers[kind] = _StateBuffers(kind[0], owners, state)
+        return buffers
 
 
-class _Shelf:
-    """One kind of state, ``key``, of ``owners``: flat in float32 while loaded, flat in bf16 at rest."""
+class _StateBuffers:
+    """The state ``name`` of ``owners`` in two flat buffers: float32 while loaded, bf16 between steps."""
 
-    def __init__(self, key: str, owners: Sequence[Tensor], state: State) -> None:
-        self._key, self._owners = key, owners
-        tensors = [state[p][key] for p in owners]
-        self._full = FlatBuffer(tensors, torch.float32)
-        self._rest = FlatBuffer(tensors, torch.bfloat16)
-        torch._foreach_copy_(self._full.views, [local(t) for t in tensors])
-        self._show(self._full, state)
+    def __init__(self, name: str, owners: Sequence[Tensor], state: OptimizerState) -> None:
+        self._name, self._owners = name, owners
+        tensors = [state[p][name] for p in owners]
+        self._float32 = FlatBuffer(tensors, torch.float32)
+        self._bf16 = FlatBuffer(tensors, torch.bfloat16)
+        copy_all_(self._float32.views, [local(t) for t in tensors])
+        self._put(self._float32, state)
 
-    def holds(self, owners: Sequence[Tensor], state: State) -> bool:
-        """Whether the state is what this shelf has put there, for the same owners."""
-        shown = self._full.tensors if self._full.allocated else self._rest.tensors
+    def hold(self, owners: Sequence[Tensor], state: OptimizerState) -> bool:
+        """Return whether the state still consists of tensors of these buffers, for the same owners."""
+        tensors = self._float32.tensors if self._float32.allocated else self._bf16.tensors
         return len(owners) == len(self._owners) and all(
-            p is owner and state[p][self._key] is tensor
-            for p, owner, tensor in zip(owners, self._owners, shown, strict=True)
+            p is owner and state[p][self._name] is tensor
+            for p, owner, tensor in zip(owners, self._owners, tensors, strict=True)
         )
 
-    def load(self, state: State) -> None:
-        if not self._full.allocated:
-            self._full.allocate()
-            self._full.flat.copy_(self._rest.flat)
-            self._show(self._full, state)
+    def load(self, state: OptimizerState) -> None:
+        if not self._float32.allocated:
+            self._float32.allocate()
+            self._float32.flat.copy_(self._bf16.flat)
+            self._put(self._float32, state)
 
-    def save(self, state: State, seed: int, step: int) -> None:
-        rounding.stochastic_round_(self._full.flat, seed=seed, step=step)
-        self._rest.flat.copy_(self._full.flat)
-        self._full.free()
-        self._show(self._rest, state)
+    def save(self, state: OptimizerState, seed: int, step: int) -> None:
+        rounding.stochastic_round_(self._float32.flat, seed=seed, step=step)
+        self._bf16.flat.copy_(self._float32.flat)
+        self._float32.free()
+        self._put(self._bf16, state)
 
-    def _show(self, buffer: FlatBuffer, state: State) -> None:
+    def _put(self, buffer: FlatBuffer, state: OptimizerState) -> None:
         for p, tensor in zip(self._owners, buffer.tensors, strict=True):
-            state[p][self._key] = tensor
+            state[p][self._name] = tensor
 
 
-def _places(state: State, params: Sequence[Tensor]) -> dict[tuple[str, torch.device], list[Tensor]]:
-    """Which parameters have a state tensor of their shape, by its key and device."""
-    places: dict[tuple[str, torch.device], list[Tensor]] = {}
+def _owners_by_kind(state: OptimizerState, params: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+    """Return the parameters that have a state tensor of the same shape, for every kind of state."""
+    owners: dict[Kind, list[Tensor]] = {}
     for p in params:
-        for key, value in state[p].items() if p in state else ():
+        for name, value in state[p].items() if p in state else ():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() and value.shape == p.shape:
-                places.setdefault((key, value.device), []).append(p)
-    return places
+                owners.setdefault((name, value.device), []).append(p)
+    return owners

@@ -1,19 +1,21 @@
-"""float32 master weights for any torch optimizer, by changing the optimizer's class in place.
+"""Give any torch optimizer float32 master weights, by changing the optimizer's class in place.
 
     optimizer = add_masters(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
     loss.backward()
-    move_grads_to_masters(optimizer, inv_scale=1 / scale)                            # optional: step does it
-    torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)              # float32 gradients
+    move_grads_to_masters(optimizer, inv_scale=1 / scale)                           # optional: step does it
+    torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)                     # float32 gradients
     optimizer.step()
 
-Outside, ``param_groups`` and ``state`` show the model's parameters: ``zero_grad``, schedulers and checkpoint tools work
-as they do on any optimizer. Inside ``step``, ``state_dict`` and ``load_state_dict`` they show the masters, so the
-optimizer's own code, foreach or fused, updates float32 values with float32 gradients, and torch's own loading casts the
-state to float32. Step hooks run inside: they see masters. float32 parameters are their own masters.
+Outside of the optimizer's methods, ``param_groups`` and ``state`` contain the model's parameters: ``zero_grad``,
+schedulers and checkpoint tools work as on any optimizer. Inside ``step``, ``state_dict`` and ``load_state_dict`` they
+contain the masters. The optimizer's own code, foreach or fused, then updates float32 values with float32 gradients, and
+torch's own loading casts the state to float32. Step hooks run inside ``step`` and see masters. float32 parameters are
+their own masters.
 
-State dicts have one more tensor per half-precision parameter, ``master_param`` (float32; none in stochastic form, where
-the weights are all). One of any form loads into any other, and without the key (:func:`without_masters`) into the plain
-optimizer of a float32 model; one of a plain optimizer loads here: its masters are the weights.
+State dicts have one more tensor per half-precision parameter, ``master_param`` (float32). The stochastic form has none,
+because the weights contain everything. A state dict of any form loads into any other form, and without ``master_param``
+(:func:`without_masters`) into the plain optimizer of a float32 model. A state dict of a plain optimizer loads too: the
+masters are then the weights.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
 from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import MASTERS, check, check_step, noted_by_schedulers, without_own_hooks
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
@@ -39,13 +43,13 @@ def add_masters(
 ) -> T:
     """Give ``optimizer`` float32 masters of its half-precision parameters, in place.
 
-    A second call makes masters of parameters that have become half precision since.
+    A second call makes masters of parameters that have become half precision since the first call.
 
     Args:
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
         store: where the masters live between steps, see :mod:`~lightning_lowprec.masters.stores`.
         values: float32 weights by ``id(parameter)`` from before a cast
-            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), for masters that lose nothing by it.
+            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), so that the masters lose nothing.
 
     Returns:
         ``optimizer`` itself, now also an instance of :class:`MasterOptimizer`.
@@ -53,94 +57,85 @@ def add_masters(
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
         TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer).
-        RuntimeError: wrapped with another store already; or somebody replaced ``optimizer.step``.
+        RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced; or torch has moved a
+            private name.
     """
     config = MasterConfig.of(store)
     if isinstance(optimizer, MasterOptimizer):
         if optimizer._masters.config != config:
             raise RuntimeError(f"the optimizer already has masters by {optimizer._masters.config}, asked for {config}.")
-        optimizer._masters.adopt(values or {})
+        optimizer._masters.add_missing(values or {})
         return optimizer
-    _check_kind(optimizer)
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which master weights"
-            " change. Wrap the optimizer before whatever replaces its `step`."
+    if isinstance(getattr(optimizer, "optim", None), Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use the other"
+            " optimizer directly, or a precision with float32 weights."
         )
-    book = MasterRegistry(config, optimizer, values or {})
-    vars(optimizer).pop("step", None)  # a scheduler's, which only notes that `step` was called: ours notes it too
+    check(MASTERS)
+    check_step(optimizer, MASTERS)
+    registry = MasterRegistry(config, optimizer, values or {})
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
-    vars(optimizer)["_masters"] = book
+    vars(optimizer)["_masters"] = registry
     return optimizer
 
 
-def _check_kind(optimizer: Optimizer) -> None:
-    if isinstance(getattr(optimizer, "optim", None), Optimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use that one"
-            " directly, or a precision with float32 weights."
-        )
-
-
 def has_masters(optimizer: Optimizer) -> bool:
-    """Whether :func:`add_masters` was applied to ``optimizer``."""
+    """Return whether :func:`add_masters` was applied to ``optimizer``."""
     return isinstance(optimizer, MasterOptimizer)
 
 
 def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
     """Move the gradients to the masters, as float32 and times ``inv_scale``; a second call finds nothing to move.
 
-    The parameters' own gradients become None. What a later backward leaves there is added at the next call, so calling
-    this after every micro-batch accumulates in float32. So does ``parameter.grad_dtype = torch.float32`` alone; such
-    gradients are handed over, not copied. Gradients of float32 parameters stay where they are and are multiplied in
-    place, once per step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call
-    ``optimizer.zero_grad()``.
+    The parameters' own gradients become None. The next call adds the gradients of later backwards, so a call after
+    every micro-batch accumulates in float32. ``parameter.grad_dtype = torch.float32`` also accumulates in float32; such
+    gradients are handed over, not copied. Gradients of float32 parameters stay in place and are multiplied once per
+    step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call ``optimizer.zero_grad()``.
 
     Args:
-        optimizer: a wrapped one.
+        optimizer: has masters.
         inv_scale: the reciprocal of the loss scale.
 
     Raises:
-        TypeError: ``optimizer`` is not wrapped.
+        TypeError: ``optimizer`` has no masters.
     """
-    _book(optimizer).move_grads_to_masters(inv_scale)
+    _registry_of(optimizer).move_grads(inv_scale)
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What the optimizer updates, for clipping: masters, and the parameters that have none.
+    """Yield the tensors that the optimizer updates, for clipping: masters, and the parameters without a master.
 
-    Their values may be read until the next ``step`` or ``zero_grad``; after it a master of the remainder or stochastic
-    form has no memory.
+    Their values may be read until the next ``step`` or ``zero_grad``. After that, a master of the remainder or
+    stochastic form has no memory.
     """
     masters = {}
     if isinstance(optimizer, MasterOptimizer):
         optimizer._masters.load()
         masters = optimizer._masters.master_of
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            yield masters.get(id(param), param)
+    for param in parameters_of(optimizer):
+        yield masters.get(id(param), param)
 
 
 def held_masters(optimizer: Optimizer) -> list[Tensor]:
-    """The masters of a wrapped optimizer, for their ``grad``: values may have no memory. Of any other, none."""
+    """Return the masters, to look at their ``grad``; their values may have no memory. Empty without masters."""
     return list(optimizer._masters.master_of.values()) if isinstance(optimizer, MasterOptimizer) else []
 
 
 def drop_grads(optimizer: Optimizer) -> None:
-    """Forget gradients that were moved to the masters, as after a step; for a step that is skipped."""
+    """Drop the gradients that were moved to masters; call it for a step that is skipped."""
     if isinstance(optimizer, MasterOptimizer):
         optimizer._masters.drop_grads()
 
 
 @contextmanager
 def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
-    """Show the masters' float32 gradients as ``grad`` of the parameters, for hooks that look at or edit them.
+    """Make the masters' float32 gradients the ``grad`` of the parameters, for hooks that look at or edit gradients.
 
-    An edit in place, or another tensor assigned, is what the optimizer gets.
+    The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
     """
-    pairs = list(optimizer._masters.pairs()) if isinstance(optimizer, MasterOptimizer) else []
+    pairs = optimizer._masters.pairs() if isinstance(optimizer, MasterOptimizer) else []
     shown = [(p, m, p.grad_dtype) for p, m in pairs if m.grad is not None and p.grad is None]
     for param, master, _ in shown:
         param.grad_dtype = torch.float32
@@ -154,30 +149,23 @@ def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
 
 
 def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
-    """Make the masters follow the parameters now.
+    """Make the masters follow the parameters, after an in-place edit of ``parameter.data``.
 
-    Edits of a parameter are noticed by themselves, also loading a checkpoint; in-place edits of ``parameter.data`` are
-    not, and need this. Masters that still round to their parameter stay (in remainder form they become the parameter).
+    All other edits of a parameter are noticed without this call, also loading a checkpoint. A master that still rounds
+    to its parameter stays (in remainder form, the master becomes the parameter).
 
     Args:
-        optimizer: a wrapped one.
-        values: float32 weights by ``id(parameter)``, which become the masters where they round to the parameter.
+        optimizer: has masters.
+        values: float32 weights by ``id(parameter)``; a weight becomes the master if it rounds to the parameter.
 
     Raises:
-        TypeError: ``optimizer`` is not wrapped.
+        TypeError: ``optimizer`` has no masters.
     """
-    _book(optimizer).refresh(values)
-
-
-def stored_masters(optimizer: Optimizer) -> list[Tensor]:
-    """What has memory of the masters between steps, flat: float32, or int16 remainders; nothing if not wrapped."""
-    book = vars(optimizer).get("_masters")
-    kept = [] if book is None else [tensor for store in book.stores() for tensor in store.at_rest()]
-    return [tensor for tensor in kept if tensor.untyped_storage().nbytes()]
+    _registry_of(optimizer).refresh(values)
 
 
 def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy of an optimizer's state dict for the plain optimizer of the same class."""
+    """Return a shallow copy of an optimizer's state dict that the plain optimizer of the same class can load."""
     state = {
         key: {k: v for k, v in entry.items() if k != MASTER_PARAM} if isinstance(entry, dict) else entry
         for key, entry in state_dict["state"].items()
@@ -186,39 +174,37 @@ def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MasterOptimizer(Optimizer):
-    """What :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
+    """Base class that :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
 
     _masters: MasterRegistry
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
+    @without_own_hooks
+    @noted_by_schedulers
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own step, on the masters."""
-        self._opt_called = True  # read by schedulers
-        book = self._masters
+        """Run the optimizer's own step on the masters."""
+        registry = self._masters
         if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
             with torch.enable_grad():
                 args = (self._evaluation(closure, closure()), *args)
-        book.move_grads_to_masters(1.0)
-        with book.stepping(), book.inside():
+        registry.move_grads(1.0)
+        with registry.stepping(), registry.showing_masters():
             return super().step(*args, **kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it once more, and hooks would run twice
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
     def _evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
-        """``closure`` as the optimizer may call it: the model sees its weights, the optimizer float32 gradients.
+        """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
 
-        The first call returns ``first``, unless the optimizer has moved the masters before it.
+        The first call returns ``first``, unless the optimizer has moved the masters before.
         """
-        book = self._masters
+        registry = self._masters
 
         def evaluate() -> Any:
-            if book.first_evaluation_holds():
+            if registry.first_evaluation_holds():
                 return first
-            with book.outside():
-                book.before_evaluation()
+            with registry.showing_params():
+                registry.before_evaluation()
                 result = closure()
-            book.move_grads_to_masters(1.0)
+            registry.move_grads(1.0)
             return result
 
         return evaluate
@@ -231,14 +217,14 @@ class MasterOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also make masters of the new parameters."""
         super().add_param_group(param_group)
-        self._masters.adopt({})
+        self._masters.add_missing({})
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dict, with a ``master_param`` in the entry of every parameter that has one."""
-        book = self._masters
-        with book.inside():
+        """Return the optimizer's own state dict, with a ``master_param`` for every parameter that has a master."""
+        registry = self._masters
+        with registry.showing_masters():
             state_dict = super().state_dict()
-        values = book.values()
+        values = registry.values()
         state = dict(state_dict["state"])
         for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], packed["params"], strict=True):
@@ -247,15 +233,16 @@ class MasterOptimizer(Optimizer):
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of any form of masters, or of a plain optimizer: its masters are the weights."""
-        book = self._masters
-        with book.inside():
+        """Load a state dict of any form of masters, or of a plain optimizer: the masters are then the weights."""
+        registry = self._masters
+        with registry.showing_masters():
             super().load_state_dict(state_dict)
-        book.set_values({key: value.clone() for key, value in self._incoming.items()})  # they may be our own, live
+        values = {key: value.clone() for key, value in self._incoming.items()}  # may share memory with our masters
+        registry.set_values(values)
         self._incoming = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by torch's ``load_state_dict``: take the masters out, which Adam would mistake for its own state."""
+        """Take the masters out of a state that torch's ``load_state_dict`` loads: Adam would take them for its own."""
         entries = state["state"]
         held = [(key, entry.pop(MASTER_PARAM)) for key, entry in entries.items() if _has_master(entry)]
         for key, _ in held:
@@ -266,17 +253,17 @@ class MasterOptimizer(Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the plain optimizer, the configuration and the masters' values."""
-        book = self._masters
-        values = book.values()
-        held = {id(p): i for i, p in enumerate(book.params())}
-        plain = type(self).__mro__[2]
-        return _rebuild, (plain, self.__getstate__(), book.config, {held[k]: v.clone() for k, v in values.items()})
+        registry = self._masters
+        values = registry.values()
+        held = {id(p): i for i, p in enumerate(registry.params())}
+        _, plain = type(self).__bases__  # see `_master_class`
+        return _rebuild, (plain, self.__getstate__(), registry.config, {held[k]: v.clone() for k, v in values.items()})
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:
     optimizer = plain.__new__(plain)
     optimizer.__setstate__(state)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
 
 
@@ -289,7 +276,7 @@ def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
-def _book(optimizer: Optimizer) -> MasterRegistry:
+def _registry_of(optimizer: Optimizer) -> MasterRegistry:
     if not isinstance(optimizer, MasterOptimizer):
         raise TypeError(
             f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."

@@ -51,11 +51,14 @@ class MasterOptions:
         gradients = GradientDtypes(reduce=self.grad_reduce_dtype, accumulation=self.grad_accumulation_dtype)
         if config is not None:
             return HalfWeights(config, self.buffer_dtype, gradients)
-        if self.buffer_dtype is not None:
-            raise ValueError(
-                f"`buffer_dtype={self.buffer_dtype}` goes with `master_weights`, got `master_weights=False`."
-            )
-        gradients.check_no_masters()
+        for field in ("buffer_dtype", "grad_reduce_dtype", "grad_accumulation_dtype"):
+            value = getattr(self, field)
+            if value is not None:
+                raise ValueError(
+                    f"`{field}={value}` goes with `master_weights`, got `master_weights=False`: float32 weights leave"
+                    f" buffers alone and always accumulate and reduce gradients in float32. Leave `{field}` out, or set"
+                    " `master_weights`."
+                )
         return None
 
     def _config(self, base: Literal["bf16", "fp16", "auto"]) -> MasterConfig | None:
@@ -81,20 +84,3 @@ class MasterChoices(TypedDict, total=False):
     buffer_dtype: torch.dtype | None
     grad_reduce_dtype: torch.dtype | None
     grad_accumulation_dtype: torch.dtype | None
-
-
-def resolve_masters(
-    base: Literal["bf16", "fp16", "auto"],
-    choice: MasterWeights,
-    *,
-    buffer_dtype: torch.dtype | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-) -> HalfWeights | None:
-    """Return ``MasterOptions(...).resolve(base)``, for plugins that still list the four options by hand."""
-    return MasterOptions(
-        master_weights=choice,
-        buffer_dtype=buffer_dtype,
-        grad_reduce_dtype=grad_reduce_dtype,
-        grad_accumulation_dtype=grad_accumulation_dtype,
-    ).resolve(base)

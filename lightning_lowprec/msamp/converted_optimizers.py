@@ -24,7 +24,7 @@ from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import Level, msamp_state_of
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import step_is_replaced
+from lightning_lowprec.private.torch import MSAMP, check_step
 
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
@@ -83,11 +83,7 @@ def _check_options(optimizer: Optimizer) -> None:
 
 
 def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
-    if step_is_replaced(optimizer):
-        raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which MS-AMP changes."
-            " Set the optimizer up before whatever replaces its `step`."
-        )
+    check_step(optimizer, MSAMP)
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     optimizer.__class__ = target

@@ -23,7 +23,7 @@ from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
-from lightning_lowprec.private.torch import foreach_copy_, foreach_norm
+from lightning_lowprec.private.torch import copy_all_, largest_absolute_values
 
 _BACKEND: Final = "inductor"
 State = Mapping[str, Any]
@@ -110,12 +110,12 @@ class FlatStep:
                 full["weight"], codes["weight"], codes["grad"], fresh["weight"], e4m3_scale, self._runs
             )
         for name, tensors in stored.items():
-            foreach_copy_(tensors, (self._codes if name in scales else self._full)[name].views)
+            copy_all_(tensors, (self._codes if name in scales else self._full)[name].views)
         for name, olds in scales.items():
-            foreach_copy_(olds, list(fresh[name].unbind()))
+            copy_all_(olds, list(fresh[name].unbind()))
         if e4m3_scale is not None:
-            foreach_copy_(self._param_codes, self._codes["grad"].views)
-            foreach_copy_([w.scale for w in weights], list(e4m3_scale.unbind()))
+            copy_all_(self._param_codes, self._codes["grad"].views)
+            copy_all_([w.scale for w in weights], list(e4m3_scale.unbind()))
         for weight in weights:
             weight.record_write()
         self._free()
@@ -135,7 +135,7 @@ class FlatStep:
             gradients = [cast(Tensor, w.grad) for w in weights]
             inv_scales["grad"] = torch.stack([cast(Tensor, w.grad_inv_scale) for w in weights])
         for name, tensors in {**stored, "grad": gradients}.items():
-            foreach_copy_((self._codes if name in inv_scales else self._full)[name].views, tensors)
+            copy_all_((self._codes if name in inv_scales else self._full)[name].views, tensors)
         numbers: Mapping[str, Any] = rule.numbers
         if self._compile:  # as tensors, so that another learning rate does not compile another graph
             floats = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
@@ -146,7 +146,7 @@ class FlatStep:
     def _amaxes(self, names: Sequence[str]) -> Tensor:
         """Return (names, parameters) float32; for shards the maximum over all ranks, by one reduction."""
         views = [view for name in names for view in self._full[name].views]
-        amaxes = torch.stack(foreach_norm(views, float("inf"))).view(len(names), -1)
+        amaxes = largest_absolute_values(views).view(len(names), -1)
         return amaxes if self._shards is None else self._shards.maximum(amaxes)
 
     def _round_stochastically(self, scales: Tensor, rounding: Rounding) -> None:

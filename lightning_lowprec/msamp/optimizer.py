@@ -27,7 +27,7 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import foreach_copy_, noted_by_schedulers
+from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
@@ -288,4 +288,4 @@ def _write_back(params: list[Tensor], weights: list[Tensor]) -> None:
     """Round float32 weights into the half-precision parameters that they are copies of."""
     half = [(p, weight) for p, weight in zip(params, weights, strict=True) if p is not weight]
     if half:
-        foreach_copy_([p for p, _ in half], [weight for _, weight in half])
+        copy_all_([p for p, _ in half], [weight for _, weight in half])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -222,10 +222,6 @@ class MSAMP(LowPrecision):
         super()._before_first_step(optimizer)
         if self.modules.sharded is None:
             self._replicas.check_registered(optimizer)
-
-    @override
-    def _converted_layers(self, module: Module) -> Iterable[Module]:
-        return scaled_linears(module).values()
 
     # ---- step
 

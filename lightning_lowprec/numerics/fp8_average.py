@@ -1,15 +1,15 @@
-"""Gradients averaged over the ranks of DDP with one byte per element on the wire, in each direction.
+"""Average gradients over the ranks of DDP; ranks send and receive one byte per element.
 
     amax of every parameter in the bucket        -> all_reduce(MAX): every rank has the same scales
     codes = float8_e4m3fn(gradient * scale)      -> all_to_all: rank r gets slice r of every rank
     mean  = float8_e4m3fn(sum in float32 / ranks) -> all_gather: every rank gets the same codes
     gradient = mean * inv_scale
 
-Sums are in float32, so the error does not grow with the ranks: it is that of two roundings. A ring that sums in FP8
-rounds at every hop instead (17.6 dB at 64 ranks against 28.5 dB here, simulated). A mean is never larger than the
-largest gradient, so one scale serves before and after; MS-AMP's automatic scaling against overflow of sums
-(arXiv 2310.18313, sec. 2.1) has nothing left to do. Scales belong to parameters, not to buckets: gradients of a norm
-and of an embedding in one bucket may differ by orders of magnitude.
+Sums are in float32, so the error is that of two roundings and does not grow with the number of ranks. A ring that sums
+in FP8 rounds at every hop (17.6 dB at 64 ranks, against 28.5 dB here, simulated). A mean is never larger than the
+largest gradient, so one scale is used before and after; MS-AMP's automatic scaling against overflow of sums
+(arXiv 2310.18313, sec. 2.1) is not needed. Every parameter has its own scale: in one bucket, gradients of a norm and of
+an embedding may differ by orders of magnitude.
 """
 # no `from __future__ import annotations`: DDP refuses a hook whose annotations are strings
 
@@ -24,18 +24,19 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
+from lightning_lowprec.private.torch import largest_absolute_values
 
 
 def fp8_gradient_hook(
     state: Any,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """A communication hook: ``ddp.register_comm_hook(None, fp8_gradient_hook)`` for any ``DistributedDataParallel``.
+    """Average one bucket; use as ``ddp.register_comm_hook(None, fp8_gradient_hook)``.
 
-    Averages the bucket, (N,) float32, bfloat16 or float16, over the ranks in FP8: 2 (ranks - 1) / ranks bytes sent per
-    element and rank (an all-reduce in float32: four times that), and 4 to 8 bytes per parameter for its amax. All ranks
-    get the same bits. A gradient with inf or NaN on any rank is NaN on every rank, all of that parameter's, so that a
-    loss scaler sees it. On CUDA it runs on a stream of its own, beside the rest of the backward.
+    The bucket is (N,) float32, bfloat16 or float16. Every rank sends 2 (ranks - 1) / ranks bytes per element (an
+    all-reduce in float32 sends four times as many), and 4 to 8 bytes per parameter for its amax. All ranks get the same
+    bits. If a parameter's gradient has inf or NaN on any rank, the whole gradient is NaN on every rank, so that a loss
+    scaler sees it. On CUDA the hook runs on a separate stream, in parallel to the rest of the backward.
 
     Args:
         state: the process group of ``ddp`` if it was given one, else None.
@@ -63,48 +64,48 @@ def fp8_gradient_hook(
 
 @torch.no_grad()
 def average_(flat: Tensor, sizes: Sequence[int], group: Any) -> None:
-    """Average ``flat``, (N,) any float, over the ranks of ``group``, in place, with a scale per run of ``sizes``."""
+    """Average ``flat``, (N,) any float, over the ranks of ``group`` in place; every run of ``sizes`` has its scale."""
     amaxes = run_amaxes(flat, sizes)
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     ranks = dist.get_world_size(group)
     padded = torch.zeros(ranks, -(-flat.numel() // ranks), dtype=torch.uint8, device=flat.device)
     padded.view(-1)[: flat.numel()] = encode(flat, sizes, amaxes)
-    slices = torch.empty_like(padded)  # slices[r]: what rank r has of my slice
+    slices = torch.empty_like(padded)  # slices[r]: the values of rank r for this rank's slice
     dist.all_to_all_single(slices, padded, group=group)
     dist.all_gather_into_tensor(padded.view(-1), mean(slices), group=group)
     flat.copy_(decode(padded.view(-1)[: flat.numel()], sizes, amaxes, flat.dtype))
 
 
 def run_amaxes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The largest absolute value of each run: (N,) any float, N = sum(sizes) -> (len(sizes),) float32.
+    """Return the largest absolute value of each run: (N,) any float, N = sum(sizes) -> (len(sizes),) float32.
 
-    NaN becomes inf, which a maximum over ranks keeps on every backend.
+    NaN becomes inf: a maximum over ranks keeps inf on every backend, but not NaN.
     """
-    amaxes = torch.stack(torch._foreach_norm(torch.split(flat, list(sizes)), float("inf"))).float()
+    amaxes = largest_absolute_values(torch.split(flat, list(sizes))).float()
     return torch.where(amaxes.isfinite(), amaxes, torch.inf)
 
 
 def encode(flat: Tensor, sizes: Sequence[int], amaxes: Tensor) -> Tensor:
-    """The codes of float8_e4m3fn: (N,) any float, (runs,) float32 -> (N,) uint8; NaN where the amax is not finite."""
+    """Return float8_e4m3fn codes: (N,) any float, (runs,) float32 -> (N,) uint8; NaN where the amax is not finite."""
     return saturating_cast(_scales(amaxes, sizes).mul_(flat), E4M3).view(torch.uint8)
 
 
 def mean(codes: Tensor) -> Tensor:
-    """The mean over ranks, summed in float32: (ranks, n) uint8 -> (n,) uint8, in the scale of the codes."""
+    """Return the mean over ranks, summed in float32: (ranks, n) uint8 -> (n,) uint8, in the scale of the codes."""
     return saturating_cast(codes.view(E4M3.dtype).float().sum(0).div_(codes.shape[0]), E4M3).view(torch.uint8)
 
 
 def decode(codes: Tensor, sizes: Sequence[int], amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of codes: (N,) uint8, (runs,) float32 -> (N,) float32, finite in ``dtype`` unless NaN.
+    """Return the values of codes: (N,) uint8, (runs,) float32 -> (N,) float32, finite in ``dtype`` unless NaN.
 
-    Rounding may lift the largest value of a format to the next power of two, which the format does not have.
+    Rounding to FP8 may lift the largest value of ``dtype`` to the next power of two, which ``dtype`` does not have.
     """
     largest = torch.finfo(dtype).max
     return codes.view(E4M3.dtype).float().mul_(_scales(amaxes, sizes).reciprocal_()).clamp_(-largest, largest)
 
 
 def _scales(amaxes: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Per element: (N,) float32."""
+    """Return one scale per element: (N,) float32."""
     scales = torch.where(amaxes.isfinite(), power_of_two_scale(amaxes, E4M3), torch.nan)
     return scales.repeat_interleave(_counts(tuple(sizes), amaxes.device), output_size=sum(sizes))
 
@@ -121,7 +122,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """On CUDA: on a stream of our own, after what the current one has queued."""
+    """On CUDA, run on a separate stream that first waits for the current stream."""
     if device.type != "cuda":
         yield
         return

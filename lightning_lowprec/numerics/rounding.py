@@ -1,15 +1,16 @@
-"""How a float32 value is kept in 16 bits: an exact remainder beside a bf16, or stochastic rounding.
+"""Split float32 into bf16 and an exact remainder, or round it to 16 bits stochastically.
 
 A bf16 is the upper half of a float32, so float32 -> bf16 is integer arithmetic on the bits.
 
-* Remainder. Adding 0x8000 and dropping the lower half rounds to nearest, ties away from zero. What was dropped lies
-  in [-0x8000, 0x7FFF] of the last place, which is exactly an int16: (bf16, int16) <-> float32 is a bijection. Ties to
-  even, torch's own rounding, needs one value more (a tie may go either way) and does not fit.
+* Remainder. Adding 0x8000 and dropping the lower half rounds to nearest, ties away from zero. The difference lies in
+  [-0x8000, 0x7FFF] of the last place, the range of an int16: (bf16, int16) <-> float32 is a bijection. With ties to
+  even, torch's own rounding, a tie may go either way: the difference has one value more, which an int16 cannot hold.
 * Stochastic. Adding 16 random bits before dropping the lower half rounds up with a probability equal to the
-  distance, so the expected value is the float32 (Gupta et al., arXiv 1502.02551, sec. 3.1). The bits come from a
-  counter and not from a generator: equal on every replica and every device, and nothing to save.
+  distance, so the expected value is the float32 (Gupta et al., arXiv 1502.02551, sec. 3.1). The bits are a function of
+  a counter, without a generator: they are equal on every replica and every device, and there is no state to save.
 
-A NaN has a free lower half, and adding to it can carry into the sign; it is made the one NaN 0x7FC00000 first.
+The lower half of a NaN may have any bits, and an addition can carry into the sign, so every NaN becomes 0x7FC00000
+first.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from lightning_lowprec.numerics.scaling import power_of_two
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
 _LOWER: Final = 0xFFFF
-_CHUNK: Final = 1 << 22  # elements that are handled at once where that takes temporary memory
+_CHUNK: Final = 1 << 22  # elements per chunk, where an operation needs temporary memory
 _MASK64: Final = (1 << 64) - 1
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bf16 (ties away from zero) and what it lacks: (...) float32 -> (...) bfloat16, (...) int16.
+    """Return the nearest bf16 (ties away from zero) and the remainder: (...) float32 -> (...) bfloat16, (...) int16.
 
     NaN stays NaN; a value beyond the largest bf16 becomes inf, and its remainder brings it back.
 
@@ -43,7 +44,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 that :func:`split` took apart: (...) bfloat16, (...) int16 -> (...) float32.
+    """Return the float32 that :func:`split` was given: (...) bfloat16, (...) int16 -> (...) float32.
 
     Raises:
         TypeError: the two are not bfloat16 and int16.
@@ -54,17 +55,17 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_(master: Tensor, remainder: Tensor) -> None:
-    """:func:`split` in place: ``master`` keeps the bf16 values (float32), ``remainder`` (int16) gets the rest."""
+    """Split in place: ``master`` keeps the bf16 values (as float32), ``remainder`` (int16) gets the rest."""
     bits = _canonical_nan_(master).view(torch.int32)
     remainder.copy_(bits)  # int32 -> int16 keeps the lower half
     bits.add_(_HALF).bitwise_and_(_UPPER)
 
 
 def join_(upper: Tensor, remainder: Tensor) -> Tensor:
-    """:func:`join` in place: ``upper`` (float32, bf16 values, contiguous) becomes the master; returns it.
+    """Join in place: ``upper`` (float32, bf16 values, contiguous) becomes the master, and is returned.
 
-    A zero never leaves a negative remainder. If it has one, the weight was set to zero since (pruned), and adding it
-    would borrow from the sign and make a NaN: it counts as nothing.
+    :func:`split` never gives a zero a negative remainder. A zero with a negative remainder was set later (pruned), and
+    adding the remainder would borrow from the sign and make a NaN, so the remainder is ignored.
     """
     flat, rest = upper.view(-1), remainder.view(-1)
     for offset in range(0, flat.numel(), _CHUNK):
@@ -74,7 +75,7 @@ def join_(upper: Tensor, remainder: Tensor) -> Tensor:
 
 
 def reconcile(master: Tensor, weight: Tensor) -> Tensor:
-    """``master`` where it rounds to ``weight`` (either way at a tie), elsewhere the weight: what an edit leaves of it.
+    """Return ``master`` where it rounds to ``weight`` (either way at a tie), and ``weight`` where it was edited.
 
     Args:
         master: (...) float32.
@@ -87,15 +88,15 @@ def reconcile(master: Tensor, weight: Tensor) -> Tensor:
 
 
 def stochastic_round(values: Tensor, *, seed: int, step: int, start: int = 0) -> Tensor:
-    """Unbiased rounding: (...) float32 -> (...) bfloat16, one of the two neighbours; bf16 values stay as they are.
+    """Round to one of the two neighbours, without bias: (...) float32 -> (...) bfloat16; bf16 values do not change.
 
     inf stays inf, NaN stays NaN; as in a cast, a value beyond the largest bf16 may become inf.
 
     Args:
         values: (...) float32.
-        seed: of the run.
+        seed: the seed of the run.
         step: counts the roundings; the same step gives the same bits.
-        start: position of the first element in the numbering of all elements that share ``seed``.
+        start: the position of the first element among all elements that share ``seed``.
 
     Raises:
         TypeError: ``values`` is not float32.
@@ -106,7 +107,7 @@ def stochastic_round(values: Tensor, *, seed: int, step: int, start: int = 0) ->
 
 
 def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
-    """:func:`stochastic_round` in place: ``flat``, (N,) float32, gets bf16 values."""
+    """Round stochastically in place: ``flat``, (N,) float32, gets bf16 values."""
     bits = _canonical_nan_(flat).view(torch.int32)
     for offset in range(0, flat.numel(), _CHUNK):
         chunk = bits[offset : offset + _CHUNK]
@@ -114,25 +115,25 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
 
 
 def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
-    """Unbiased rounding in place: ``flat``, (N,) float32, gets float16 values; float16 values stay as they are.
+    """Round stochastically in place: ``flat``, (N,) float32, gets float16 values; float16 values do not change.
 
-    |values| up to 65504, float16's largest. Arguments as in :func:`stochastic_round`. The grid is 2**(e - 10) wide
-    where 2**e <= |value| < 2**(e + 1), and no narrower than the smallest float16, 2**-24.
+    The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round`. The grid is 2**(e - 10)
+    wide where 2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
     """
     for offset in range(0, flat.numel(), _CHUNK):
         part = flat[offset : offset + _CHUNK]
         exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
         per_grid = power_of_two(11 - exponent)
         bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
-        # 13 bits are what float16 lacks of float32: the sum of a normal value and these is exact
+        # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
         part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
 
 
 def random_bits(count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu") -> Tensor:
-    """``count`` uniform values in [0, 65536): (count,) int32, a pure function of its arguments on every device.
+    """Return ``count`` uniform values in [0, 65536): (count,) int32, a pure function of the arguments on every device.
 
-    A 32-bit hash of the counter, keyed before and between its two rounds by (seed, step, start); every hash gives two
-    values. The rounds are ``lowbias32`` of C. Wellons (nullprogram.com/blog/2018/07/31).
+    Every value pair is a 32-bit hash of a counter. The hash has two rounds; (seed, step, start) gives the keys that are
+    added before and between the rounds. The rounds are ``lowbias32`` of C. Wellons (nullprogram.com/blog/2018/07/31).
     """
     key, second_key = _keys(seed, step, start)
     x = torch.arange((count + 1) // 2, dtype=torch.int32, device=device).add_(key)
@@ -148,7 +149,7 @@ def _xor_shift_(x: Tensor, shift: int) -> Tensor:
 
 
 def _keys(*numbers: int) -> tuple[int, int]:
-    """Two int32 keys of a few integers, by the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Return two int32 keys of the integers, by the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
     z = 0
     for number in numbers:
         z = (z + number + 0x9E3779B97F4A7C15) & _MASK64

@@ -1,6 +1,6 @@
-"""How the weights of a layer travel: float8 codes and one scale each, and what the layer gets of them.
+"""The arithmetic of an all-gather in float8: ranks exchange codes and one scale per weight.
 
-A layer whose weight may be gathered so has a ``wire_format``; :mod:`lightning_lowprec.fsdp2.fp8_gather` does it.
+A layer whose weight can be gathered in float8 has a ``wire_format``; :mod:`lightning_lowprec.fsdp2.fp8_gather` uses it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from torch import Tensor, nn
 
 
 class WireFormat(Protocol):
-    """The arithmetic of a backend, so that gathered weights are those that its layers would make themselves."""
+    """The arithmetic of a backend; gathered weights equal the weights that its layers would quantise themselves."""
 
     dtype: torch.dtype
-    """Of the codes: a float8."""
+    """The dtype of the codes, a float8."""
     least_amax: float
-    """What a smaller largest absolute value is taken for."""
+    """The lower bound of the largest absolute value: a smaller one is replaced."""
 
     def scales(self, amax: Tensor) -> Tensor:
-        """What weights are multiplied with: largest absolute values, (...) any float -> (...) float32."""
+        """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32."""
 
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
-        """The codes of (a part of) a weight: (...) any float, scalar float32 -> (...) ``dtype``."""
+        """Return the codes of a weight, or of a part: (...) any float, scalar float32 -> (...) ``dtype``."""
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the layer's forward expects as its weight, sharing the memory of ``codes``; it looks like ``dtype``."""
+        """Return the weight for the layer's forward, sharing the memory of ``codes``; it appears to have ``dtype``."""
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Make an earlier ``whole`` show other codes."""
+        """Give a tensor that ``whole`` returned earlier other codes."""
 
 
 def wired_layers(model: nn.Module) -> list[Any]:
-    """The layers of ``model`` that have a ``wire_format``."""
+    """Return the layers of ``model`` that have a ``wire_format``."""
     return [module for module in model.modules() if getattr(module, "wire_format", None) is not None]

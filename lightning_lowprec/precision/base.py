@@ -29,6 +29,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -116,8 +117,8 @@ class LowPrecision(TrainerPrecision, ABC):
         """End the preparation of a module, after its weights were cast and known optimizers have masters."""
 
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        """The layers of a module whose trainable weights must be in an optimizer."""
-        return ()
+        """The layers of a module whose trainable weights must be in an optimizer: those of the plugin's backend."""
+        return () if self.backend is None else filter(backends.get(self.backend).owns, module.modules())
 
     # ---- set-up of modules
 

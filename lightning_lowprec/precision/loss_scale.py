@@ -1,11 +1,11 @@
 """Loss scaling for fp16.
 
-fp16 gradients below 6e-8 become zero. Multiplying the loss by a scale moves them into range; the gradients are
-divided by it before the optimizer sees them. A dynamic scale grows after ``growth_interval`` good steps and backs
-off when a gradient is not finite; that step is skipped (Micikevicius et al., arXiv 1710.03740, sec. 3.2).
+fp16 gradients below 6e-8 become zero. A loss that is multiplied by a scale has gradients in fp16's range; the gradients
+are divided by the scale before the optimizer sees them. A dynamic scale grows after ``growth_interval`` good steps. It
+backs off when a gradient is not finite, and this step is skipped (Micikevicius et al., arXiv 1710.03740, sec. 3.2).
 
-Invariant: every gradient that is not yet unscaled carries the *current* scale. When the scale changes, gradients
-that other optimizers have accumulated under the old one are brought to the new one.
+Invariant: every gradient that is not yet unscaled has the *current* scale. When the scale changes, gradients that
+other optimizers have accumulated with the old scale are multiplied to have the new scale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,14 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.checks import check_integer
 from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 
 LossScaleInput = Literal["dynamic"] | float
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the loss is scaled. The defaults are those of ``torch.amp.GradScaler``, with a floor."""
+    """The options of loss scaling. The defaults are those of ``torch.amp.GradScaler``, with a floor."""
 
     initial: float = 2.0**16
     """The scale of the first step."""
@@ -39,23 +41,23 @@ class LossScale:
     growth_interval: int = 2000
     """Good steps in a row before the scale grows."""
     hysteresis: int = 1
-    """Overflows until the scale backs off, counted since it last grew, as in Megatron (2 there): then each one does."""
+    """Overflows until the scale backs off, counted since the scale last grew; then it backs off at every overflow.
+
+    As in Megatron, whose default is 2.
+    """
     floor: float = 1.0
     """The scale never backs off below this."""
     patience_at_floor: int = 50
     """Skipped steps in a row at the floor after which the run stops with an error."""
 
     def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
+        """Check every field."""
+        check_integer("growth_interval", self.growth_interval, least=1)
+        check_integer("hysteresis", self.hysteresis, least=1)
         checks = {
             "initial": (self.floor <= self.initial < math.inf, f"finite and at least floor={self.floor!r}"),
             "growth_factor": (1.0 <= self.growth_factor < math.inf, "finite and at least 1.0"),
             "backoff_factor": (0.0 < self.backoff_factor <= 1.0, "in (0, 1]"),
-            "growth_interval": (
-                isinstance(self.growth_interval, int) and self.growth_interval >= 1,
-                "an integer of at least 1",
-            ),
-            "hysteresis": (isinstance(self.hysteresis, int) and self.hysteresis >= 1, "an integer of at least 1"),
             "floor": (self.floor > 0.0, "above 0"),
             "patience_at_floor": (self.patience_at_floor >= 1, "at least 1"),
         }
@@ -65,7 +67,7 @@ class LossScale:
 
     @classmethod
     def of(cls, value: LossScaleInput | LossScale) -> LossScale:
-        """``"dynamic"``, a number (a static scale) or a LossScale, as a LossScale."""
+        """Return ``"dynamic"``, a number (a static scale) or a LossScale as a LossScale."""
         if isinstance(value, LossScale):
             return value
         if value == "dynamic":
@@ -80,11 +82,12 @@ class LossScale:
 class LossScaler:
     """Scales losses, unscales gradients, and skips the steps whose gradients are not finite.
 
-    The scale lives on the host: the skip decision already needs one device-to-host read a step, as in
-    ``torch.amp.GradScaler``, and everything after that is plain arithmetic.
+    The scale is a number on the host. The decision to skip needs one read from the device per step, as in
+    ``torch.amp.GradScaler``; all else is plain arithmetic.
     """
 
     def __init__(self, config: LossScale) -> None:
+        check(LOSS_SCALING)
         self.config = config
         self.scale: float = config.initial
         self.skipped_steps: int = 0
@@ -96,41 +99,37 @@ class LossScaler:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def get_scale(self) -> float:
-        """The current scale; the name is that of ``torch.amp.GradScaler``, which loggers know."""
+        """Return the current scale; loggers know this name from ``torch.amp.GradScaler``."""
         return self.scale
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Make an optimizer known, so that its gradients follow when the scale changes."""
+        """Remember an optimizer, to multiply its gradients when the scale changes."""
         self._optimizers.add(optimizer)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss * scale``; any shape, fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
-        for optimizer in list(self._found_inf):  # unscaled for clipping, never stepped: another backward follows
-            self._carried[optimizer] = self._found_inf.pop(optimizer)  # clipping may have hidden what it found
+        """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
+        for optimizer in list(self._found_inf):  # unscaled for clipping, not stepped: another backward follows
+            self._carried[optimizer] = self._found_inf.pop(optimizer)  # clipping may have hidden non-finite values
             _multiply_grads(optimizer, self.scale)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place, once per step, and note non-finite ones."""
+        """Divide the optimizer's gradients by the scale in place, once per step, and note whether they are finite."""
         self.watch(optimizer)
         if optimizer in self._found_inf:
             return
         if has_masters(optimizer):
             move_grads_to_masters(optimizer)
         found = self._carried.pop(optimizer, [])
-        for device, grads in _grads_by_device_and_dtype(optimizer):
-            found_inf = torch.zeros((), device=device)
-            inv_scale = torch.full((), 1.0 / self.scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-            found.append(found_inf)
+        found += [unscale_all_(grads, 1.0 / self.scale) for grads in _groups_of_grads(optimizer)]
         self._found_inf[optimizer] = found
 
     def found_inf(self, optimizer: Optimizer) -> bool:
-        """Whether the unscaled gradients of this step hold a non-finite value (reads from the device)."""
+        """Return whether an unscaled gradient of this step is not finite (reads from the device)."""
         return any(flag.item() > 0 for flag in self._found_inf.get(optimizer, ()))
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Unscale if that was not done yet, step unless a gradient is not finite, and update the scale."""
+        """Unscale if that was not done yet, step if all gradients are finite, and update the scale."""
         self.unscale(optimizer)
         skip = self.found_inf(optimizer)
         if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
@@ -177,7 +176,7 @@ class LossScaler:
                 _multiply_grads(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under the keys of ``torch.amp.GradScaler`` (plain numbers), so that either loads the other's."""
+        """Return plain numbers under the keys of ``torch.amp.GradScaler``: each of the two loads the other's state."""
         return {
             "scale": self.scale,
             "growth_factor": self.config.growth_factor,
@@ -189,7 +188,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale and the count of good steps; factors and intervals stay as configured here."""
+        """Restore the scale and the counts; factors and intervals stay those of :class:`LossScale`."""
         if self.config.growth_factor == self.config.backoff_factor == 1.0:
             return
         self.scale = max(float(state["scale"]), self.config.floor)
@@ -199,35 +198,34 @@ class LossScaler:
         self._skipped_at_floor = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Optimizers stay behind: they belong to the process that holds them."""
+        """Leave out the optimizers, which cannot move to another process."""
         return {k: v for k, v in self.__dict__.items() if k not in ("_found_inf", "_carried", "_optimizers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no optimizer known."""
+        """Start without optimizers."""
         self.__dict__.update(state)
         self._found_inf = weakref.WeakKeyDictionary()
         self._carried = weakref.WeakKeyDictionary()
         self._optimizers = weakref.WeakSet()
 
     def __repr__(self) -> str:
-        """The scale and how it moves."""
+        """Show the scale and its options."""
         return f"{type(self).__name__}(scale={self.scale:g}, config={asdict(self.config)})"
 
 
 def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
-    for _, grads in _grads_by_device_and_dtype(optimizer):
-        torch._foreach_mul_(grads, factor)
+    for grads in _groups_of_grads(optimizer):
+        multiply_all_(grads, factor)
 
 
-def _grads_by_device_and_dtype(optimizer: Optimizer) -> Iterator[tuple[torch.device, list[Tensor]]]:
+def _groups_of_grads(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Return the gradients, of masters too, in lists of one device, dtype and mesh; of a sparse gradient the values."""
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for param in (*params, *held_masters(optimizer)):
+    for param in (*parameters_of(optimizer), *held_masters(optimizer)):
         if param.grad is None:
             continue
         if param.grad.is_sparse:
-            param.grad = param.grad.coalesce()  # duplicate rows could overflow only when they are summed
-        grad = param.grad._values() if param.grad.is_sparse else param.grad
+            param.grad = param.grad.coalesce()  # sums duplicate rows first, because only the sum may overflow
+        grad = param.grad.values() if param.grad.is_sparse else param.grad
         groups[grad.device, grad.dtype, getattr(grad, "device_mesh", None)].append(grad)
-    for (device, *_), grads in groups.items():
-        yield device, grads
+    return list(groups.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -17,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 MASTERS: Final = "float32 masters"
+LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 NAMES: Final[dict[str, tuple[str, ...]]] = {
@@ -25,13 +25,12 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._foreach_mul",
         "torch._foreach_mul_",
         "torch._foreach_norm",
-        "torch._amp_foreach_non_finite_check_and_unscale_",
         "torch.Tensor._version",
-        "torch.optim.Optimizer._patch_step_function",
         "torch.nn.Module._apply",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.ops.aten.copy_.default._schema",
     ),
+    LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
     MSAMP: (
         "torch.Tensor._make_wrapper_subclass",
         "torch._C._disabled_torch_function_impl",
@@ -58,7 +57,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
 
 def moved() -> list[str]:
     """Return the private names that the installed PyTorch no longer has, in words; empty on supported versions."""
-    return [f"{name}, which {part} needs" for part in NAMES for name in _missing(part)]
+    return [f"{name}, needed for {part}" for part in NAMES for name in _missing(part)]
 
 
 def check(part: str) -> None:
@@ -73,14 +72,14 @@ def check(part: str) -> None:
     missing = _missing(part)
     if missing:
         raise ImportError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)}, which {part} needs. Install a torch that"
+            f"torch {torch.__version__} no longer has {', '.join(missing)}, needed for {part}. Install a torch that"
             " this version of lightning_lowprec supports."
         )
 
 
 def _missing(part: str) -> list[str]:
     missing = [name for name in NAMES[part] if not _exists(name)]
-    return [*missing, *_missing_handshake()] if part == MASTERS else missing
+    return [*missing, *_missing_handshake()] if part in (MASTERS, MSAMP) else missing
 
 
 def _exists(name: str) -> bool:
@@ -118,45 +117,38 @@ def _missing_handshake() -> list[str]:
     return missing
 
 
-# ---- an optimizer's class
+# ---- learning rate schedulers and the step of an optimizer
 
 
-def check_step(optimizer: Optimizer, needed_by: str) -> None:
+def check_step(optimizer: Optimizer, part: str) -> None:
     """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect.
 
     Raises:
-        RuntimeError: the optimizer has an own ``step``.
+        RuntimeError: ``step`` was replaced.
     """
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which {needed_by}"
-            " changes. Set the optimizer up before anything that replaces its `step`."
+            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which must change for"
+            f" {part}. Set the optimizer up before anything that replaces its `step`."
         )
 
 
-def change_class(optimizer: Optimizer, target: type[Any]) -> None:
-    """Change the class of an optimizer in place; step hooks and existing schedulers keep working.
+def noted_by_schedulers(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
 
-    A scheduler replaces ``optimizer.step`` with a function that notes the call and runs the step of the class that
-    the optimizer had then. This function replaces the scheduler's function with one that runs the current class's step.
-    """
-    scheduled = vars(optimizer).pop("step", None) is not None
-    optimizer.__class__ = target
-    optimizer._patch_step_function()  # gives the step of a new class its hooks
-    if scheduled:
-        optimizer.step = _note_call(optimizer)  # type: ignore[method-assign]
+    @functools.wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return step(self, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return noted  # type: ignore[return-value]
 
 
-def _note_call(optimizer: Optimizer) -> Callable[..., Any]:
-    reference = weakref.ref(optimizer)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        live: Any = reference()
-        live._opt_called = True  # schedulers warn if they step before the optimizer
-        return type(live).step(live, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+def without_own_hooks(step: F) -> F:
+    """Decorate a ``step`` that calls another class's ``step``: torch runs the step hooks there, so not here too."""
+    step.hooked = True  # type: ignore[attr-defined]
     return step
 
 
@@ -239,8 +231,6 @@ disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
 """``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
 scaled_mm: Any = _get("torch._scaled_mm")
 """FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
-foreach_copy_: Any = _get("torch._foreach_copy_")
-foreach_norm: Any = _get("torch._foreach_norm")
 ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 """The operation of gradient scalers."""
 ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
@@ -257,27 +247,6 @@ _ignore_in_ddp: Any = _get("torch.nn.parallel.DistributedDataParallel._set_param
 def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
     """Let DDP leave these parameters of ``model`` alone, and those that it was to leave alone already."""
     _ignore_in_ddp(model, sorted(names.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))))
-
-
-# ---- learning rate schedulers and the step of an optimizer
-
-
-def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether somebody set ``optimizer.step``, other than the wrapper that learning rate schedulers set."""
-    step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-
-
-def noted_by_schedulers(step: F) -> F:
-    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
-
-    @functools.wraps(step)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
-        return step(self, *args, **kwargs)
-
-    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return noted  # type: ignore[return-value]
 
 
 # ---- Transformer Engine: the backward pass and its saved tensors

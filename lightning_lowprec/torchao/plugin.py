@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal, final, get_args
 
 import torch
@@ -158,10 +158,6 @@ class FP8TorchAO(LowPrecision):
         if plan != self.plan:
             self._say(plan, device)
         self.plan = plan
-
-    @override
-    def _converted_layers(self, module: Module) -> Iterable[Module]:
-        return filter(backends.get(BACKEND).owns, module.modules())
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")

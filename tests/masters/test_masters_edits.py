@@ -112,10 +112,10 @@ def test_parameters_that_moved_get_new_stores(form, monkeypatch):
     """Stands for `model.to(device)` after wrapping, on a machine with one device."""
     model, optimizer = wrapped(SGD, form)
     train(model, optimizer, range(3))
-    old = optimizer._masters._stores[0]
+    old = optimizer._masters.stores[0]
     monkeypatch.setattr(Store, "moved", lambda store: store is old)
     train(model, optimizer, range(3, 6))
-    assert optimizer._masters._stores[0] is not old
+    assert optimizer._masters.stores[0] is not old
     if form in EXACT:
         reference, _, masters = by_hand(SGD, form, 6)
         assert equal(masters_of(optimizer), masters)
@@ -162,7 +162,7 @@ def test_an_exception_in_the_middle_of_a_step_leaves_weights_and_masters_in_step
     if form in EXACT:
         assert equal([m.bfloat16() for m in masters_of(optimizer)], [p.detach() for p in model.parameters()])
     if form != "fp32":
-        assert all(store.buffer.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters._stores)
+        assert all(store.buffer.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters.stores)
     assert all(m.grad is None for m in held_masters(optimizer))
 
 

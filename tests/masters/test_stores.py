@@ -179,7 +179,7 @@ def test_bytes_per_parameter(form):
     for p in params:
         p.grad = torch.randn_like(p)
     state = [v for p in params for v in optimizer.state[p].values() if v.dim()]
-    held = [t for store in optimizer._masters._stores for t in store.at_rest()]
+    held = [t for store in optimizer._masters.stores for t in store.at_rest()]
     tensors = [*params, *(p.grad for p in params), *state, *held]
     at_rest = sum(s.nbytes() for s in storages(*tensors).values()) / n
     with Peak(*tensors) as peak:

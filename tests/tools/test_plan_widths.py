@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.masters.optimizer import stored_masters
 from lightning_lowprec.msamp import adamw as scaled_adamw
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
@@ -98,7 +97,7 @@ def trained(name):
     optimizer.step()
     state = next(s for s in optimizer.optimizer.state.values() if s["exp_avg"].shape == weight.shape)
     scaled = msamp_state_of(weight)
-    held = stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
+    held = _stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
     masters = getattr(plugin, "masters", None)
     return Widths(
         precision=name,
@@ -110,6 +109,13 @@ def trained(name):
         ddp="fp32" if masters is not None and masters.gradients.reduces else gradient,
         fsdp2=gathered(name, plugin, weight),
     )
+
+
+def _stored_masters(optimizer):
+    """The flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
+    registry = getattr(optimizer, "_masters", None)
+    tensors = [] if registry is None else [tensor for store in registry.stores for tensor in store.at_rest()]
+    return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
 
 
 def gathered(name, plugin, weight):

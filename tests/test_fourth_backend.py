@@ -1,0 +1,147 @@
+"""A backend that the package has never heard of (`tests/toy_backend/`) does what the three of the package do."""
+
+import json
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO, names
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.tools.cli.main import main
+from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import QUIET, Toy, X, Y
+from tests.toy_backend import BACKEND
+from tests.toy_backend.linear import ToyLinear
+
+NAME = "fp8-toy"
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    backends.register(BACKEND)
+    yield
+    if BACKEND in backends.registered():
+        backends.unregister(BACKEND.name)
+
+
+def toy_layers(model):
+    return [fqn for fqn, module in model.named_modules() if isinstance(module, ToyLinear)]
+
+
+def batches():
+    return torch.utils.data.DataLoader(list(zip(X, Y, strict=True)), batch_size=8, shuffle=False)
+
+
+def test_the_name_is_there_while_the_backend_is_registered():
+    assert NAME in names.TABLE
+    assert NAME in str(L.Trainer.__init__.__annotations__["precision"])
+    backends.unregister(BACKEND.name)
+    assert NAME not in names.TABLE
+    assert NAME not in str(L.Trainer.__init__.__annotations__["precision"])
+    with pytest.raises(ValueError, match="Precision 'fp8-toy' is invalid"):
+        L.Trainer(precision=NAME, accelerator="cpu")
+
+
+def test_what_is_registered_twice_or_never_raises():
+    with pytest.raises(ValueError, match="`name='toy'` is a registered backend already"):
+        backends.register(BACKEND)
+    with pytest.raises(ValueError, match="`backend='mine'` is not registered; expected one of: torchao, .*, toy"):
+        backends.unregister("mine")
+
+
+def test_it_converts_and_gives_back_torchs_layers():
+    model = Toy()
+    parameters = list(model.parameters())
+    L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
+    assert toy_layers(model) == [f"blocks.{i}.{name}" for i in range(2) for name in ("fc_in", "fc_out")]
+    fabric = L.Fabric(plugins=FP8TorchAO(), accelerator="cpu", devices=1)
+    fabric.setup(model, torch.optim.SGD(model.parameters()))
+    assert toy_layers(model) == [], "another precision starts from torch's layers"
+    L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
+    assert len(toy_layers(model)) == 4, "and back"
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+
+
+def test_a_converted_layer_in_no_optimizer_raises():
+    model = Toy()
+    fabric = L.Fabric(precision=NAME, accelerator="cpu", devices=1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    fabric.backward(wrapped(X).float().sum())
+    with pytest.raises(RuntimeError, match=r"'blocks.0.fc_in.weight' \(and .* more\) is trainable and in no optimizer"):
+        optimizer.step()
+
+
+def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    module = tmp_path / "toy_model.py"
+    module.write_text("from torch import nn\nNet = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "toy_model.Net", "--precision", NAME, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["precision"] == NAME
+    assert [row["fqn"] for row in planned["plan"]] == ["0", "1"]
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "Toy: needs nothing beside torch" in said
+    assert f"{NAME} " in said
+    assert "rounded to e4m3 on cpu" in said
+    assert main(["doctor", "--for", NAME]) == 0
+    sys.modules.pop("toy_model", None)
+
+
+def fit(folder, epochs, checkpoint=None):
+    model = Toy()
+    trainer = L.Trainer(
+        precision=NAME, accelerator="cpu", devices=1, max_epochs=epochs, enable_checkpointing=False,
+        default_root_dir=folder, **QUIET,
+    )  # fmt: skip
+    assert isinstance(trainer.strategy, SingleDeviceStrategy)
+    trainer.fit(model, batches(), ckpt_path=checkpoint)
+    trainer.save_checkpoint(folder / f"{epochs}.ckpt")
+    return model, folder / f"{epochs}.ckpt"
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    _, half = fit(tmp_path, 1)
+    resumed, _ = fit(tmp_path, 2, half)
+    straight, _ = fit(tmp_path, 2)
+    assert resumed.losses == straight.losses[8:]
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
+
+
+def train_sharded(rank, folder):
+    backends.register(BACKEND)  # in this process too
+    model = Toy()
+    fabric = L.Fabric(precision=NAME, strategy="fsdp2", accelerator="cpu", devices=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+
+    def step(i):
+        rows = slice(16 * i + 8 * rank, 16 * i + 8 * rank + 8)
+        loss = nn.functional.cross_entropy(model(X[rows]).float(), Y[rows])
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1)
+    fabric.save(f"{folder}/state", {"model": model, "optimizer": optimizer})
+    step(2)
+    fabric.load(f"{folder}/state", {"model": model, "optimizer": optimizer})
+    step(2)
+    return {"losses": losses, "layers": toy_layers(model.module)}
+
+
+def test_sharded_its_weights_are_gathered_as_float8_and_resume(tmp_path):
+    assert names.create(NAME, sharded=True).gathers(ShardOptions()) is None
+    for found in run(train_sharded, 2, tmp_path, str(tmp_path)):
+        assert len(found["layers"]) == 4
+        assert found["losses"][2] == found["losses"][3], "the step after the load is the step after the save"
+        assert found["losses"][0] != found["losses"][2]

@@ -1,0 +1,15 @@
+"""A fourth backend, as somebody outside of the package would write it: one folder and one `backends.register(BACKEND)`."""
+
+from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from tests.toy_backend.linear import revert
+from tests.toy_backend.plugin import Toy
+
+BACKEND = Backend(
+    name="toy",
+    title="Toy",
+    names={"fp8-toy": PrecisionName(plugin=Toy, summary="weights and inputs rounded to e4m3", gathers_fp8=True)},
+    suffix="-toy",
+    preferred=lambda sharded: False,
+    layers_from=("tests.toy_backend.",),
+    revert=revert,
+)

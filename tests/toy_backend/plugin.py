@@ -1,0 +1,38 @@
+"""The plugin: what the base cannot know."""
+
+import torch
+from torch import nn
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.precision import fp8
+from lightning_lowprec.precision.base import LowPrecision
+from tests.toy_backend.linear import convert
+from typing_extensions import Unpack
+
+
+@shows(LayerOptions)
+class Toy(LowPrecision):
+    """Rounds to e4m3."""
+
+    backend = "toy"
+    autocast_dtype = torch.bfloat16
+    plan = None
+
+    def __init__(self, **options: Unpack[LayerChoices]) -> None:
+        super().__init__(None)
+        self.layers = take(LayerOptions, options)
+        self.precision = "fp8-toy"
+
+    def how(self, device: torch.device) -> str:
+        return f"rounded to e4m3 on {device}"
+
+    def gathers(self, options: object) -> str | None:
+        return None
+
+    def _prepare(self, module: nn.Module, device: torch.device) -> None:
+        backends.revert_all(module)
+        self.plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base="bf16")
+        with unchanged(module):
+            convert(module, self.plan.converted)
