@@ -1,8 +1,8 @@
-"""Peak memory of converting a model of about one billion parameters, beside the model itself.
+"""Measure the peak memory that conversion adds to a model of about one billion parameters.
 
     python -m benchmarks.conversion_memory [--layers 16]
 
-Peak is the resident set; torchao is imported before it is read, since an import is no cost of conversion.
+The peak is that of the resident set. torchao is imported first, because the import is no cost of conversion.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def peak() -> int:
 
 
 def measure(layers: int, width: int = 4096) -> dict[str, float]:
-    """Bytes of the model, and of the peak that conversion adds."""
+    """Return the bytes of the model, and the bytes that conversion adds to the peak."""
     block = {"up": (width, 2 * width), "down": (2 * width, width)}
     model = nn.ModuleList(nn.ModuleDict({n: nn.Linear(k, m) for n, (k, m) in block.items()}) for _ in range(layers))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     plugin = FP8TorchAO()
     plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(nn.Linear(16, 16))  # whatever is imported or built once
+    plugin.convert_module(nn.Linear(16, 16))  # imports and builds what later conversions reuse
     before = peak()
     plugin.convert_module(model)
     assert len(fp8_linears(model)) == 2 * layers

@@ -1,13 +1,12 @@
-"""What our hooks cost: a training step through FP8TorchAO against the same torchao code written by hand.
+"""Measure the cost of our hooks: a training step with FP8TorchAO, and the same torchao code written by hand.
 
     python -m benchmarks.hook_overhead [--steps 60] [--out results.json]
 
-By hand means: the model converted with torchao's own ``convert_to_float8_training``, an autocast written into the
-step, Lightning's stock ``Precision`` (and, on CPU only, a hook that casts the input, since torchao does not see CPU
-autocast). Compared are, per step: aten operations, Python calls into our files, collectives (under DDP with one
-process), all counted; and the time, as a ratio of medians in one run
-(Fabric alternates step by step, the Trainer fit by fit, which a busy machine upsets). Counts hold on every
-machine; the clock means something on a GPU only.
+By hand means: the model is converted with torchao's own ``convert_to_float8_training``, the step contains an autocast,
+and Lightning's stock ``Precision`` runs the loop. On CPU a hook also casts the input, because torchao does not see CPU
+autocast. Three things are counted per step: aten operations, Python calls into our files, and collectives (under DDP
+with one process). The time is a ratio of medians in one run: Fabric alternates step by step, the Trainer fit by fit,
+which a busy machine disturbs. Counts are the same on every machine; the time has a meaning on a GPU only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ EMULATE = DEVICE.type == "cpu"
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, counted."""
+    """The counts of one training step."""
 
     aten: dict[str, int]
     calls: dict[str, int]
@@ -74,7 +73,7 @@ class Model(L.LightningModule):
 
 
 def make(by_hand: bool) -> tuple[Model, Any]:
-    """A model, and the FP8 plugin or None (then the model is converted already)."""
+    """Return a model and the FP8 plugin; None if the model is already converted by hand."""
     model = Model(by_hand)
     if not by_hand:
         return model, FP8TorchAO(compile=False)
@@ -88,7 +87,7 @@ def make(by_hand: bool) -> tuple[Model, Any]:
 
 
 class Ops(TorchDispatchMode):
-    """Counts aten operations by name."""
+    """Count aten operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ def count(step: Callable[[], None]) -> Step:
 
 
 def fabric_step(by_hand: bool, strategy: Any) -> Callable[[], None]:
-    """One step of a Fabric loop."""
+    """Return a function that runs one step of a Fabric loop."""
     model, plugin = make(by_hand)
     fabric = L.Fabric(
         accelerator=DEVICE.type, devices=1, strategy=strategy, plugins=StockFabric() if plugin is None else plugin
@@ -141,7 +140,7 @@ def fabric_step(by_hand: bool, strategy: Any) -> Callable[[], None]:
 
 
 class Stepper(L.Callback):
-    """Runs ``on_step`` around the Trainer's own batch: counts or times it from inside ``fit``."""
+    """Count and time the batches of the Trainer from inside ``fit``."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -163,7 +162,7 @@ class Stepper(L.Callback):
         self._start = _now()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Close what batch_start opened."""
+        """Stop the counter that ``on_train_batch_start`` started."""
         batch_idx = args[2]
         if batch_idx == 1:
             self._ops.__exit__(None, None, None)
@@ -189,14 +188,14 @@ def _now() -> float:
 
 
 def trainer_run(by_hand: bool, strategy: str, steps: int) -> Stepper:
-    """A fit of ``steps`` timed steps after the counted ones."""
+    """Run a fit of ``steps`` timed steps after the counted steps."""
     stepper = Stepper()
     fit(by_hand, strategy, steps + 6, stepper)
     return stepper
 
 
 def fit(by_hand: bool, strategy: str, steps: int, callback: L.Callback) -> None:
-    """``steps`` steps of the Trainer, watched by a callback."""
+    """Run ``steps`` steps of the Trainer with a callback."""
     model, plugin = make(by_hand)
     trainer = L.Trainer(
         accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=steps, callbacks=[callback], logger=False,
@@ -209,7 +208,7 @@ def fit(by_hand: bool, strategy: str, steps: int, callback: L.Callback) -> None:
 
 
 def measure(strategy: str = "auto", steps: int = 0) -> dict[str, Any]:
-    """Counts (and, with ``steps``, the time ratio) of Trainer and Fabric: ``ours``, ``by_hand``."""
+    """Return the counts of Trainer and Fabric, ``ours`` and ``by_hand``, and with ``steps`` the time ratio."""
     result: dict[str, Any] = {}
     runs = {by_hand: [trainer_run(by_hand, strategy, steps)] for by_hand in (True, False)}
     result["trainer"] = {"by_hand": runs[True][0].steps[0], "ours": runs[False][0].steps[0]}

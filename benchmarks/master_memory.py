@@ -1,11 +1,11 @@
-"""Bytes per parameter of weights, gradients, masters and AdamW's moments, by precision, in one run.
+"""Measure the bytes per parameter of weights, gradients, masters and AdamW's moments, by precision.
 
     python -m benchmarks.master_memory [--out results.json]
 
-A stack of linears is trained for two steps under each precision by Fabric on CPU, after which the bytes of every
-storage that the model and the optimizer hold are counted: *at rest* between a backward and the step (gradients
-included, the moment that decides what fits), and the *peak* of what they hold inside the optimizer's step (temporaries
-of torch's own update are not counted: they are those of any foreach optimizer).
+A stack of linears trains for two steps under each precision, by Fabric on CPU. The bytes of all storages of the model
+and the optimizer are counted: *at rest* between backward and step (with gradients; this decides whether a model
+fits), and at the *peak* inside the optimizer's step. Temporaries of torch's own update are not counted, because every
+foreach optimizer has them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLUGINS = {
 
 
 def tensors_of(value: object) -> Iterable[Tensor]:
-    """Every tensor in nested containers and plain objects."""
+    """Yield every tensor in nested containers and plain objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -54,14 +54,14 @@ def tensors_of(value: object) -> Iterable[Tensor]:
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all storages that the model and the optimizer hold."""
+    """Return the bytes of all storages that the model and the optimizer hold."""
     tensors = [*model.parameters(), *tensors_of(vars(optimizer))]
     tensors += [t.grad for t in tensors if t.grad is not None]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 class Peak(TorchDispatchMode):
-    """The most that is held after any operation."""
+    """Record the most bytes that are held after any operation."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Peak(TorchDispatchMode):
 
 
 def measure(name: str) -> dict[str, float]:
-    """Bytes per parameter of one precision."""
+    """Return the bytes per parameter of one precision."""
     torch.manual_seed(0)
     fabric = L.Fabric(accelerator="cpu", **PLUGINS[name])
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))

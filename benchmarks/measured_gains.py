@@ -1,10 +1,10 @@
-"""Turn what the GPU lane measured into the table that plans and ``min_gain`` go by.
+"""Write the table of gains that plans and ``min_gain`` use, from the measurements of the GPU lane.
 
     python -m benchmarks.measured_gains benchmarks/results/FOLDER/gains.json
 
-Writes ``lightning_lowprec/conversion/measured_gains.py``, with the device and the date in ``SOURCE``. Of every torchao
-recipe the ratio by device time is taken: in a training step the host is ahead of the GPU. Figures of toy sizes are
-refused, unless ``--out`` names another file.
+Writes ``lightning_lowprec/conversion/measured_gains.py``, with the device and the date in ``SOURCE``. For
+every torchao recipe the ratio of device times is used, because in a training step the host runs ahead of the GPU.
+Figures of toy sizes are refused, unless ``--out`` names another file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EMPTY = HEAD.format(
 
 
 def render(entries: Sequence[dict[str, Any]]) -> str:
-    """The module for the entries of one ``gains.json``.
+    """Return the source of the module for the entries of one ``gains.json``.
 
     Raises:
         ValueError: entries of several devices, or none of a recipe that ``gains`` knows.
@@ -63,7 +63,7 @@ def render(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if the table was written; 2 if the file does not do."""
+    """Return 0 if the table was written, 2 if the file has no usable entries."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.measured_gains", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

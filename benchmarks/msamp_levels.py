@@ -1,15 +1,15 @@
-"""MS-AMP's levels against float32: the loss that training ends at, and the bytes that the weights take.
+"""Compare MS-AMP's levels with float32: the final loss of a training, and the bytes per weight.
 
     python -m benchmarks.msamp_levels [--steps 500] [--seeds 0 1 2] [--levels fp32 O1 O2 O3] [--optimizer adamw]
 
 A byte-level GPT learns Python's standard library, once per level and seed: equal initial weights, equal batches, the
-same learning rate. What counts is the validation loss after the last step, its mean over the seeds, relative to that of
-float32. FP8 is emulated on CPU: the products are those of dequantised codes. Every Linear but the head is scaled.
+same learning rate. The mean over the seeds of the validation loss after the last step is compared with that of float32.
+FP8 is emulated on CPU: the products are products of dequantised codes. Every Linear except the head is scaled.
 
-O2 and O3 end at the same bits: their GEMMs see the same float16 weights rounded to e4m3, which O3 does once per step;
-they differ in what they keep and send.
+O2 and O3 end with the same bits, because their GEMMs read the same float16 weights rounded to e4m3 (O3 rounds once per
+step). O2 and O3 keep and send different formats.
 
-``--out`` is written after each run, and runs that are in it already, from the same steps, are not done again.
+``--out`` is written after each run. Runs that the file already has, with the same number of steps, are not repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_lowprec.tools.demo.model import WARMUP_STEPS
 FP32 = "fp32"
 LEVELS = (FP32, "O1", "O2", "O3")
 TOLERANCE = 0.015
-"""How far the mean loss of a level may be from that of float32."""
+"""The largest allowed relative difference of a level's mean loss from that of float32."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01},
     "sgd": {"lr": 0.1, "momentum": 0.9},
@@ -50,7 +50,7 @@ SCALED = ("qkv", "proj", "fc_in", "fc_out")
 
 
 def build(level: str, seed: int, optimizer: str, **sizes: int) -> tuple[ByteGPT, Optimizer, list[nn.Parameter]]:
-    """The model, its optimizer, and the weights that the level changes (in float32: would change)."""
+    """Return the model, its optimizer, and the weights that a level of MS-AMP changes."""
     torch.manual_seed(seed)
     model = ByteGPT(**sizes)
     fqns = [fqn for fqn, _ in model.named_modules() if fqn.endswith(SCALED)]
@@ -63,7 +63,7 @@ def build(level: str, seed: int, optimizer: str, **sizes: int) -> tuple[ByteGPT,
 
 
 def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
-    """Per weight: all memory of weights, gradients, masters and moments; each storage counts once."""
+    """Return the bytes per weight of weights, gradients, masters and moments; each storage counts once."""
     tensors: list[Any] = []
     for p in weights:
         scaled = msamp_state_of(p)
@@ -74,7 +74,7 @@ def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
 
 
 def loss_of(model: ByteGPT, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte."""
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
@@ -84,7 +84,7 @@ def validate(model: ByteGPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def train(level: str, seed: int, steps: int, optimizer: str = "adamw", **sizes: int) -> dict[str, float]:
-    """One run: ``val_loss`` after the last step, ``bytes_per_weight`` between its backward and the step."""
+    """Train once: ``val_loss`` after the last step, ``bytes_per_weight`` between its backward and the step."""
     model, made, weights = build(level, seed, optimizer, **sizes)
     data = StdlibText(seed=seed, block_size=model.block_size, train_windows=max(16_384, 8 * steps))
     data.setup("fit")
@@ -102,7 +102,7 @@ def train(level: str, seed: int, steps: int, optimizer: str = "adamw", **sizes: 
 
 
 def differences(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
-    """By level: how far the mean loss is from that of float32, relative; over the seeds that both have."""
+    """Return by level the relative difference of the mean loss from that of float32, over the seeds that both have."""
     found = {}
     for level, by_seed in runs.items():
         seeds = by_seed.keys() & runs.get(FP32, {}).keys()
@@ -113,7 +113,7 @@ def differences(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, float
 
 
 def table(runs: dict[str, dict[str, dict[str, float]]]) -> str:
-    """What is printed."""
+    """Return the results as text."""
     apart = differences(runs)
     lines = [f"{'level':<6} {'val loss by seed':<28} {'mean':>8} {'to fp32':>9} {'bytes per weight':>17}"]
     for level, by_seed in runs.items():
@@ -126,13 +126,13 @@ def table(runs: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every level is within the tolerance, else 1."""
+    """Return 0 if every level is within the tolerance, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
     parser.add_argument("--optimizer", choices=THEIRS, default="adamw")
-    parser.add_argument("--out", type=Path, help="JSON file to write, and to go on from")
+    parser.add_argument("--out", type=Path, help="JSON file to write, and to continue")
     args = parser.parse_args(argv)
     found: dict[str, Any] = {"steps": args.steps, "optimizers": {}}
     if args.out is not None and args.out.exists():

@@ -1,4 +1,4 @@
-"""How planning grows with depth: a Llama-3-405B-shaped config at 16 to 126 layers, each in a fresh process.
+"""Measure planning by depth: a Llama-3-405B-shaped config at 16 to 126 layers, each in a fresh process.
 
     python -m benchmarks.plan_scaling [--out results.json]
 
@@ -39,7 +39,7 @@ print(json.dumps({"rows": len(plan.rows), "total_s": done - start, "build_s": bu
 
 
 def measure(depth: int, folder: Path) -> dict[str, float]:
-    """One fresh process."""
+    """Plan one depth in a fresh process and return the figures."""
     path = folder / f"llama{depth}.json"
     path.write_text(json.dumps({**SHAPE, "num_hidden_layers": depth}))
     result = subprocess.run([sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True)

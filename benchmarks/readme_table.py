@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme_table [--check]
 
-Between two markers, for every device: the newest folder of ``benchmarks/results``. While there is none the section
-says that nothing has been measured.
+The section stands between two markers and has, for every device, the newest folder of ``benchmarks/results``. Without
+such a folder the section says that nothing has been measured.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHOWN = (
     "torchao tensorwise, compiled", "te delayed", "accelerate torchao, compiled", "accelerate te",
     "lightning transformer-engine",
 )  # fmt: skip
-"""The rows; all others are in the report."""
+"""The rows of the table; the report has all rows."""
 
 
 def section(root: Path) -> str:
-    """What belongs between the markers.
+    """Return the text between the markers.
 
     Raises:
         ValueError: results of toy sizes, or of several devices in one folder.
@@ -63,7 +63,7 @@ def _device(data: dict[str, Any], folder: str) -> str:
 
 
 def _of_device(device: str, date: str, folder: str, data: dict[str, Any]) -> str:
-    """One device: where the figures come from, the steps, how many targets are met."""
+    """Return the text of one device: the source of the figures, the steps, and how many targets are met."""
     versions = data["runs"][-1]["machine"].get("versions", {})
     used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "torchao", "transformer-engine", "lightning")
                      if versions.get(name))  # fmt: skip
@@ -81,7 +81,7 @@ def _of_device(device: str, date: str, folder: str, data: dict[str, Any]) -> str
 
 
 def _steps(data: dict[str, Any]) -> str:
-    """Tokens per second, and how many times the baseline's; memory."""
+    """Return the table of tokens per second, with the ratio to the baseline, and of memory."""
     parts = {part: found for part in PARTS if (found := figures.comparable(data, part))}
     head = [
         "",
@@ -96,7 +96,7 @@ def _steps(data: dict[str, Any]) -> str:
 
 
 def _model(part: str, steps: dict[str, Any]) -> str:
-    """Its name, and its layers: on 80 GB the stack has half of them."""
+    """Return the name of the model and its layers, because the stack has half of the layers on 80 GB."""
     layers = next(iter(steps.values())).get("layers")
     return PARTS[part] if layers is None else f"{PARTS[part]} of {layers} layers"
 
@@ -111,7 +111,7 @@ def _cells(name: str, steps: dict[str, Any]) -> tuple[str, str]:
 
 
 def updated(readme: str, root: Path) -> str:
-    """The README with its section written anew.
+    """Return the README with a new section.
 
     Raises:
         ValueError: the markers are not there, once each and in order, or results that do not belong in a README.
@@ -124,12 +124,14 @@ def updated(readme: str, root: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """0 if the README is up to date now; 1 with ``--check`` if it is not; 2 if it cannot be written."""
+    """Return 0 if the README is up to date now, 1 if it is not (``--check``), 2 if it cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.readme_table", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="write nothing, say by the exit status whether it is due")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; the exit status is 1 if the README is out of date"
+    )
     args = parser.parse_args(argv)
     path = root / "README.md"
     readme = path.read_text()

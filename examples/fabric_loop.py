@@ -1,4 +1,4 @@
-"""A Fabric training loop in FP8: only `precision=` differs from the float32 one.
+"""A Fabric training loop in FP8: only `precision=` differs from a float32 loop.
 
 python examples/fabric_loop.py                           # FP8; emulated (and slow) on CPU
 python examples/fabric_loop.py --precision=bf16-mixed
@@ -12,7 +12,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 
-import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and its kin known to Lightning
+import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and the other names known to Lightning
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 

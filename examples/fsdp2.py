@@ -1,7 +1,7 @@
-"""Sharded training in FP8: the weights travel as float8, and one word of your Trainer has changed.
+"""Sharded training in FP8: FSDP2 gathers the weights as float8. In your Trainer only `strategy` and `precision` change.
 
-python examples/fsdp2.py                                  # two processes on CPU; on GPUs: all of this machine
-python examples/fsdp2.py --precision=bf16-mixed           # the same in bf16, twice the bytes
+python examples/fsdp2.py                                  # all GPUs of this machine; without a GPU two processes
+python examples/fsdp2.py --precision=bf16-mixed           # in bf16: twice the bytes are gathered
 python examples/fsdp2.py --strategy=fsdp                  # the name that Lightning users know
 torchrun --nproc-per-node=8 examples/fsdp2.py             # see docs/many-machines.md for more machines
 """
@@ -16,10 +16,10 @@ from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 
 class Sharded(L.Callback):
-    """Says which part of the weights this process holds."""
+    """Print which part of the weights this process holds."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The parameters are DTensors: `to_local()` is what lies here."""
+        """The parameters are DTensors: `to_local()` returns the shard of this process."""
         mine = sum(p.to_local().numel() for p in pl_module.parameters())
         everyone = sum(p.numel() for p in pl_module.parameters())
         print(f"rank {trainer.global_rank} of {trainer.world_size} holds {mine} of {everyone} parameters")
@@ -27,14 +27,14 @@ class Sharded(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp8-hybrid", help="one word decides in what is computed and gathered")
+    parser.add_argument("--precision", default="fp8-hybrid", help="the format of GEMMs and gathered weights")
     parser.add_argument("--strategy", default="fsdp2")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
 
-    L.seed_everything(0)  # the same model on every rank: each shards its own
+    L.seed_everything(0)  # every rank builds the same model and keeps its shard
     trainer = L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,

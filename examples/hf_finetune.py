@@ -1,10 +1,10 @@
-"""Fine-tune a model of transformers in FP8, and load the result back into the plain class.
+"""Fine-tune a model of transformers in FP8, then load the result into the plain class.
 
     pip install 'lightning-lowprec[hf]'
     python examples/hf_finetune.py                                  # a small Llama from random weights
     python examples/hf_finetune.py --model=path/to/a/pretrained/folder --precision=fp8-rowwise
 
-The text is the sources of Python's own standard library, by bytes: real text that every machine has.
+The text is the sources of Python's own standard library, as bytes.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and its kin known to Lightning
+import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid" and the other names known to Lightning
 from lightning_lowprec.tools.demo import StdlibText
 
 

@@ -1,11 +1,11 @@
-"""Train a small Llama of transformers in FP8 by Transformer Engine: a `config` in, a plain checkpoint out.
+"""Train a small Llama of transformers in FP8 with Transformer Engine, and save a plain checkpoint.
 
     pip install 'lightning-lowprec[hf]'; pip install --no-build-isolation 'lightning-lowprec[te]'
     python examples/te_llama.py                                         # a GPU with FP8: Ada, Hopper, Blackwell
     python examples/te_llama.py --precision=fp8-current --hidden=2048 --layers=16
-    python examples/te_llama.py --precision=fp8-hybrid                  # Transformer Engine here, torchao elsewhere
+    python examples/te_llama.py --precision=fp8-hybrid                  # Transformer Engine if it runs, else torchao
 
-The text is the sources of Python's own standard library, by bytes.
+The text is the sources of Python's own standard library, as bytes.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid-te" and its kin known to Lightning
+import lightning_lowprec  # noqa: F401  # makes "fp8-hybrid-te" and the other names known to Lightning
 from lightning_lowprec.tools.demo import StdlibText
 
 

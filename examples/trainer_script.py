@@ -1,4 +1,4 @@
-"""The Trainer in FP8, by the plugin itself: for when a name is not enough.
+"""The Trainer in FP8 with a plugin object, for options that a name does not have.
 
 python examples/trainer_script.py
 python examples/trainer_script.py --recipe=rowwise --keep=blocks.0

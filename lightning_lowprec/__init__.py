@@ -1,6 +1,6 @@
 """Low-precision training for PyTorch Lightning and Fabric by changing one word.
 
-Importing this package makes ``precision="fp8-hybrid"`` and its kin known to stock Lightning:
+Importing this package makes ``precision="fp8-hybrid"`` and the other names known to stock Lightning:
 
     import lightning as L
     import lightning_lowprec

@@ -113,3 +113,51 @@ def test_half_of_the_files_are_short_and_the_package_stays_below_its_bound():
     lines = [path.read_text().count("\n") for path in MODULES]
     assert median(lines) <= 120
     assert sum(lines) < 15_500
+
+
+def own_private_names() -> set[str]:
+    """Every private name that the package itself defines: functions, classes, attributes, fields, arguments."""
+    names = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            elif isinstance(node, ast.alias):
+                names.add(node.asname or node.name)
+    return names
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def foreign_private_names(tree: ast.AST, own: set[str]) -> set[str]:
+    """Private names of other libraries that a module reads: by attribute, by import, or by a string for `getattr`."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and private(name.value):
+                found.add(name.value)
+    imports = {part for name in imported(tree) if not name.startswith(OWN) for part in name.split(".")}
+    return {name for name in found if name not in own} | {part for part in imports if private(part)}
+
+
+HARMLESS = {
+    "_modules", "_parameters", "_buffers", "_apply", "_save_to_state_dict", "_load_from_state_dict",
+    "_get_name", "_non_persistent_buffers_set",
+}  # fmt: skip
+"""Names of `nn.Module` that torch's documentation and subclasses everywhere use."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_other_libraries_stand_in_private(path):
+    if room(path) != "private":
+        assert foreign_private_names(ast.parse(path.read_text()), own_private_names() | HARMLESS) == set()
+
+
+def test_the_test_of_private_names_can_fail():
+    seen = ast.parse("import torch._dynamo\nx._scaled_thing()\ngetattr(y, '_state_of_it')\nself._mine")
+    assert foreign_private_names(seen, {"_mine"}) == {"_dynamo", "_scaled_thing", "_state_of_it"}

@@ -1,1 +1,1 @@
-"""The ``lowprec`` command line and what it runs."""
+"""The ``lowprec`` command line and the logic behind its commands."""

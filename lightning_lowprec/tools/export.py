@@ -1,4 +1,4 @@
-"""A plain checkpoint from that of any precision: weights only, in the dtype asked for."""
+"""Make a plain checkpoint, with weights only, from a checkpoint of any precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_lowprec.extras import require
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_KEYS = ("state_dict", "model")
-"""Where the Trainer and (by convention) Fabric users keep the weights."""
+"""The keys under which the Trainer and, by convention, Fabric users save the weights."""
 
 
 def export(
@@ -25,13 +25,14 @@ def export(
 
     Args:
         checkpoint: a file of the Trainer, of ``fabric.save`` or of ``torch.save``, or a safetensors file.
-        out: ``.safetensors``, or anything else for ``torch.save``; complete or absent, never half written.
-        dtype: of floating-point weights; ``"keep"`` leaves them.
-        key: where the weights are in the checkpoint; None looks under ``state_dict``, ``model``, then at the top.
+        out: the new file: safetensors if it ends in ``.safetensors``, else for ``torch.load``. It is never half
+            written.
+        dtype: the dtype of floating-point weights; ``"keep"`` leaves them.
+        key: the key of the weights in the checkpoint; None looks under ``state_dict``, ``model``, then at the top.
         strip_prefix: removed from every name, e.g. ``"model."`` for a model inside a LightningModule.
 
     Raises:
-        ValueError: no weights there, or a name without the prefix.
+        ValueError: the checkpoint has no weights under the key, or a name has no such prefix.
     """
     weights = _named(read_weights(checkpoint, key), strip_prefix)
     if dtype != "keep":
@@ -43,13 +44,12 @@ def export(
 
 
 def read_weights(checkpoint: Path, key: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on CPU."""
+    """Return the tensors of a checkpoint by name, on CPU."""
     if checkpoint.suffix == ".safetensors":
         loaded: dict[str, Tensor] = require("safetensors.torch", "a safetensors checkpoint").load_file(checkpoint)
         return loaded
     content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    found = _find(content, key)
-    weights = {name: value for name, value in found.items() if isinstance(value, Tensor)} if found else {}
+    weights = find_weights(content, key)
     if not weights:
         keys = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
@@ -59,14 +59,17 @@ def read_weights(checkpoint: Path, key: str | None = None) -> dict[str, Tensor]:
     return weights
 
 
-def _find(content: Any, key: str | None) -> Mapping[str, Any] | None:
+def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
+    """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
     if not isinstance(content, dict):
-        return None
+        return {}
     if key is not None:
         found = content.get(key)
-        return found if isinstance(found, dict) else None
-    nested = [content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), dict)]
-    return nested[0] if nested else content
+    else:
+        found = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), dict)), content)
+    return (
+        {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
+    )
 
 
 def _named(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -89,7 +92,7 @@ def _write(weights: dict[str, Tensor], path: Path, *, safetensors: bool) -> None
         return
     seen: set[int] = set()
     separate = {}
-    for name, value in weights.items():  # safetensors refuses tied tensors: each gets bytes of its own
+    for name, value in weights.items():  # safetensors refuses tied tensors: each is stored separately
         shared = value.untyped_storage().data_ptr() in seen
         seen.add(value.untyped_storage().data_ptr())
         separate[name] = value.clone() if shared else value.contiguous()

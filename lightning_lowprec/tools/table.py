@@ -15,7 +15,7 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
         markdown: write Markdown. Characters that Markdown would interpret are escaped.
     """
     if markdown:
-        rows = [[re.sub(r"([\\`*_|<>])", r"\\\1", cell) for cell in row] for row in rows]
+        rows = [[re.sub(r"([\\`*|<])", r"\\\1", cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,8 +1,12 @@
 """Warnings that Lightning itself causes and that no user of ours can avoid."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lightning_lowprec.conversion import backends
+from tests.toy_backend import BACKEND
 
 pytest.register_assert_rewrite("contract_models")
 
@@ -10,6 +14,14 @@ HERE = Path(__file__).parent
 LIGHTNING_CHATTER = (
     "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # torch >= 2.11 under lightning <= 2.6
 )
+
+
+@pytest.fixture(autouse=True)
+def toy_backend() -> Iterator[None]:
+    """A backend from outside of the package is registered; see ``plugins_under_test``."""
+    backends.register(BACKEND)
+    yield
+    backends.unregister(BACKEND.name)
 
 
 @pytest.fixture(autouse=True)

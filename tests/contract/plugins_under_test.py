@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.te import support
+from tests.toy_backend import BACKEND as TOY
 
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
 """Plugins whose micro-batch gradients are fp16."""
@@ -56,7 +58,8 @@ def make(name: str, loss_scale: LossScale | None = None) -> LowPrecision:
     options: dict[str, Any] = {"loss_scale": loss_scale} if loss_scale is not None and name in SCALED_NAMES else {}
     if name in EXTRA:
         return EXTRA[name](**options)
-    return TABLE[name].plugin(**TABLE[name].options, **options) if options else create(name)
+    row = resolve(name)
+    return row.plugin(**row.options, **options) if options else create(name)
 
 
 def weight_dtype(name: str) -> torch.dtype:
@@ -71,17 +74,24 @@ def code_dtypes(name: str) -> set[torch.dtype]:
     return {torch.float8_e4m3fn if plugin.level == "O3" else torch.float16} if plugin.keeps_codes else set()
 
 
+UNSET = ("precision", "backend_is_chosen", "modules", "optimizers")
+"""Attributes that a plugin has from its name, or from what it will meet: no options."""
+
+
 def _identity(name: str) -> str:
     """Two names with the same class and options are one plugin to a test that takes long."""
     plugin = make(name)
-    options = {key: value for key, value in vars(plugin).items() if key not in ("precision", "backend_is_chosen")}
+    options = {key: value for key, value in vars(plugin).items() if key not in UNSET}
     return f"{type(plugin).__name__}{options}"
 
 
+backends.register(TOY)  # a backend from outside of the package: its names enter as all names do
 NAMES = (*(name for name, entry in TABLE.items() if entry.plugin is not FP8TE), *EXTRA)
 """Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA."""
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
+
+backends.unregister(TOY.name)
 
 every_name = pytest.mark.parametrize("name", NAMES)
 """For contracts that cost milliseconds."""

@@ -89,5 +89,5 @@ def test_one_rank_sends_nothing():
 
 @pytest.mark.parametrize("name", ["shards", "copies"])
 def test_sizes_are_checked(name):
-    with pytest.raises(ValueError, match=rf"`{name}=0` is not valid; expected an int of at least 1"):
+    with pytest.raises(ValueError, match=rf"`{name}=0` is not valid; expected an integer of at least 1"):
         step(Weights(), Weights(), **{"shards": 2, name: 0})

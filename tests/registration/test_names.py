@@ -141,7 +141,7 @@ def test_a_name_beside_other_plugins():
 @pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"plugins": "FP8TorchAO"}])
 def test_unsupported_strategies_are_refused_by_name(make, strategy, how):
     how = {"plugins": FP8TorchAO()} if "plugins" in how else how
-    works = "It runs under one device, 'ddp' and its kin .*, 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
+    works = "It runs under one device, 'ddp' and its variants .*, 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
     with pytest.raises(ValueError, match=rf"does not run under `strategy='{strategy}'` yet\. {works}"):
         make(strategy=strategy, accelerator="cpu", **how)
 

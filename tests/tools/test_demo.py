@@ -1,13 +1,11 @@
 """ByteGPT and StdlibText: what `lowprec compare` trains by default."""
 
-from itertools import chain
-
 import lightning as L
 import pytest
 import torch
 
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
-from lightning_lowprec.tools.demo.data import EXCLUDED_FOLDERS, STDLIB
+from lightning_lowprec.tools.demo.data import EXCLUDED_FOLDERS, STDLIB, Windows, read, split
 from lightning_lowprec.tools.demo.model import rotate
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
@@ -19,18 +17,11 @@ def data(**kwargs):
     return module
 
 
-@pytest.fixture
-def folder(tmp_path):
-    for i in range(12):
-        (tmp_path / f"part{i}.txt").write_text(f"{i:02d} " * 200)
-    return tmp_path
-
-
 # ---- the text
 
 
 def test_training_and_validation_read_different_files():
-    train, val = StdlibText().split()
+    train, val = split(STDLIB)
     assert set(train).isdisjoint(val)
     assert len(val) == (len(train) + len(val)) // 10
     for file in train + val:
@@ -38,12 +29,15 @@ def test_training_and_validation_read_different_files():
         assert EXCLUDED_FOLDERS.isdisjoint(file.relative_to(STDLIB).parts)
 
 
-def test_the_split_does_not_depend_on_where_the_folder_lies(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    for file in folder.iterdir():
-        (elsewhere / file.name).write_bytes(file.read_bytes())
-    names = [[[f.name for f in part] for part in StdlibText(root, "*.txt").split()] for root in (folder, elsewhere)]
+def test_the_split_does_not_depend_on_where_the_folder_lies(tmp_path):
+    folders = [tmp_path / "here", tmp_path / "elsewhere"]
+    for folder in folders:
+        folder.mkdir()
+        for i in range(12):
+            (folder / f"part{i}.py").write_text(f"{i:02d} " * 200)
+    names = [[[file.name for file in part] for part in split(folder)] for folder in folders]
     assert names[0] == names[1]
+    assert [len(part) for part in names[0]] == [11, 1]
 
 
 def test_batches_are_bytes_and_the_bytes_after_them():
@@ -75,25 +69,16 @@ def test_sizes_hold_and_every_window_is_whole():
 
 
 def test_the_last_byte_of_a_text_can_be_a_target(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_bytes(bytes(range(17)))  # exactly one window of block_size 16
-    module = data(root=tmp_path, pattern="*", max_bytes=1_000, train_windows=3, val_windows=2)
-    for x, y in [*module.train_set, *module.val_set]:
-        assert x.tolist() == list(range(16))
-        assert y.tolist() == list(range(1, 17))
-
-
-def test_own_text_by_folder_or_by_files(folder):
-    files = sorted(folder.glob("*.txt"))
-    assert sorted(chain(*StdlibText(folder, "*.txt").split())) == files
-    assert sorted(chain(*StdlibText(files=[*files, files[0]]).split())) == files, "a file counts once"
-    assert data(files=files).train_set.text.numel() > 0
+    (tmp_path / "text").write_bytes(bytes(range(17)))  # exactly one window of block_size 16
+    text = read([tmp_path / "text"], max_bytes=1_000, block_size=16)
+    (window,) = Windows(text, torch.zeros(len(text) - 16, dtype=torch.int64), block_size=16)
+    assert window[0].tolist() == list(range(16))
+    assert window[1].tolist() == list(range(1, 17))
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"root": "x", "files": ["y"]}, "got root='x' and `files`; expected one of them"),
         ({"block_size": 0}, "`block_size=0` is not valid; expected an integer of at least 1"),
         ({"val_windows": -1}, "`val_windows=-1` is not valid"),
     ],
@@ -103,17 +88,9 @@ def test_wrong_arguments(kwargs, message):
         StdlibText(**kwargs)
 
 
-def test_no_text_and_too_little_text(tmp_path):
-    with pytest.raises(ValueError, match=r"found 0 text files in .*pattern='\*\.py'.*expected at least 2"):
-        data(root=tmp_path)
-    (tmp_path / "one.py").write_text("x")
-    with pytest.raises(ValueError, match="found 1 text files"):
-        data(root=tmp_path)
-    (tmp_path / "two.py").write_text("y")
-    with pytest.raises(ValueError, match="text for training has 1 bytes; expected more than block_size=16"):
-        data(root=tmp_path)
-    with pytest.raises(ValueError, match="found 1 text files in `files`"):
-        data(files=[tmp_path / "one.py"])
+def test_too_little_text():
+    with pytest.raises(ValueError, match="text has 100 bytes; expected more than block_size=128: pass a larger max_by"):
+        data(block_size=128, max_bytes=100)
 
 
 # ---- the model

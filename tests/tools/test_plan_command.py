@@ -1,7 +1,6 @@
 """`lowprec plan`: sources, options, what is printed, and the figures behind it."""
 
 import json
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowprec.conversion import measured_gains
 from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli.main import main
 from lightning_lowprec.tools.planning.costs import flops, footprints
 from lightning_lowprec.tools.planning.source import load
@@ -62,7 +62,7 @@ def test_flops_and_bytes_by_hand():
     rowwise = footprints(model, plan, "fp8-rowwise", fp8_all_gather=False)[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
-        scaled = footprints(model, plan, "msamp", level=level)[-1]
+        scaled = footprints(model, plan, "msamp", bytes_of_codes=TABLE[f"msamp-{level.lower()}"].bytes_of_codes)[-1]
         others, in_training = total - converted, trained - 2048
         assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
 
@@ -138,7 +138,7 @@ def test_a_checkpoint(tmp_path, capsys, kind):
 
 def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_gains):
     config = llama(tmp_path, 3)
-    assert main(["plan", str(config), "--html", str(tmp_path / "plan.html")]) == 0
+    assert main(["plan", str(config), "--markdown", str(tmp_path / "plan.md")]) == 0
     text = capsys.readouterr().out
     assert "converted 21 of 22 linear layers" in text
     assert "3 x model.layers.*.self_attn.k_proj" in text
@@ -146,13 +146,13 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_ga
     assert "\033" not in text, "no colours in a pipe"
     assert main(["plan", str(config), "--all"]) == 0
     assert "model.layers.2.self_attn.k_proj" in capsys.readouterr().out
-    tags = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: tags.append((tag, dict(attrs)))
-    page = (tmp_path / "plan.html").read_text()
-    parser.feed(page)
-    assert not [attrs for _, attrs in tags if "src" in attrs or "href" in attrs], "self-contained"
-    assert "model.layers.*.mlp.down_proj" in page
+    page = (tmp_path / "plan.md").read_text()
+    assert page.startswith("# transformers config config.json: converted 21 of 22 linear layers")
+    assert "\n| 3 x model.layers.\\*.mlp.down_proj " in page
+    assert "\n| 32-true " in page
+    for said in ("matrix FLOPs per token", "gains per layer", "all-gather:"):
+        assert said in text
+        assert said in page
 
 
 def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):

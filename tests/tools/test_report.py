@@ -61,7 +61,7 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
     for said in ("within 1%", "+0.33%", "100.0 ms", "3 MiB", "converted 4 of 5", "Every precision trained"):
         assert said in page
     head, rule, baseline, fp8, *_ = table_of(page)
-    assert head[:2] == ["precision", "val\\_loss"]
+    assert head[:2] == ["precision", "val_loss"]
     assert len(rule) == len(head) == len(fp8)
     assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3 MiB", "baseline"]
     assert f'"out": "{comparison.spec.out}"' in page
@@ -88,7 +88,7 @@ def test_failures_are_shown(tmp_path):
     assert "Not every precision ended with" in page
     assert "fp8-hybrid, bf16-mixed." in page
     assert "    Traceback\n    ValueError: <b>bad</b> | worse\n" in page, "as a block of code"
-    assert "\\<b\\>bad\\</b\\> \\| worse |" in page, "in the table"
+    assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
     assert "failed: ValueError" in text(comparison)
 

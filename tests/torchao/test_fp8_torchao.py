@@ -143,7 +143,7 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert model._compiled_call_impl is None
     untouched = FP8TorchAO()
-    untouched.bind_device(plugin._device)
+    untouched.bind_device(plugin.modules.device)
     user_compiled = Stack()
     user_compiled.blocks[0].compile(backend="eager")
     with pytest.warns(UserWarning, match="are expected to be slower"):
@@ -152,7 +152,7 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
 
 
 def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):
-    for module in ("base", "host"):
+    for module in ("modules", "host"):
         monkeypatch.setattr(f"lightning_lowprec.precision.{module}.default_device", lambda: torch.device("cuda", 0))
     models = [Stack(), Stack()]  # on CPU still, in a process that has a GPU: they may move
     plugin = FP8TorchAO()

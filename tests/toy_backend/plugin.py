@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
@@ -9,7 +10,6 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from tests.toy_backend.linear import convert
-from typing_extensions import Unpack
 
 
 @shows(LayerOptions)

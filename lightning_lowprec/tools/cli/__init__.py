@@ -1,1 +1,1 @@
-"""The ``lowprec`` command: parsing and printing only."""
+"""The ``lowprec`` command: parses arguments and prints results."""

@@ -10,7 +10,7 @@ from lightning_lowprec.tools.export import DtypeName, export
 
 
 def run(argv: list[str]) -> int:
-    """Write the file and say what is in it."""
+    """Write the file and print how much it holds."""
     args = _parser().parse_args(argv)
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_file():
@@ -25,13 +25,19 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="lowprec export", description="Write the weights of a checkpoint, and nothing else, to a plain file."
+        prog="lowprec export", description="Write only the weights of a checkpoint to a plain file."
     )
     parser.add_argument("checkpoint", type=str, help="a file of the Trainer, fabric.save, torch.save or safetensors")
     parser.add_argument("out", type=str, help="the new file; safetensors if it ends in .safetensors, else torch")
-    parser.add_argument("--dtype", type=DtypeName, default="keep", help="of floating-point weights")
-    parser.add_argument("--key", type=str | None, help="where the weights are in the checkpoint (default: found)")
+    parser.add_argument("--dtype", type=DtypeName, default="keep", help="dtype of floating-point weights")
     parser.add_argument(
-        "--strip_prefix", "--strip-prefix", type=str, default="", help="removed from names, e.g. model."
+        "--key", type=str | None, help="key of the weights in the checkpoint; found without it in most checkpoints"
+    )
+    parser.add_argument(
+        "--strip_prefix",
+        "--strip-prefix",
+        type=str,
+        default="",
+        help="prefix that is removed from every name, e.g. model.",
     )
     return parser

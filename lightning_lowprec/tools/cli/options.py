@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser
@@ -32,9 +32,14 @@ def add_fields(parser: ArgumentParser, cls: type, *, skip: Collection[str] = ())
 
 
 def _how(hint: Any, field: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for one field."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if hint is bool:
         return {"action": "store_true", "default": default}
     if Sequence in (get_origin(kind) for kind in (hint, *get_args(hint))):
-        return {"nargs": "+", "type": str, "default": default}
-    return {"type": str if hint is Path else hint, "default": str(default) if hint is Path else default}
+        return {"nargs": "+", "type": str, "default": default, "metavar": "VALUE"}
+    if get_origin(hint) is Literal:
+        return {"type": hint, "default": default}
+    if hint is Path:
+        return {"type": str, "default": str(default), "metavar": "PATH"}
+    return {"type": hint, "default": default, "metavar": "VALUE"}

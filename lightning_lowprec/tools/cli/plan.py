@@ -1,4 +1,4 @@
-"""``lowprec plan``: what would convert, why not, and what it means in FLOPs and bytes."""
+"""``lowprec plan``: the layers that would run in FP8, why the others would not, and the FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -15,23 +15,22 @@ from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.tools.cli.options import add_fields
 from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
-from lightning_lowprec.tools.planning.render import Report, page, text
+from lightning_lowprec.tools.planning.render import Report, text
 from lightning_lowprec.tools.planning.source import load
-
-OPTIONS = tuple(LayerOptions.__dataclass_fields__)
 
 
 def run(argv: list[str]) -> int:
-    """Print the plan; 1 if nothing converts."""
+    """Print the plan; return 1 if nothing converts."""
     args = _parser().parse_args(argv)
     if args.precisions:
         return _show_widths(args.json)
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = _name(args.precision)
-    options = LayerOptions(**{name: getattr(args, name) for name in OPTIONS})
+    options = LayerOptions(**{field: getattr(args, field) for field in LayerOptions.__dataclass_fields__})
     source = load(args.source, args.args or {})
     plan = make_plan(source.model, options, recipe=name.gains, alignment=name.alignment)
     report = Report(
@@ -65,8 +64,9 @@ def _name(precision: str) -> PrecisionName:
 
 
 def _show(report: Report, args: Namespace) -> None:
-    if args.html is not None:
-        Path(args.html).write_text(page(report), encoding="utf-8")
+    if args.markdown is not None:
+        page = text(report, markdown=True, all_rows=args.all)
+        Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
     if args.json:
         data = {
             "source": report.title,
@@ -78,15 +78,15 @@ def _show(report: Report, args: Namespace) -> None:
         print(json.dumps(data, indent=1))
         return
     print(text(report, color=sys.stdout.isatty(), all_rows=args.all))
-    if args.html is not None:
-        print(f"\nwrote {args.html}")
+    if args.markdown is not None:
+        print(f"\nwrote {args.markdown}")
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lowprec plan",
-        description="Which layers of a model would run in FP8, why the others would not, and what that means in FLOPs"
-        " and bytes. The model is built without weights; nothing is downloaded.",
+        description="Print which layers of a model would run in FP8, why the others would not, and what the plan means"
+        " in FLOPs and bytes. The model is built without weights; nothing is downloaded.",
     )
     parser.add_argument(
         "source",
@@ -101,31 +101,15 @@ def _parser() -> ArgumentParser:
         help="print instead a table of the number formats of every precision: GEMMs, weight, gradient, master, moments,"
         " communication",
     )
-    parser.add_argument("--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config")
-    parser.add_argument("--precision", type=str, default="fp8-hybrid", help="an FP8 precision")
-    _add_options(parser)
     parser.add_argument(
-        "--sequence_length", "--sequence-length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs"
+        "--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config, as JSON or YAML"
     )
-    parser.add_argument("--all", action="store_true", help="one line per layer, not one per kind of block")
-    parser.add_argument("--json", action="store_true", help="print JSON, every row")
-    parser.add_argument("--html", type=str | None, help="write a page there")
+    parser.add_argument("--precision", type=str, default="fp8-hybrid", help="the name of an FP8 precision")
+    add_fields(parser, LayerOptions)
+    parser.add_argument(
+        "--sequence-length", "--sequence_length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs"
+    )
+    parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
+    parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
+    parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")
     return parser
-
-
-def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--keep", nargs="+", type=str, default=[], help="Linears that stay in bf16: names or patterns")
-    parser.add_argument("--only", nargs="+", type=str, help="just these may convert, and no built-in rule applies")
-    parser.add_argument(
-        "--first_last_layers_bf16", "--first-last-layers-bf16", action="store_true", help="keep both ends"
-    )
-    for end in ("start", "end"):
-        names = f"--num_layers_at_{end}_in_bf16", f"--num-layers-at-{end}-in-bf16"
-        parser.add_argument(*names, type=int, default=1, help=f"how many blocks at the {end}")
-    parser.add_argument(
-        "--min_gain", "--min-gain", type=float | str | None, help="'auto' or a ratio: keep what gains less"
-    )
-    parser.add_argument(
-        "--frozen", type=Literal["convert", "keep"], default="convert", help="Linears that do not train"
-    )
-    parser.add_argument("--tokens", type=int | None, help="tokens per step and device that min_gain assumes")

@@ -1,16 +1,20 @@
-"""``lowprec run --precision=NAME script.py``: Lightning's launcher, in processes that know our names."""
+"""``lowprec run --precision=NAME script.py``: launch a script in processes that know the names of this package.
+
+Lightning's launcher starts this file in every process, with the user's script and its arguments behind it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
+import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.registration import validate_name
 
-SCRIPT = Path(__file__).with_name("script.py")
 TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 
@@ -27,13 +31,13 @@ def run(argv: list[str]) -> int:
             os.environ[f"PL_TRAINER_{name.upper()}"] = str(getattr(args, name))
     from lightning.fabric.cli import main
 
-    launcher_args = argparse.Namespace(**{**vars(args.clone()), "script": str(SCRIPT)})
+    launcher_args = argparse.Namespace(**{**vars(args.clone()), "script": __file__})
     main(launcher_args, [args.script, *script_args])
     return 0
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Our options up to and including the script, and what belongs to the script."""
+    """Return our options including the script, and the script's own arguments."""
     expects_value = False
     for i, arg in enumerate(argv):
         if expects_value:
@@ -48,17 +52,28 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lowprec run",
-        description="Launch a script that contains a Fabric or a Trainer. Options go before the script; what follows"
-        " it is the script's own. The options are defaults: a script that says otherwise raises or, for the Trainer's"
-        " accelerator, strategy and devices, wins.",
+        description="Launch a script that contains a Fabric or a Trainer. Options go before the script; arguments after"
+        " the script are the script's own. The options are defaults: if the script asks for another value, the run"
+        " raises, or the script wins (for the Trainer's accelerator, strategy and devices).",
     )
     parser.add_argument("--precision", type=str | None, help="a precision of lightning_lowprec or of Lightning")
     parser.add_argument("--accelerator", type=str | None, help="cpu, cuda, gpu, mps, ...")
-    parser.add_argument("--strategy", type=str | None, help="e.g. ddp")
+    parser.add_argument("--strategy", type=str | None, help="for example ddp")
     parser.add_argument("--devices", type=str, default="1", help="number of devices, and processes, on this machine")
     parser.add_argument("--num_nodes", "--num-nodes", type=int, default=1, help="number of machines")
     parser.add_argument("--node_rank", "--node-rank", type=int, default=0, help="index of this machine")
-    parser.add_argument("--main_address", "--main-address", type=str, default="127.0.0.1", help="of machine 0")
-    parser.add_argument("--main_port", "--main-port", type=int, default=29400, help="on machine 0")
+    parser.add_argument("--main_address", "--main-address", type=str, default="127.0.0.1", help="address of machine 0")
+    parser.add_argument("--main_port", "--main-port", type=int, default=29400, help="port on machine 0")
     parser.add_argument("script", type=str, help="the Python script, then its own arguments")
     return parser
+
+
+def _run_script() -> None:
+    """Run the user's script as ``__main__``; importing this file has registered the names."""
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run_script()

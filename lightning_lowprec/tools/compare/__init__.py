@@ -1,1 +1,1 @@
-"""What `lowprec compare` does: one model, the same data, the same seed, several precisions, side by side."""
+"""The logic of ``lowprec compare``: train one model with the same data and seed under several precisions."""

@@ -75,7 +75,7 @@ def _draw_gap(axes: Axes, comparison: Comparison) -> None:
 
 
 def _style(index: int, name: str) -> dict[str, Any]:
-    """Return the style of a curve: the baseline wide and below, the others narrow, so that equal curves stay visible."""
+    """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
     if index == 0:
         return {"color": _colour(0), "linewidth": 4.0, "alpha": 0.45, "label": name, "solid_capstyle": "round"}
     line = ("-", "--", "-.", ":")[(index - 1) % 4]

@@ -108,7 +108,7 @@ def send(**message: Any) -> None:
 
 
 def receive(line: str) -> tuple[str, dict[str, Any] | None]:
-    """Split a line of a training's stdout into the text that the user's code printed and our message, if there is one."""
+    """Split a line of a training's stdout: the text that the user's code printed, and our message or None."""
     text, mark, message = line.partition(MARK)
     if not mark:
         return line, None

@@ -32,7 +32,7 @@ class CompareSpec:
         seed: seed of Python, numpy and torch, and of the data if its class takes a ``seed``.
         accelerator: auto, cpu, cuda, ...; one device is used.
         threads: CPU threads of each training; 0 leaves torch's default.
-        max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is 1 %.
+        max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
         out: folder for the report, the picture, the figures and the logs.
     """
 

@@ -9,8 +9,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ import lightning as L
 import torch
 
 import lightning_lowprec
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.recorder import Recorder
 from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.machine import distributions, versions
 
 
 def main(argv: list[str]) -> None:
@@ -45,9 +43,7 @@ def train(spec: CompareSpec, precision: str, recorder: Recorder) -> None:
     L.seed_everything(spec.seed, verbose=False)
     model = build(spec.model, spec.model_args, L.LightningModule)
     data = build(spec.data, spec.data_args, L.LightningDataModule, seed=spec.seed)
-    L.seed_everything(
-        spec.seed, verbose=False
-    )  # the trainings draw the same numbers, however many the constructors drew
+    L.seed_everything(spec.seed, verbose=False)  # again: the constructors may have drawn numbers
     trainer = L.Trainer(precision=precision, callbacks=[recorder], **_trainer_arguments(spec))  # type: ignore[arg-type]
     trainer.fit(model, data)
     if not recorder.train_losses:
@@ -61,6 +57,7 @@ def train(spec: CompareSpec, precision: str, recorder: Recorder) -> None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the device and the versions, as fields of ``PrecisionResult``."""
+    packages = versions(["torch", "lightning", *distributions()])
     return {
         "device": describe(device) if device.type != "cpu" else f"CPU ({_cpu()}, {os.cpu_count()} cores)",
         "device_type": device.type,
@@ -68,7 +65,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "lightning_lowprec": lightning_lowprec.__version__,
-            **{package: _version(package) for package in ("torch", "lightning", *_distributions())},
+            **{package: found for package, found in packages.items() if found is not None},
         },
     }
 
@@ -95,19 +92,6 @@ def _cpu() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _distributions() -> list[str]:
-    """The distributions of the backends, those that are installed."""
-    named = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
-    return [name for name in named if find_spec(name.replace("-", "_")) is not None]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small real model and a real text that every machine has: what `lowprec compare` trains by default."""
+"""The default model and text of ``lowprec compare``: a small real GPT, and text that every machine has."""
 
 from lightning_lowprec.tools.demo.data import StdlibText
 from lightning_lowprec.tools.demo.model import ByteGPT

@@ -1,10 +1,10 @@
 """A byte-level GPT, small enough to train on two CPU cores in under a minute.
 
-Every Linear has dimensions that are multiples of 16, so FP8 converts all of them but the output head.
+The dimensions of every Linear are multiples of 16, so FP8 converts every Linear except the output head.
 
-Rotary positions, a short warm-up and a modest learning rate make it a fair subject for `lowprec compare`: without
-them training sits for a hundred steps on the plateau of the bigram loss and leaves it at a moment that any rounding
-moves, so that the final losses of two precisions say more about luck than about the precisions.
+Rotary positions, a short warm-up and a modest learning rate make the model a fair subject for ``lowprec compare``.
+Without them the loss stays on the plateau of the bigram loss for a hundred steps. Any rounding moves the step at which
+the loss leaves the plateau, and then the final losses of two precisions differ by luck.
 """
 
 import lightning as L
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from lightning_lowprec.checks import check_integer
+
 VOCAB_SIZE = 256  # one token per byte
 INIT_STD = 0.05  # GPT-2's 0.02 goes with a width of 768; the narrower, the larger
 ROPE_BASE = 1000.0  # longest wavelength in bytes / 2 pi; well above any block_size of this model's size
@@ -20,7 +22,7 @@ WARMUP_STEPS = 20
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864): each pair of features turned by an angle that grows with the position.
+    """Turn each pair of features by an angle that grows with the position: rotary positions (arXiv 2104.09864).
 
     x: (..., T, D), turn: cosines and sines (2, T, D / 2) -> (..., T, D) in the dtype of x.
     """
@@ -62,10 +64,10 @@ class ByteGPT(L.LightningModule):
     """A byte-level GPT with rotary positions and an untied output head.
 
     Args:
-        depth: Number of transformer blocks.
-        width: Width of the residual stream; a multiple of 16 and of 2 * `heads`.
-        heads: Number of attention heads.
-        block_size: Longest sequence, in bytes.
+        depth: number of transformer blocks.
+        width: width of the residual stream; a multiple of 16 and of 2 * ``heads``.
+        heads: number of attention heads.
+        block_size: longest sequence, in bytes.
         lr: AdamW's learning rate.
     """
 
@@ -91,7 +93,7 @@ class ByteGPT(L.LightningModule):
         if t > self.block_size:
             raise ValueError(
                 f"tokens have length {t!r}; expected at most block_size={self.block_size}: "
-                "cut the sequence or build the model with a larger block_size."
+                "cut the sequence, or build the model with a larger block_size."
             )
         x = self.token_embedding(tokens)
         for block in self.blocks:
@@ -106,7 +108,7 @@ class ByteGPT(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log `val_loss`, in nats per byte."""
+        """Log ``val_loss``, in nats per byte."""
         self.log("val_loss", self._loss(batch))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -140,8 +142,7 @@ def _turn(length: int, features: int) -> Tensor:
 
 def _check(*, depth: int, width: int, heads: int, block_size: int, lr: float) -> None:
     for name, value in {"depth": depth, "heads": heads, "block_size": block_size}.items():
-        if value < 1:
-            raise ValueError(f"`{name}={value!r}` is not valid; expected an integer of at least 1.")
+        check_integer(name, value, least=1)
     if width < 16 or width % 16 or width % (2 * heads):
         raise ValueError(
             f"`width={width!r}` is not valid; expected a multiple of 16 (FP8 needs it) and of 2 * heads={2 * heads}."

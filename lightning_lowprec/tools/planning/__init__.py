@@ -1,1 +1,1 @@
-"""The logic of ``lowprec plan``: a model from a source, on the meta device, and what FP8 means for it."""
+"""The logic of ``lowprec plan``: models on the meta device, and the costs of their plans."""

@@ -1,9 +1,9 @@
-"""What a plan means in FLOPs and bytes."""
+"""The FLOPs and bytes of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,17 +12,28 @@ from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.tools.planning.volume import Weights, gathered
 
 SEQUENCE_LENGTH = 4096
+LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
+    "32-true": (4, torch.float32),
+    "bf16-true": (2, torch.bfloat16),
+    "bf16-mixed": (4, torch.bfloat16),
+    "fp8": (4, torch.bfloat16),
+}
+"""Bytes of a weight (as of its gradient and of each moment), and the dtype in which FSDP2 gathers what is not FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Matrix FLOPs of one training step, per token (forward 2, backward 4 per weight that trains)."""
+    """Matrix FLOPs of one training step, per token: forward 2, backward 4 per weight that trains.
+
+    Args:
+        fp8: in FP8.
+        high_precision: in linear layers that are kept, and with other weights that tokens are multiplied with.
+        attention: the scores and their sum over values, causal; 0 if the model's attention is not known.
+    """
 
     fp8: float
     high_precision: float
-    """Linears that are kept, and other weights that tokens are multiplied with."""
     attention: float
-    """Scores and their sum over values, causal; 0 if the model's attention is not known."""
 
     @property
     def fp8_share(self) -> float:
@@ -32,7 +43,7 @@ class Flops:
 
 
 def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUENCE_LENGTH) -> Flops:
-    """The FLOPs of a plan.
+    """Return the FLOPs of a plan.
 
     Args:
         plan: the plan.
@@ -53,29 +64,26 @@ def _of(row: PlanRow) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of a model under one precision, before any sharding, with AdamW."""
+    """Bytes of a model under one precision with AdamW, before any sharding.
+
+    Args:
+        precision: the name.
+        weights: of all weights.
+        gradients: of all gradients.
+        optimizer: AdamW's two moments, in the dtype of the weights; under MS-AMP its moments and masters.
+        gathered: all weights once, in the dtype in which ``strategy="fsdp2"`` gathers them; 0 where it does not run.
+    """
 
     precision: str
     weights: int
     gradients: int
     optimizer: int
-    """AdamW's two moments, in the dtype of the weights; MS-AMP's in theirs, with its masters."""
     gathered: int
-    """All weights in the dtype in which ``strategy="fsdp2"`` gathers them, once; 0 where it does not run."""
 
     @property
     def state(self) -> int:
         """Weights, gradients and optimizer together."""
         return self.weights + self.gradients + self.optimizer
-
-
-# bytes of a weight, a gradient and each of AdamW's moments; what FSDP2 gathers of a weight that does not convert
-LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
-    "32-true": (4, torch.float32),
-    "bf16-true": (2, torch.bfloat16),
-    "bf16-mixed": (4, torch.bfloat16),
-    "fp8": (4, torch.bfloat16),
-}
 
 
 def footprints(
@@ -86,41 +94,41 @@ def footprints(
     fp8_all_gather: bool = True,
     bytes_of_codes: tuple[int, int, int] | None = None,
 ) -> list[Bytes]:
-    """Side by side: Lightning's fp32 and bf16 precisions, and ``precision``, under this plan.
+    """Return the bytes under Lightning's fp32 and bf16 precisions, and under ``precision`` with this plan.
 
     Args:
-        model: what the plan is of.
-        plan: which layers convert.
-        precision: its name.
-        fp8_all_gather: whether its recipe allows that converted weights are gathered as float8 (tensorwise does).
+        model: the model of the plan.
+        plan: the layers that convert.
+        precision: the name of the last row.
+        fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can).
         bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept is None)
     rows = []
-    for name, (size, wire) in LAYOUT.items():
-        ours = name == "fp8"
-        in_fp8 = converted if ours and fp8_all_gather else 0
+    for name, (size, dtype) in LAYOUT.items():
+        in_fp8 = converted if name == "fp8" and fp8_all_gather else 0
         rows.append(
             Bytes(
-                precision=precision if ours else name,
+                precision=precision if name == "fp8" else name,
                 weights=size * total,
                 gradients=size * trained,
                 optimizer=2 * size * trained,
-                gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), wire),
+                gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), dtype),
             )
         )
     return rows if bytes_of_codes is None else [*rows[:-1], _as_codes(rows[-1], plan, bytes_of_codes)]
 
 
 def _as_codes(in_float32: Bytes, plan: Plan, bytes_of_codes: tuple[int, int, int]) -> Bytes:
-    """The bytes of a model when the plan's weights are kept as codes."""
+    """Return the bytes when the plan's weights are kept as codes."""
     converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
-    total, trained = sum(n for n, _ in converted), sum(n for n, trains in converted if trains)
+    total = sum(size for size, _ in converted)
+    trained = sum(size for size, trains in converted if trains)
     weight, gradient, moments = bytes_of_codes
-    return Bytes(
-        precision=in_float32.precision,
+    return replace(
+        in_float32,
         weights=in_float32.weights - (4 - weight) * total,
         gradients=in_float32.gradients - (4 - gradient) * trained,
         optimizer=in_float32.optimizer - (8 - moments) * trained,

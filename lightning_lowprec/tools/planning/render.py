@@ -1,15 +1,15 @@
-"""A plan and its costs as text for a terminal, and as a page."""
+"""A plan and its costs as text, for a terminal or as Markdown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.tools.planning.costs import Bytes, Flops
+from lightning_lowprec.tools.table import format_table
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
 GATHER_NOTE = (
@@ -21,7 +21,7 @@ GATHER_NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that is shown."""
+    """A plan, and what it means in FLOPs and bytes."""
 
     title: str
     precision: str
@@ -30,36 +30,50 @@ class Report:
     bytes: Sequence[Bytes]
 
 
-def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow, int]]:
-    """Rows that differ in a block number only, as one: (fqn with ``*``, a row, how many)."""
+def text(report: Report, *, color: bool = False, markdown: bool = False, all_rows: bool = False) -> str:
+    """Return the report.
+
+    Args:
+        report: the plan and its costs.
+        color: colour the layers for a terminal.
+        markdown: write Markdown.
+        all_rows: one row per layer, not one per kind of block.
+    """
+    rows = [(row.fqn, row) for row in report.plan.rows] if all_rows else collapse(report.plan.rows)
+    cells = [(name or "(the model)", _shape(row), _verdict(row)) for name, row in rows]
+    layers = format_table([("layer", "in -> out", "verdict"), *cells], right=[1], markdown=markdown)
+    if color:
+        layers[1:] = [f"{_tint(row)}{line}{RESET}" for line, (_, row) in zip(layers[1:], rows, strict=True)]
+    title = f"{'# ' if markdown else ''}{report.title}: {report.plan.summary()}"
+    costs = ("- " if markdown else "") + ("\n- " if markdown else "\n").join(_costs(report))
+    sizes = format_table(_sizes(report.bytes), right=range(1, 6), markdown=markdown)
+    return "\n\n".join([title, "\n".join(layers), costs, "\n".join(sizes), GATHER_NOTE])
+
+
+def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
+    """Join rows that differ in block numbers only: (how many and the fqn with ``*``, one of the rows)."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
         groups.setdefault((pattern, row.in_features, row.out_features, row.kept, row.trains), []).append(row)
-    return [(str(key[0]) if len(same) > 1 else same[0].fqn, same[0], len(same)) for key, same in groups.items()]
+    return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
 
 
-def text(report: Report, *, color: bool, all_rows: bool = False) -> str:
-    """For a terminal."""
-    rows = [(r.fqn, r, 1) for r in report.plan.rows] if all_rows else collapse(report.plan.rows)
-    width = max((len(fqn) for fqn, _, _ in rows), default=0)
-    lines = [f"{report.title}: {report.plan.summary()}", ""]
-    for fqn, row, count in rows:
-        verdict = f"FP8, {_gain(row)}" if row.kept is None else f"kept: {row.kept}"
-        shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-        times = f"{count} x" if count > 1 else ""
-        line = f"{times:>6} {fqn:<{width}}  {shape:>18}  {verdict}"
-        tint = (DIM if row.kept else YELLOW if row.slower else GREEN) if color else ""
-        lines.append(f"{tint}{line}{RESET if color else ''}")
-    lines += ["", *_flops_lines(report), "", *_bytes_lines(report.bytes), GATHER_NOTE]
-    return "\n".join(lines)
+def _shape(row: PlanRow) -> str:
+    return f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
 
 
-def _gain(row: PlanRow) -> str:
-    return "slower than bf16" if row.gain is None else f"about {row.gain:.2f}x"
+def _verdict(row: PlanRow) -> str:
+    if row.kept is not None:
+        return f"kept: {row.kept}"
+    return "FP8, slower than bf16" if row.gain is None else f"FP8, about {row.gain:.2f}x"
 
 
-def _flops_lines(report: Report) -> list[str]:
+def _tint(row: PlanRow) -> str:
+    return DIM if row.kept else YELLOW if row.slower else GREEN
+
+
+def _costs(report: Report) -> list[str]:
     flops = report.flops
     attention = f"{flops.attention:.3g} attention" if flops.attention else "attention not known and not counted"
     lines = [
@@ -73,67 +87,12 @@ def _flops_lines(report: Report) -> list[str]:
     return lines
 
 
-def _bytes_lines(rows: Sequence[Bytes]) -> list[str]:
-    header = f"{'with AdamW':<24} {'weights':>9} {'gradients':>9} {'moments':>9} {'together':>9} {'all-gather':>10}"
-    lines = [header]
+def _sizes(rows: Sequence[Bytes]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = [("with AdamW", "weights", "gradients", "moments", "together", "all-gather")]
     for row in rows:
-        cells = " ".join(f"{_size(value):>9}" for value in (row.weights, row.gradients, row.optimizer, row.state))
-        lines.append(f"{row.precision:<24} {cells} {_size(row.gathered) if row.gathered else '-':>10}")
+        sizes = [_size(value) for value in (row.weights, row.gradients, row.optimizer, row.state)]
+        lines.append((row.precision, *sizes, _size(row.gathered) if row.gathered else "-"))
     return lines
-
-
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px solid #ddd;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}tr.fp8{background:#eaf6ec}tr.slow{background:#fdf3dc}
-.bar{display:flex;height:1.4em;background:#eee}.bar span{display:block;white-space:nowrap;overflow:hidden;color:#fff;
-padding:0 .4em}.a{background:#2b6cb0}.b{background:#718096}.c{background:#b7791f}i{display:inline-block;width:.8em;
-height:.8em;margin:0 .3em 0 .8em}small{color:#666}"""
-
-
-def page(report: Report) -> str:
-    """A self-contained HTML page."""
-    flops = report.flops
-    total = flops.fp8 + flops.high_precision + flops.attention or 1.0
-    parts = (("a", "FP8", flops.fp8), ("b", "kept linear", flops.high_precision), ("c", "attention", flops.attention))
-    bar = "".join(f'<span class="{css}" style="width:{100 * value / total:.2f}%"></span>' for css, _, value in parts)
-    shares = "".join(f'<i class="{css}"></i>{name} {value / total:.1%} ' for css, name, value in parts if value)
-    rows = "".join(_page_row(*entry) for entry in collapse(report.plan.rows))
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(report.title)}</title>'
-        f"<style>{STYLE}</style><h1>{escape(report.title)}</h1><p><code>precision={escape(report.precision)!r}</code>:"
-        f" {escape(report.plan.summary())}.</p><h2>Matrix FLOPs</h2><div class='bar'>{bar}</div><p>{shares}</p>"
-        f"<h2>Memory</h2>{_page_bytes(report.bytes)}<p><small>{escape(GATHER_NOTE)}</small></p>"
-        "<h2>Layers</h2><table><tr><th>layer<th>count<th>in<th>out<th>verdict<th>expected gain"
-        f"</tr>{rows}</table><p><small>Gains: {escape(SOURCE)}, nearest shape; coarse.</small></p></html>"
-    )
-
-
-def _page_row(fqn: str, row: PlanRow, count: int) -> str:
-    css = "" if row.kept else "slow" if row.slower else "fp8"
-    verdict = "FP8" if row.kept is None else f"kept: {row.kept}"
-    gain = "" if row.kept else _gain(row)
-    return (
-        f'<tr class="{css}"><td><code>{escape(fqn) or "(the model)"}</code><td class=n>{count}<td class=n>'
-        f"{row.in_features}<td class=n>{row.out_features}<td>{escape(verdict)}<td class=n>{gain}</tr>"
-    )
-
-
-def _page_bytes(rows: Sequence[Bytes]) -> str:
-    most = max(row.state for row in rows) or 1
-    lines = []
-    for row in rows:
-        parts = (("a", "weights", row.weights), ("b", "gradients", row.gradients), ("c", "moments", row.optimizer))
-        bar = "".join(
-            f'<span class="{css}" style="width:{100 * value / most:.2f}%">{_size(value)}</span>'
-            for css, _, value in parts
-        )
-        lines.append(
-            f"<tr><td><code>{escape(row.precision)}</code><td style='width:60%'><div class='bar'>{bar}</div>"
-            f"<td class=n>{_size(row.state)}<td class=n>{_size(row.gathered) if row.gathered else '-'}</tr>"
-        )
-    legend = "".join(f'<i class="{css}"></i>{name} ' for css, name, _ in parts)
-    head = f"<tr><th>precision<th>with AdamW: {legend}<th>together<th>all-gather</tr>"
-    return f"<table>{head}{''.join(lines)}</table>"
 
 
 def _size(value: float) -> str:

@@ -1,4 +1,4 @@
-"""A model on the meta device from what a user has at hand: a class path, a transformers config, a checkpoint."""
+"""Build a model on the meta device from a class path, a transformers config or a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
+from lightning_lowprec.tools.export import find_weights
 
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model without weights, and what else is known about it."""
+    """A model without weights.
+
+    Args:
+        model: the model, on the meta device.
+        origin: the source, in words.
+        attention_width: heads x head_dim x layers; 0 if the model's attention is not known.
+    """
 
     model: nn.Module
     origin: str
-    """Where it comes from, in words."""
     attention_width: int = 0
-    """heads x head_dim x layers: what attention multiplies each token with, per position; 0 if unknown."""
 
 
 def load(source: str, arguments: Mapping[str, Any]) -> Source:
-    """The model that ``source`` names; nothing is downloaded and no weight is allocated.
+    """Build the model that ``source`` names, without downloads and without memory for weights.
 
     Args:
         source: a class path (``my.Model``, ``file.py:Model``), a transformers ``config.json`` or the folder that holds
@@ -37,7 +42,7 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
         arguments: keyword arguments of the class, or changes to the config's fields.
 
     Raises:
-        ValueError: ``source`` is none of these.
+        ValueError: ``source`` is of no such kind.
     """
     path = Path(source)
     if path.is_dir() and (path / "config.json").is_file():
@@ -110,15 +115,14 @@ def _read_shapes(path: Path) -> dict[str, torch.Size]:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     loaded = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    state = next((loaded[key] for key in ("state_dict", "model") if isinstance(loaded.get(key), dict)), loaded)
-    shapes = {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
+    shapes = {name: value.shape for name, value in find_weights(loaded).items()}
     if not shapes:
         raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
     return shapes
 
 
 def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
-    """Modules that have the checkpoint's names: a 2-D ``weight`` is a Linear, or an Embedding if its name says so."""
+    """Make modules with the checkpoint's names: a Linear per 2-D ``weight``, or an Embedding if the name says so."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, parameter = name.split(".")

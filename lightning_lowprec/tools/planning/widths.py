@@ -15,28 +15,33 @@ from lightning_lowprec.tools.table import format_table
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """The formats of one precision, such as ``fp32``, ``bf16``, ``e4m3`` or ``int16``; ``-`` means none."""
+    """The formats of one precision, such as ``fp32``, ``bf16``, ``e4m3`` or ``int16``; ``-`` means none.
+
+    Args:
+        precision: the name.
+        output: the operands of ``input @ weight.T``.
+        grad_input: the operands of ``grad_output @ weight``; the gradient first.
+        grad_weight: the operands of ``grad_output.T @ input``; the gradient first.
+        weight: the weight of a converted Linear.
+        gradient: the gradient at ``weight.grad``.
+        master: the copy of the weight that the optimizer updates, or the digits that the weight lacks.
+        moments: AdamW's first and second moment.
+        ddp: the format in which DDP sends a gradient.
+        fsdp2: the format in which FSDP2 gathers a weight; FSDP2 reduces gradients in float32.
+        reason: why the formats are not known; empty if they are.
+    """
 
     precision: str
     output: str = "-"
-    """The operands of ``input @ weight.T``."""
     grad_input: str = "-"
-    """The operands of ``grad_output @ weight``; the gradient first."""
     grad_weight: str = "-"
-    """The operands of ``grad_output.T @ input``; the gradient first."""
     weight: str = "-"
     gradient: str = "-"
-    """At ``weight.grad``."""
     master: str = "-"
-    """The copy of the weight that the optimizer updates, or the digits that the weight lacks."""
     moments: str = "-"
-    """AdamW's first and second moment."""
     ddp: str = "-"
-    """The format in which DDP sends a gradient."""
     fsdp2: str = "-"
-    """The format in which FSDP2 gathers a weight; FSDP2 reduces gradients in float32."""
     reason: str = ""
-    """Why the formats are not known; empty if they are."""
 
 
 LIGHTNINGS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
