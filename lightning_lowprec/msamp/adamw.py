@@ -10,28 +10,28 @@ parameter of codes between steps, with a ScaledGradient (1 byte): O1 11, O2 6, O
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 from torch.optim.adamw import adamw
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_lowprec.conversion.options import shows, take
-from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledChoices, ScaledOptimizer, ScaledOptions, check_at_least_zero
+from lightning_lowprec.msamp.flat_step import Flats
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero
+from lightning_lowprec.msamp.weight import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 
 
-@shows(ScaledOptions)
-class ScaledAdamW(ScaledOptimizer):
+@final
+class ScaledAdamW(ScaledOptimizer, AdamW):
     """AdamW for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-    At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
@@ -39,6 +39,13 @@ class ScaledAdamW(ScaledOptimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
+        level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" the first moment is
+            float8_e4m3fn codes, the second float16 codes, each with a scale.
+        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
+            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
+            replicas, nothing to save.
+        seed: of the stochastic rounding.
+        compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -51,24 +58,27 @@ class ScaledAdamW(ScaledOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Unpack[ScaledChoices],
+        *,
+        level: Level = "O2",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        compile: bool = False,
     ) -> None:
         check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"`betas={betas!r}` is not valid; expected two numbers in [0, 1).")
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, take(ScaledOptions, options)
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        ScaledOptimizer.__init__(self, params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
         return _MOMENTS
 
     @override
-    def _rule(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Rule:
+    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
         beta1, beta2 = group["betas"]
         step, lr = state.get("step", 0) + 1, float(group["lr"])
-        numbers = {
+        return {
             "lr": lr,
             "decay": 1 - lr * group["weight_decay"],
             "beta1": beta1,
@@ -79,7 +89,17 @@ class ScaledAdamW(ScaledOptimizer):
             "correction2": 1 - beta2**step,
             "eps": group["eps"],
         }
-        return Rule(function=adamw_, numbers=numbers)
+
+    @staticmethod
+    @override
+    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+        """Apply decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2)."""
+        grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_MOMENTS, "weight"))
+        weight.mul_(numbers["decay"])
+        exp_avg.mul_(numbers["beta1"]).add_(grad * numbers["fresh1"])
+        exp_avg_sq.mul_(numbers["beta2"]).add_(grad.mul_(grad).mul_(numbers["fresh2"]))
+        denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
+        weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))
 
     @override
     def _update_plain(
@@ -91,8 +111,7 @@ class ScaledAdamW(ScaledOptimizer):
         adamw(
             weights,
             grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+            *([s[name] for s in states] for name in _MOMENTS),
             [],
             [s["step"] for s in states],
             amsgrad=False,
@@ -103,19 +122,3 @@ class ScaledAdamW(ScaledOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def adamw_(flat: Flats, numbers: Mapping[str, Any]) -> None:
-    """Apply decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2), in place to flat (N,) float32 tensors.
-
-    Args:
-        flat: "grad" (overwritten), "exp_avg", "exp_avg_sq", "weight".
-        numbers: "lr", "eps", "decay" (``1 - lr * weight_decay``), and for both moments "beta", "fresh" (``1 - beta``),
-            "correction" (``1 - beta**step``).
-    """
-    grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_MOMENTS, "weight"))
-    weight.mul_(numbers["decay"])
-    exp_avg.mul_(numbers["beta1"]).add_(grad * numbers["fresh1"])
-    exp_avg_sq.mul_(numbers["beta2"]).add_(grad.mul_(grad).mul_(numbers["fresh2"]))
-    denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
-    weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))

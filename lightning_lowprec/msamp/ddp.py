@@ -13,8 +13,7 @@ ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -23,14 +22,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp
 from lightning_lowprec.references import alive
 
-_CLIPPED: Final = 2
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
@@ -41,12 +39,11 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
         model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
         group: the process group; None is the default group.
     """
-    exclude_from_ddp(model)
+    _exclude(model)
     broadcast_codes(model, group)
 
 
-def exclude_from_ddp(model: nn.Module) -> None:
-    """Let DDP ignore the parameters of codes; no communication."""
+def _exclude(model: nn.Module) -> None:
     ignore_in_ddp(model, {name for name, p in model.named_parameters() if msamp_state_of(p) is not None})
 
 
@@ -81,34 +78,20 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
-    largest = torch.tensor([_flag(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)
+    own = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
+    largest = torch.tensor(own, dtype=torch.uint8).to(coded[0].device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    flags = largest.tolist()
-    if _CLIPPED in flags:
+    stages = largest.tolist()  # the same on every rank
+    if Stage.CLIPPED in stages:
         raise RuntimeError(
             "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"
             " ranks, by norms that differ between them. Clip with `Trainer(gradient_clip_val=...)`,"
             " `LightningModule.clip_gradients` or `fabric.clip_gradients`; without Lightning, after"
             " `average_scaled_gradients`."
         )
-    bucket: list[Tensor] = []
-    size = 0
-    for p, flag in zip(coded, flags, strict=True):
-        if bucket and size + p.numel() > _BUCKET:
-            _average(bucket, group)
-            bucket, size = [], 0
-        if flag:
-            bucket.append(p)
-            size += p.numel()
-    if bucket:
+    waiting = [p for p, stage in zip(coded, stages, strict=True) if stage != Stage.AVERAGED]
+    for bucket in chunks(waiting, _BUCKET):
         _average(bucket, group)
-
-
-def _flag(grad: Tensor | None) -> int:
-    """Return 0 for a gradient that needs no average, ``_CLIPPED`` for a clipped one, and 1 for any other."""
-    if grad is None or getattr(grad, "averaged", False):
-        return 0
-    return _CLIPPED if getattr(grad, "clipped", False) else 1
 
 
 def _average(bucket: list[Tensor], group: Any) -> None:
@@ -121,9 +104,7 @@ def _average(bucket: list[Tensor], group: Any) -> None:
     average_(flat, sizes, dist.group.WORLD if group is None else group)
     for p, part in zip(bucket, parts, strict=True):
         # exact: the scale of the average was a power of two, and the scale here is not smaller
-        gradient = ScaledGradient.of(part.view(p.shape))
-        gradient.averaged = True
-        p.grad = gradient
+        p.grad = ScaledGradient.of(part.view(p.shape), Stage.AVERAGED)
 
 
 # ---- under Lightning
@@ -135,7 +116,6 @@ class DDPModels:
     def __init__(self, precision: str) -> None:
         self._precision = precision
         self._modules: list[weakref.ref[DistributedDataParallel]] = []
-        self._in_step = self._averaged = False
 
     def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
         """Let DDP ignore the weights of codes of ``module``, before DDP wraps the module.
@@ -143,10 +123,10 @@ class DDPModels:
         Raises:
             ValueError: the module will train, and no parameter would be left for DDP, which DDP refuses.
         """
-        exclude_from_ddp(module)
+        _exclude(module)
         trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
-        if will_train and _process_group_exists() and coded and len(coded) == len(trained):
+        if will_train and _ranks() and coded and len(coded) == len(trained):
             fqn = coded[-1].rpartition(".")[0]
             raise ValueError(
                 f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
@@ -159,7 +139,7 @@ class DDPModels:
         if isinstance(module, DistributedDataParallel):
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             broadcast_codes(module, module.process_group)
-        elif always and _several_ranks():
+        elif always and _ranks() > 1:
             broadcast_codes(module)
 
     def check_registered(self, optimizer: Optimizer) -> None:
@@ -169,7 +149,7 @@ class DDPModels:
             RuntimeError: :meth:`synchronize` got no DDP module.
         """
         coded = any(msamp_state_of(p) is not None and p.requires_grad for p in parameters_of(optimizer))
-        if coded and _several_ranks() and not alive(self._modules):
+        if coded and _ranks() > 1 and not alive(self._modules):
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
@@ -177,31 +157,16 @@ class DDPModels:
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
-        if self._averaged:
-            return
-        self._averaged = self._in_step
         held = set(map(id, parameters_of(optimizer)))
         for module in alive(self._modules):
             if dist.get_world_size(module.process_group) > 1:
                 average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
-
-    @contextmanager
-    def averaging_once(self) -> Iterator[None]:
-        """Within this context only the first :meth:`average_gradients` averages; clipping inside a step asks again."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = self._averaged = False
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy gets; DDP modules stay in their process."""
         return {**self.__dict__, "_modules": []}
 
 
-def _process_group_exists() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _several_ranks() -> bool:
-    return _process_group_exists() and dist.get_world_size() > 1
+def _ranks() -> int:
+    """Return the number of ranks; 0 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0

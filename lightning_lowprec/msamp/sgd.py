@@ -15,28 +15,28 @@ Bytes per parameter of codes between steps, with a ScaledGradient (1 byte): O1 7
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import Tensor
+from torch.optim import SGD
 from torch.optim.sgd import sgd
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_lowprec.conversion.options import shows, take
-from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledChoices, ScaledOptimizer, ScaledOptions, check_at_least_zero
+from lightning_lowprec.msamp.flat_step import Flats
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero
+from lightning_lowprec.msamp.weight import Level
 from lightning_lowprec.numerics.formats import FP16, Format
 
 _BUFFER: Final = "momentum_buffer"
 _MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 
 
-@shows(ScaledOptions)
-class ScaledSGD(ScaledOptimizer):
+@final
+class ScaledSGD(ScaledOptimizer, SGD):
     """SGD for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-    At level O2 and O3 the buffer is float16 codes.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
@@ -45,6 +45,11 @@ class ScaledSGD(ScaledOptimizer):
         dampening: how much of the gradient does not enter the buffer, except for the first gradient.
         weight_decay: added to the gradient, as in torch's SGD.
         nesterov: look ahead; needs momentum and no dampening.
+        level: the level of the parameters of codes. The buffer is float32 at "O1", float16 codes with a scale at "O2"
+            and "O3".
+        stochastic_rounding: as for :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
+        seed: of the stochastic rounding.
+        compile: as for :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -58,7 +63,11 @@ class ScaledSGD(ScaledOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **options: Unpack[ScaledChoices],
+        *,
+        level: Level = "O2",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        compile: bool = False,
     ) -> None:
         check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (not momentum or dampening):
@@ -73,15 +82,15 @@ class ScaledSGD(ScaledOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, take(ScaledOptions, options))
+        ScaledOptimizer.__init__(self, params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
         return _MOMENTS if group["momentum"] else {}
 
     @override
-    def _rule(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Rule:
-        numbers = {
+    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
+        return {
             "lr": float(group["lr"]),
             "momentum": group["momentum"],
             "fresh": 1 - group["dampening"] if _BUFFER in state else 1.0,
@@ -89,7 +98,19 @@ class ScaledSGD(ScaledOptimizer):
             "nesterov": bool(group["nesterov"]),
             "decays": bool(group["weight_decay"]),
         }
-        return Rule(function=sgd_, numbers=numbers)
+
+    @staticmethod
+    @override
+    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+        """Apply SGD with momentum, as torch defines it."""
+        grad, weight = flat["grad"], flat["weight"]
+        if numbers["decays"]:
+            grad.add_(weight * numbers["weight_decay"])
+        if _BUFFER in flat:
+            buffer = flat[_BUFFER]
+            buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
+            grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
+        weight.sub_(grad * numbers["lr"])
 
     @override
     def _update_plain(
@@ -110,21 +131,3 @@ class ScaledSGD(ScaledOptimizer):
         if group["momentum"]:
             for p, buffer in zip(params, buffers, strict=True):
                 self.state[p][_BUFFER] = buffer
-
-
-def sgd_(flat: Flats, numbers: Mapping[str, Any]) -> None:
-    """Apply SGD with momentum, as torch defines it, in place to flat (N,) float32 tensors.
-
-    Args:
-        flat: "grad" (overwritten), "weight" and, with momentum, "momentum_buffer".
-        numbers: "lr", "momentum", "weight_decay", "fresh" (how much of the gradient enters the buffer); bools: "decays"
-            (there is weight decay) and "nesterov".
-    """
-    grad, weight = flat["grad"], flat["weight"]
-    if numbers["decays"]:
-        grad.add_(weight * numbers["weight_decay"])
-    if _BUFFER in flat:
-        buffer = flat[_BUFFER]
-        buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
-        grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
-    weight.sub_(grad * numbers["lr"])

@@ -25,10 +25,13 @@ change. Scales and master are at ``param.msamp_state``.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final, Literal, Protocol, final, get_args
+from typing import Any, Final, Literal, final, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_lowprec.checks import check_choice
@@ -41,17 +44,23 @@ Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 
-class Shards(Protocol):
-    """The ranks that share the parameters of codes, each with one shard of every parameter."""
+@final
+class Shards:
+    """The ranks that share parameters of codes: each has one shard of every parameter, and the scale of the whole.
 
-    rank: int
-    """The number of this rank among them."""
+    Args:
+        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self.rank: int = mesh.get_local_rank(mesh.ndim - 1)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf."""
-
-    def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
-        """Return a tensor that is sharded like ``param`` and has ``shard`` on this rank."""
+        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
+        largest = torch.where(values.isnan(), torch.inf, values)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return largest
 
 
 @final
@@ -64,7 +73,7 @@ class MsampWeightState:
         master_scale: scalar float32, for the master.
     """
 
-    def __init__(self, scale: Tensor, master: Tensor | None, master_scale: Tensor | None) -> None:
+    def __init__(self, scale: Tensor, master: Tensor | None = None, master_scale: Tensor | None = None) -> None:
         self.scale = scale
         self.master = master
         self.master_scale = master_scale
@@ -98,18 +107,24 @@ class MsampWeightState:
         """Encode (...) float32 as the master; for a sharded parameter a collective."""
         assert self.master is not None
         assert self.master_scale is not None
-        _store(*encode(values, FP16, self.shards), self.master, self.master_scale)
+        encode_into(self.master, self.master_scale, values, FP16, self.shards)
+
+    def stepped(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float16 codes that an optimizer steps, and their scale: the master, or ``codes`` themselves."""
+        if self.master is None or self.master_scale is None:
+            return codes, self.scale
+        return self.master, self.master_scale
 
     def record_write(self) -> None:
         """Remember that codes and scale were written together."""
         param = self._bound()
-        if param is not None and not param.is_inference():
-            self._version = param._version
+        if param is not None:
+            self._version = private.version_of(param)
 
     def check_writes(self) -> None:
         """Raise RuntimeError if other code wrote to the codes. Writes through ``param.data`` are not noticed."""
         param = self._bound()
-        if self.shards is None and param is not None and not param.is_inference() and param._version != self._version:
+        if self.shards is None and param is not None and private.version_of(param) != self._version:
             raise RuntimeError(
                 f"a weight of shape {tuple(param.shape)} that is kept as codes with a scale (MS-AMP) was written to,"
                 " without the scale. Load the model's state dict again. Write with"
@@ -118,7 +133,9 @@ class MsampWeightState:
             )
 
     def _bound(self) -> Any:
-        return None if self._param is None else self._param()
+        """Return the parameter, or None if there is none, or if torch does not count its writes."""
+        param = None if self._param is None else self._param()
+        return None if param is None or param.is_inference() else param
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a copy's attributes: a copy has no parameter until :meth:`bind`."""
@@ -141,12 +158,12 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     check_choice("level", level, LEVELS)
     if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
-    master, master_scale = encode(param.detach().float(), FP16)
+    codes, scale = encode(param.detach().float(), FP16)
+    state = MsampWeightState(scale)
     if level == "O3":
+        master, master_scale = codes, scale
         codes, scale = encode(master.float() / master_scale, E4M3)
         state = MsampWeightState(scale, master, master_scale)
-    else:
-        codes, state = master, MsampWeightState(master_scale, None, None)
     param.grad = None
     param.data = codes
     state.bind(param)
@@ -160,9 +177,18 @@ def msamp_state_of(param: Any) -> MsampWeightState | None:
 
 
 def required_state_of(param: Any) -> MsampWeightState:
-    """Return the state of a parameter that is known to hold codes."""
+    """Return the state of a parameter of codes.
+
+    Raises:
+        TypeError: another tensor took the place of the parameter.
+    """
     state = msamp_state_of(param)
-    assert state is not None, "no codes"
+    if state is None:
+        raise TypeError(
+            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(param.shape)} tensor of {param.dtype}; expected"
+            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
+            " the layer unconverted; give `torch.func.functional_call` the parameters, not a state dict."
+        )
     return state
 
 
@@ -194,15 +220,15 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     """
     state = required_state_of(param)
     given = local(values.detach()).float()
-    master = state.master_values()
-    if master is not None:
-        rounded = _rounded(given, state.shards)
-        candidates = [m for m in (given, master, state.pending_master) if m is not None]
-        fitting = [m for m in candidates if _equal_on_all_ranks(_rounded(m, state.shards), rounded, state.shards)]
-        state.set_master_values((fitting or [given])[-1])
+    if state.master is not None:
+        rounded, best = _rounded(given, state.shards), given
+        for master in (state.master_values(), state.pending_master):
+            if master is not None and _rounds_to(rounded, master, state.shards):
+                best = master
+        state.set_master_values(best)
         state.pending_master = None
-    format = FP16 if master is None else E4M3
-    _store(*encode(given, format, state.shards), codes_of(param), state.scale)
+    format = FP16 if state.master is None else E4M3
+    encode_into(codes_of(param), state.scale, given, format, state.shards)
     state.record_write()
 
 
@@ -217,7 +243,7 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     if state is None or state.master is None:
         return
     values = local(master).to(param.device).float()
-    if _equal_on_all_ranks(_rounded(values, state.shards), local(values_of(param)), state.shards):
+    if _rounds_to(local(values_of(param)), values, state.shards):
         state.set_master_values(values)
     else:
         state.pending_master = values
@@ -232,8 +258,7 @@ def master_of(param: Tensor) -> Tensor | None:
 
 def sharded_like(part: Tensor, param: Tensor) -> Tensor:
     """Return ``part`` as a DTensor if the parameter of codes is one; else ``part`` itself."""
-    shards = required_state_of(param).shards
-    return part if shards is None or not hasattr(param, "to_local") else shards.to_dtensor(part, param)
+    return private.with_local_tensor(part, param) if isinstance(param, DTensor) else part
 
 
 def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
@@ -243,6 +268,13 @@ def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tupl
     return saturating_cast(values * scale, format), scale
 
 
+def encode_into(codes: Tensor, scale: Tensor, values: Tensor, format: Format, shards: Shards | None) -> None:
+    """Write the codes of ``values`` and their scale into tensors."""
+    new_codes, new_scale = encode(values, format, shards)
+    codes.copy_(new_codes)
+    scale.copy_(new_scale)
+
+
 def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
     """Return the values of a level O3 parameter whose master has ``values``."""
     master, master_scale = encode(values, FP16, shards)
@@ -250,11 +282,7 @@ def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
     return codes.float() / scale
 
 
-def _equal_on_all_ranks(a: Tensor, b: Tensor, shards: Shards | None) -> bool:
-    differ = torch.tensor(0.0 if torch.equal(a, b) else 1.0, device=a.device)
+def _rounds_to(rounded: Tensor, master: Tensor, shards: Shards | None) -> bool:
+    """Whether on every rank a parameter has the values ``rounded`` if its master has the values ``master``."""
+    differ = torch.tensor(float(not torch.equal(_rounded(master, shards), rounded)), device=rounded.device)
     return not bool(differ if shards is None else shards.maximum(differ))
-
-
-def _store(codes: Tensor, scale: Tensor, into: Tensor, into_scale: Tensor) -> None:
-    into.copy_(codes)
-    into_scale.copy_(scale)

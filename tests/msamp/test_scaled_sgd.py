@@ -67,8 +67,8 @@ def test_ten_steps_are_those_of_the_specification(level, form, coded, chunk, mon
             assert torch.equal(state["momentum_buffer"], reference.buffer[0])
             assert state["momentum_buffer_scale"].item() == reference.buffer[1]
         if level == "O3":
-            assert torch.equal(state["master"], reference.master[0])
-            assert state["master_scale"].item() == reference.master[1]
+            assert torch.equal(p.msamp_state.master, reference.master[0])
+            assert p.msamp_state.master_scale.item() == reference.master[1]
 
 
 @every_form
