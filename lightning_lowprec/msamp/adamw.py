@@ -9,7 +9,7 @@ parameter of codes between steps, with a ScaledGradient (1 byte): O1 11, O2 6, O
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 import torch
@@ -19,8 +19,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from lightning_lowprec.msamp.flat_step import Flats
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero
-from lightning_lowprec.msamp.weight import Level
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
@@ -28,47 +27,12 @@ _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 
 @final
 class ScaledAdamW(ScaledOptimizer, AdamW):
-    """AdamW for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
+    """torch's AdamW, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
 
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-
-    Args:
-        params: parameters or groups, as in any torch optimizer.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled.
-        level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" the first moment is
-            float8_e4m3fn codes, the second float16 codes, each with a scale.
-        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
-            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
-            replicas, nothing to save.
-        seed: of the stochastic rounding.
-        compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
-
-    Raises:
-        ValueError: an argument out of range, or a parameter scaled for another level.
+    At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
-    ) -> None:
-        check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"`betas={betas!r}` is not valid; expected two numbers in [0, 1).")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        ScaledOptimizer.__init__(self, params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -111,7 +75,8 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
         adamw(
             weights,
             grads,
-            *([s[name] for s in states] for name in _MOMENTS),
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
             amsgrad=False,

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import Level, msamp_state_of
 from lightning_lowprec.numerics.parameters import parameters_of
@@ -32,7 +32,6 @@ SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
     " ScaledAdamW and ScaledSGD"
 )
-_REFUSED_OPTIONS: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
@@ -57,9 +56,9 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     if isinstance(optimizer, ScaledOptimizer):
         if optimizer.level != level:
             raise ValueError(f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights.")
-        _check_options(optimizer)
+        check_options(optimizer)
     elif type(optimizer) in _CLASSES:
-        _check_options(optimizer)
+        check_options(optimizer)
         _convert(optimizer, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
@@ -67,19 +66,6 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
             f"{cls.__module__}.{cls.__qualname__} cannot step weights that are kept as codes with a scale (MS-AMP"
             f" {level}); expected one of: {SUPPORTED}."
         )
-
-
-def _check_options(optimizer: Optimizer) -> None:
-    decoupled = optimizer.defaults.get("decoupled_weight_decay", True)  # only Adam has False
-    for group in optimizer.param_groups:
-        for name in _REFUSED_OPTIONS:
-            if group.get(name):
-                raise ValueError(f"`{name}={group[name]!r}` of {type(optimizer).__name__} is not possible with MS-AMP.")
-        if group["weight_decay"] and not decoupled:
-            raise ValueError(
-                f"`weight_decay={group['weight_decay']!r}` of Adam, which is part of its gradient, is not possible with"
-                " MS-AMP. Use `torch.optim.AdamW`, whose weight decay is not."
-            )
 
 
 def _convert(optimizer: Any, options: Mapping[str, Any]) -> None:

@@ -161,9 +161,7 @@ class FlatStep:
             buffer.free()
 
 
-def _update(
-    full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Rule, numbers: Mapping[str, Any]
-) -> None:
+def _update(full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Rule, numbers: Mapping[str, Any]) -> None:
     """First pass: codes -> float32, which the rule then changes."""
     expand = _expander(runs, len(full["weight"]))
     for name, inv_scale in inv_scales.items():

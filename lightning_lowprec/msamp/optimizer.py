@@ -34,20 +34,41 @@ from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
+_REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 _OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 
 
 class ScaledOptimizer(Optimizer):
-    """Abstract: a subclass says which moments there are and how a step updates plain parameters and those of codes."""
+    """Abstract: an optimizer of torch that also steps parameters of codes.
+
+    A subclass derives from torch's class too. It says which moments there are, and how a step updates both kinds of
+    parameters.
+
+    Args:
+        params: parameters or groups, as in any torch optimizer.
+        args: as in torch's class.
+        level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
+            with a scale.
+        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
+            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
+            replicas, nothing to save.
+        seed: of the stochastic rounding.
+        compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
+        options: as in torch's class.
+
+    Raises:
+        ValueError: an argument out of range, an option that is not possible, or a parameter of another level.
+    """
 
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
-        level: Level,
-        stochastic_rounding: bool,
-        seed: int,
-        compile: bool,
+        *args: Any,
+        level: Level = "O2",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        compile: bool = False,
+        **options: Any,
     ) -> None:
         check_choice("level", level, LEVELS)
         self.level: Level = level
@@ -55,7 +76,8 @@ class ScaledOptimizer(Optimizer):
         self.seed = seed
         self.compile = compile
         self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
-        Optimizer.__init__(self, params, defaults)
+        super().__init__(params, *args, **options)
+        check_options(self)
 
     # ---- for subclasses
 
@@ -244,8 +266,15 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     return values if master is None else {**values, MASTER_PARAM: master}
 
 
-def check_at_least_zero(**values: float) -> None:
-    """Raise ValueError for a number that is negative or NaN."""
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"`{name}={value!r}` is not valid; expected 0 or more.")
+def check_options(optimizer: Optimizer) -> None:
+    """Raise ValueError for an option of an AdamW, Adam or SGD that is not possible with parameters of codes."""
+    decoupled = optimizer.defaults.get("decoupled_weight_decay", True)  # only Adam has False
+    for group in optimizer.param_groups:
+        for name in _REFUSED:
+            if group.get(name):
+                raise ValueError(f"`{name}={group[name]!r}` of {type(optimizer).__name__} is not possible with MS-AMP.")
+        if group["weight_decay"] and not decoupled:
+            raise ValueError(
+                f"`weight_decay={group['weight_decay']!r}` of Adam, which is part of its gradient, is not possible with"
+                " MS-AMP. Use `torch.optim.AdamW`, whose weight decay is not."
+            )

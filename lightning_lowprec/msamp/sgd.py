@@ -14,7 +14,7 @@ Bytes per parameter of codes between steps, with a ScaledGradient (1 byte): O1 7
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -23,8 +23,7 @@ from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_lowprec.msamp.flat_step import Flats
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_at_least_zero
-from lightning_lowprec.msamp.weight import Level
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.numerics.formats import FP16, Format
 
 _BUFFER: Final = "momentum_buffer"
@@ -33,56 +32,12 @@ _MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 
 @final
 class ScaledSGD(ScaledOptimizer, SGD):
-    """SGD for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
+    """torch's SGD, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
 
     Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-
-    Args:
-        params: parameters or groups, as in any torch optimizer.
-        lr: learning rate.
-        momentum: decay of the buffer; 0: no buffer.
-        dampening: how much of the gradient does not enter the buffer, except for the first gradient.
-        weight_decay: added to the gradient, as in torch's SGD.
-        nesterov: look ahead; needs momentum and no dampening.
-        level: the level of the parameters of codes. The buffer is float32 at "O1", float16 codes with a scale at "O2"
-            and "O3".
-        stochastic_rounding: as for :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
-        seed: of the stochastic rounding.
-        compile: as for :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
-
-    Raises:
-        ValueError: an argument out of range, or a parameter scaled for another level.
+    At level O2 and O3 the buffer is float16 codes.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
-    ) -> None:
-        check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (not momentum or dampening):
-            raise ValueError(
-                f"`nesterov=True` is not valid with momentum={momentum!r}, dampening={dampening!r}; expected a momentum"
-                " above 0 and no dampening."
-            )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        ScaledOptimizer.__init__(self, params, defaults, level, stochastic_rounding, seed, compile)
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:

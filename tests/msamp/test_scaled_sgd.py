@@ -1,6 +1,7 @@
 """ScaledSGD against a loop written from the specification, bit for bit; torch's SGD; state, memory and kernels."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -294,13 +295,13 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     ("options", "message"),
     [
         ({"level": "O4"}, "`level='O4'` is not valid; expected one of: O1, O2, O3."),
-        ({"lr": -1.0}, "`lr=-1.0` is not valid"),
-        ({"momentum": float("nan")}, "`momentum=nan` is not valid"),
-        ({"nesterov": True}, "`nesterov=True` is not valid with momentum=0.0, dampening=0.0"),
-        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1; expected a momentum above 0"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"momentum": -0.1}, "Invalid momentum value: -0.1"),
+        ({"nesterov": True}, "Nesterov momentum requires a momentum and zero dampening"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "Nesterov momentum requires"),
+        ({"maximize": True}, "`maximize=True` of ScaledSGD is not possible with MS-AMP."),
     ],
 )
 def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match="is not valid") as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ScaledSGD([nn.Parameter(torch.ones(2))], **options)
-    assert message in str(error.value)
