@@ -37,13 +37,8 @@ SUPPORTED: Final = (
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
 
-    If all parameters of codes are frozen, optimizers that are not supported do not change either.
-
-    Args:
-        optimizer: see ``SUPPORTED``; a second call changes nothing.
-        level: the level of the parameters.
-        stochastic_rounding: see :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
-        seed: of the stochastic rounding.
+    If all parameters of codes are frozen, optimizers that are not supported do not change either. A second call changes
+    nothing. For the options see :class:`~lightning_lowprec.msamp.optimizer.ScaledOptimizer`.
 
     Raises:
         TypeError: another optimizer.
@@ -59,7 +54,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         check_options(optimizer)
     elif type(optimizer) in _CLASSES:
         check_options(optimizer)
-        _convert(optimizer, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
+        _convert(optimizer, level=level, stochastic_rounding=stochastic_rounding, seed=seed, compile=False)
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
@@ -68,12 +63,11 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         )
 
 
-def _convert(optimizer: Any, options: Mapping[str, Any]) -> None:
+def _convert(optimizer: Any, **options: Any) -> None:
     check_step(optimizer, MSAMP)
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     optimizer.__class__ = _CLASSES[type(optimizer)]
-    # gives the new class its step hooks
-    Optimizer.__setstate__(optimizer, {**options, "compile": False, "_flat_steps": {}})
+    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
     if saved is not None:
         optimizer.load_state_dict(saved)

@@ -39,12 +39,12 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
         model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
         group: the process group; None is the default group.
     """
-    _exclude(model)
+    ignore_in_ddp(model, _coded_names(model))
     broadcast_codes(model, group)
 
 
-def _exclude(model: nn.Module) -> None:
-    ignore_in_ddp(model, {name for name, p in model.named_parameters() if msamp_state_of(p) is not None})
+def _coded_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
 
 
 def broadcast_codes(model: nn.Module, group: Any = None) -> None:
@@ -65,8 +65,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
     The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
-    A parameter that has a gradient on some ranks only counts as zero on the others. A parameter without a gradient on
-    any rank stays without. A gradient that is the average already, and was not added to since, stays.
+    A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
+    already, and was not added to since, stays.
 
     Args:
         params: the same on every rank; parameters without codes are left to DDP.
@@ -118,36 +118,28 @@ class DDPModels:
         self._modules: list[weakref.ref[DistributedDataParallel]] = []
 
     def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
-        """Let DDP ignore the weights of codes of ``module``, before DDP wraps the module.
-
-        Raises:
-            ValueError: the module will train, and no parameter would be left for DDP, which DDP refuses.
-        """
-        _exclude(module)
-        trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
-        coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
-        if will_train and _ranks() and coded and len(coded) == len(trained):
-            fqn = coded[-1].rpartition(".")[0]
+        """Let DDP ignore the weights of codes of ``module``; raise ValueError if no weight is left for DDP to train."""
+        coded = _coded_names(module)
+        ignore_in_ddp(module, coded)
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if will_train and _ranks() and trained and coded.issuperset(trained):
+            fqn = trained[-1].rpartition(".")[0]
             raise ValueError(
                 f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
                 " as codes, and DDP wants at least one that is not. Keep a layer in high precision:"
                 f" `MSAMP(..., keep=[{fqn!r}])`."
             )
 
-    def synchronize(self, module: nn.Module, *, always: bool) -> None:
-        """Give all ranks the codes of rank 0 if DDP wraps ``module``, or ``always``; register a DDP module."""
+    def synchronize(self, module: nn.Module) -> None:
+        """Give all ranks the codes of rank 0, and register ``module`` if it is a DDP module."""
         if isinstance(module, DistributedDataParallel):
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             broadcast_codes(module, module.process_group)
-        elif always and _ranks() > 1:
+        elif _ranks() > 1:
             broadcast_codes(module)
 
     def check_registered(self, optimizer: Optimizer) -> None:
-        """Check that a DDP module was registered, if several processes train weights of codes.
-
-        Raises:
-            RuntimeError: :meth:`synchronize` got no DDP module.
-        """
+        """Raise RuntimeError if several processes train weights of codes, and no DDP module was registered."""
         coded = any(msamp_state_of(p) is not None and p.requires_grad for p in parameters_of(optimizer))
         if coded and _ranks() > 1 and not alive(self._modules):
             raise RuntimeError(

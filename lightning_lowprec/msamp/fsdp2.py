@@ -6,18 +6,9 @@
     collect(model, mesh)                       # after fully_shard, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-The life of a weight on one rank:
-
-    Parameter of codes
-        | code_shards
-        v
-    MsampShard: all codes and the master
-        | fully_shard cuts both
-        v
-    MsampShard: codes and master of this rank ---- codes, all-gather ----> MsampShard: all codes, no master
-        ^                                                                      | three GEMMs
-        |                                                                      v
-        +---- step on the shard <---- float32 shard <---- reduce-scatter ---- float32 gradient
+The life of a weight on one rank: ``code_shards`` makes a MsampShard of all codes and the master. ``fully_shard`` cuts
+both. Before forward and backward FSDP2 gathers the codes, into a MsampShard without a master. The gradient is float32,
+is reduced to a shard, and the optimizer steps the codes and the master of this rank.
 
 FSDP2 knows float32 and bf16 parameters, so a MsampShard looks like a float32 tensor. The scale belongs to the whole
 weight, and every rank has it. With ``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. A
@@ -158,7 +149,7 @@ def code_shards(model: nn.Module, shards: int) -> None:
         shards: the number of parts that each weight will be cut into.
 
     Raises:
-        ValueError: weights of another level, or a weight that does not divide into equal parts; nothing has changed.
+        ValueError: weights of another level, or a weight that does not divide into equal parts.
     """
     layers = scaled_linears(model)
     for fqn, layer in layers.items():
@@ -195,12 +186,7 @@ def collect(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_options(options: Any, model: nn.Module) -> None:
-    """Raise ValueError for sharding options, or a model on meta, that do not go with weights of codes.
-
-    Args:
-        options: the ``ShardOptions``.
-        model: has weights of codes.
-    """
+    """Raise ValueError for ``ShardOptions``, or a model on meta, that do not go with weights of codes."""
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,

@@ -104,18 +104,8 @@ def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
     return saturating_cast(values * scale, E4M3), scale.reciprocal()
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, ScaledGradient):
-        return value.decode()
-    return [_decoded(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _gradients_in(value: Any) -> list[ScaledGradient]:
-    return [v for v in _as_list(value) if isinstance(v, ScaledGradient)]
+    return [v for v in private.tree_leaves(value) if isinstance(v, ScaledGradient)]
 
 
 def _returned(first: Any) -> Any:
@@ -132,21 +122,20 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     Raises:
         TypeError: an optimizer that takes the codes of a weight for the weight would change another tensor.
     """
-    targets = _as_list(args[0])
+    targets = private.tree_leaves(args[0])
     writes = bool(private.written_arguments(func, args, kwargs))
-    foreign = len(targets) > len(_gradients_in(targets)) and func not in _COPIES
-    codes = any(hasattr(t, "msamp_state") for arg in (*args, *kwargs.values()) for t in _as_list(arg))
-    if codes or (writes and foreign):
+    writes_others = writes and func not in _COPIES and len(targets) > len(_gradients_in(targets))
+    if writes_others or any(hasattr(t, "msamp_state") for t in private.tree_leaves((args, kwargs))):
         raise TypeError(
             f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
             " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
             " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.adamw.ScaledAdamW`."
         )
-    values = [_decoded(arg) for arg in args]
-    output = func(*values, **{name: _decoded(value) for name, value in kwargs.items()})
+    values, options = private.tree_map_only(ScaledGradient, ScaledGradient.decode, (args, kwargs))
+    output = func(*values, **options)
     if not writes:
         return output
-    for target, value in zip(targets, _as_list(values[0]), strict=True):
+    for target, value in zip(targets, private.tree_leaves(values[0]), strict=True):
         if isinstance(target, ScaledGradient):
             target.set_values_(value)
     return _returned(args[0])
@@ -159,22 +148,14 @@ def _on_codes_and_scale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def _multiply_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Multiply or divide the scales, if every gradient is multiplied by one number."""
-    if not all(map(_is_number, args[1:])):
+    if any(isinstance(factor, Tensor) and factor.numel() != 1 for factor in args[1:]):
         return _on_values(func, args, kwargs)
-    if isinstance(args[1], Tensor) and func is not private.ATEN_UNSCALE:
-        for gradient in _gradients_in(args[0]):
-            if gradient.stage is Stage.MEASURED:
-                gradient.stage = Stage.CLIPPED
-    factors = [t.inv_scale if isinstance(t, ScaledGradient) else t for t in _as_list(args[0])]
-    func(factors if isinstance(args[0], (list, tuple)) else factors[0], *args[1:], **kwargs)
+    for gradient in _gradients_in(args[0]):
+        if gradient.stage is Stage.MEASURED and isinstance(args[1], Tensor) and func is not private.ATEN_UNSCALE:
+            gradient.stage = Stage.CLIPPED
+    scales = private.tree_map_only(ScaledGradient, lambda gradient: gradient.inv_scale, args[0])
+    func(scales, *args[1:], **kwargs)
     return _returned(args[0])
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is one number, or a list of one number per tensor."""
-    if isinstance(value, (list, tuple)):
-        return not any(isinstance(v, Tensor) for v in value)
-    return not isinstance(value, Tensor) or value.numel() == 1
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -192,18 +173,17 @@ def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    for tensor in _as_list(args[0]):
-        zero_ = tensor.set_zero_ if isinstance(tensor, ScaledGradient) else tensor.zero_
-        zero_()
+    for tensor in private.tree_leaves(args[0]):
+        if isinstance(tensor, ScaledGradient):
+            tensor.set_zero_()
+        else:
+            tensor.zero_()
     return _returned(args[0])
 
 
 _COPIES: Final = (_aten.copy_.default, private.ATEN_FOREACH_COPY)
 _MULTIPLICATIONS: Final = (
-    _aten.mul_.Tensor,
-    _aten.mul_.Scalar,
-    _aten.div_.Tensor,
-    _aten.div_.Scalar,
+    *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar),
     *private.ATEN_FOREACH_MULTIPLY,
     private.ATEN_UNSCALE,
 )

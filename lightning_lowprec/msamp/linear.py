@@ -162,8 +162,7 @@ def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _matmul(*args: Any) -> Tensor:
-    output: Tensor = _ScaledMatmul.apply(*args)  # type: ignore[no-untyped-call]
-    return output
+    return _ScaledMatmul.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _ScaledMatmul(torch.autograd.Function):

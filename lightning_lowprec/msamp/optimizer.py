@@ -97,7 +97,7 @@ class ScaledOptimizer(Optimizer):
     def _update_plain(
         self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update the float32 ``weights`` of plain parameters (at least one) in place by their float32 gradients."""
+        """Update the float32 ``weights`` of plain parameters in place by their float32 gradients."""
         raise NotImplementedError
 
     # ---- the step

@@ -88,12 +88,10 @@ class MSAMP(LowPrecision):
             )
         running = take(FP8Options, options)
         super().__init__(take(LossScaleOptions, options).resolve(running.base))
+        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
+        self.layers = take(LayerOptions, options)
         self.level: Level = level
         self.shards_codes = level == "O3"
-        self.layers = take(LayerOptions, options)
-        self.base = running.base
-        self.fp8_eval = running.fp8_eval
-        self.emulate = running.emulate
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         self.grad_accumulation_dtype = grad_accumulation_dtype
@@ -187,7 +185,8 @@ class MSAMP(LowPrecision):
     @override
     def see_module(self, module: Module) -> None:
         super().see_module(module)
-        self._replicas.synchronize(module, always=False)
+        if self.modules.sharded is None:
+            self._replicas.synchronize(module)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -197,8 +196,6 @@ class MSAMP(LowPrecision):
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        if not isinstance(model, DistributedDataParallel) and self.modules.sharded is None:
-            self._replicas.synchronize(model, always=True)
         for optimizer in optimizers:
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)

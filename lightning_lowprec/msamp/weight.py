@@ -97,20 +97,8 @@ class MsampWeightState:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
-    def master_values(self) -> Tensor | None:
-        """Return the values of the master, (...) float32; None without a master."""
-        if self.master is None or self.master_scale is None:
-            return None
-        return self.master.float() / self.master_scale
-
-    def set_master_values(self, values: Tensor) -> None:
-        """Encode (...) float32 as the master; for a sharded parameter a collective."""
-        assert self.master is not None
-        assert self.master_scale is not None
-        encode_into(self.master, self.master_scale, values, FP16, self.shards)
-
     def stepped(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the float16 codes that an optimizer steps, and their scale: the master, or ``codes`` themselves."""
+        """Return the float16 codes that an optimizer steps, and their scale: the master, or else ``codes``."""
         if self.master is None or self.master_scale is None:
             return codes, self.scale
         return self.master, self.master_scale
@@ -219,16 +207,16 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     master. For a sharded parameter a collective: every rank calls it.
     """
     state = required_state_of(param)
-    given = local(values.detach()).float()
+    codes, given = codes_of(param), local(values.detach()).float()
     if state.master is not None:
+        master, master_scale = state.stepped(codes)
         rounded, best = _rounded(given, state.shards), given
-        for master in (state.master_values(), state.pending_master):
-            if master is not None and _rounds_to(rounded, master, state.shards):
-                best = master
-        state.set_master_values(best)
+        for candidate in (master.float() / master_scale, state.pending_master):
+            if candidate is not None and _rounds_to(rounded, candidate, state.shards):
+                best = candidate
+        encode_into(master, master_scale, best, FP16, state.shards)
         state.pending_master = None
-    format = FP16 if state.master is None else E4M3
-    encode_into(codes_of(param), state.scale, given, format, state.shards)
+    encode_into(codes, state.scale, given, FP16 if state.master is None else E4M3, state.shards)
     state.record_write()
 
 
@@ -244,7 +232,7 @@ def set_master_(param: Tensor, master: Tensor) -> None:
         return
     values = local(master).to(param.device).float()
     if _rounds_to(local(values_of(param)), values, state.shards):
-        state.set_master_values(values)
+        encode_into(*state.stepped(values), values, FP16, state.shards)
     else:
         state.pending_master = values
 
@@ -252,8 +240,10 @@ def set_master_(param: Tensor, master: Tensor) -> None:
 def master_of(param: Tensor) -> Tensor | None:
     """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
     state = msamp_state_of(param)
-    values = None if state is None else state.master_values()
-    return None if values is None else sharded_like(values, param)
+    if state is None or state.master is None:
+        return None
+    master, scale = state.stepped(state.master)
+    return sharded_like(master.float() / scale, param)
 
 
 def sharded_like(part: Tensor, param: Tensor) -> Tensor:
