@@ -49,7 +49,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_zero_.default",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
-    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
     FSDP2: (
         "torch._foreach_norm",
         "torch._functorch.config.enable_autograd_cache",
@@ -66,6 +65,14 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         f"{_FSDP}._fsdp_common.TrainingState.FORWARD",
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
+    ),
+    TRANSFORMER_ENGINE: (
+        "torch.Tensor._make_wrapper_subclass",
+        "torch.Tensor._version",
+        "torch._C._current_graph_task_id",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._disabled_torch_function_impl",
+        "torch._foreach_copy_",
     ),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
