@@ -57,6 +57,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.utils._pytree.tree_map_only",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.ops.aten.copy_.default._schema",
+        "torch.ops.aten._to_copy.default",
+        "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes",
@@ -243,6 +245,8 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 # ---- FSDP2
 
+MOVING_OPERATIONS: Final = (torch.ops.aten._to_copy.default, torch.ops.aten._pin_memory.default)
+"""The operations that move a tensor to another device or into pinned memory."""
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map_only = torch.utils._pytree.tree_map_only
 
