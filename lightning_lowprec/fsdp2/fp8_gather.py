@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec.fsdp2.meshes import by_mesh
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
 from lightning_lowprec.private.torch import (
+    MOVING_OPERATIONS,
     largest_absolute_values,
     local_tensor,
     make_wrapper_subclass,
@@ -60,8 +61,7 @@ _KEEP_CLASS = {
     _aten.empty_like.default,
     _aten.new_zeros.default,
     _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
+    *MOVING_OPERATIONS,
     _aten.clone.default,
 }
 # The result of these operations has the values of the shard, and so the scale of the shard.
@@ -69,8 +69,7 @@ _SAME_VALUES = {
     _aten.detach.default,
     _aten.view.default,
     _aten.as_strided.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
+    *MOVING_OPERATIONS,
     _aten.clone.default,
 }
 

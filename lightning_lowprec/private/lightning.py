@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+import inspect
+from typing import Any, Final, NamedTuple, get_args
 
 TESTED: Final = "lightning_lowprec is tested with lightning 2.5.0 to 2.6."
 MODEL_PARALLEL_NAMES: Final = (
@@ -33,7 +34,7 @@ TRAINER_FSDP_NAMES: Final = ("_checkpoint_io", "_precision_plugin", "kwargs")
 
 def moved() -> list[str]:
     """Return the private names that the installed Lightning no longer has, in words; empty on supported versions."""
-    return _moved_of_fsdp2()
+    return [*moved_connectors(), *_moved_of_fsdp2(), *_moved_of_precision()]
 
 
 # ---- FSDP2
@@ -156,3 +157,94 @@ def note_sigterm(trainer: Any) -> None:
         connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = notify
+
+
+# ---- names in `precision=`
+
+CHECK_CONFIG: Final = "_check_config_and_set_final_flags"
+"""Method of both connectors. It gets ``precision``, ``plugins`` and ``strategy`` after the launchers' variables."""
+LAZY_INIT: Final = "_lazy_init_strategy"
+"""Method of both connectors. When it returns, the strategy exists."""
+COMPUTE_DTYPE: Final = "_plugin_to_compute_dtype"
+"""Function of the two throughput modules: the dtype whose peak rate bounds a precision plugin."""
+_CONFIG_ARGUMENTS: Final = {"strategy", "accelerator", "precision", "plugins"}
+_INPUTS: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_INT", "_PRECISION_INPUT_STR_ALIAS")
+
+
+def connector(*, for_trainer: bool) -> Any:
+    """Return the class that reads the arguments of the Trainer or of Fabric; None if it is gone."""
+    import lightning.fabric.connector as fabric
+    import lightning.pytorch.trainer.connectors.accelerator_connector as trainer
+
+    return getattr(trainer, "_AcceleratorConnector", None) if for_trainer else getattr(fabric, "_Connector", None)
+
+
+def moved_connectors() -> list[str]:
+    """Return what is missing of the connectors, in words: without it no name can be added to ``precision=``."""
+    import lightning.fabric.plugins.precision.precision as inputs
+
+    problems = []
+    for for_trainer, name in ((False, "_Connector"), (True, "_AcceleratorConnector")):
+        cls = connector(for_trainer=for_trainer)
+        check = getattr(cls, CHECK_CONFIG, None)
+        if check is None or not inspect.signature(check).parameters.keys() >= _CONFIG_ARGUMENTS:
+            problems.append(f"{name}.{CHECK_CONFIG}")
+        if not hasattr(cls, LAZY_INIT):
+            problems.append(f"{name}.{LAZY_INIT}")
+    return problems if hasattr(inputs, _INPUTS[0]) else [*problems, _INPUTS[0]]
+
+
+def precision_names() -> tuple[str | int, ...]:
+    """Return everything that Lightning itself accepts after ``precision=``."""
+    import lightning.fabric.plugins.precision.precision as inputs
+
+    return tuple(value for group in _INPUTS for value in get_args(getattr(inputs, group, None)))
+
+
+def strategy_registry(*, for_trainer: bool) -> Any:
+    """Return Lightning's registry of strategies: name -> ``{"strategy": class, ...}``."""
+    import lightning.fabric.connector as fabric
+    import lightning.pytorch.trainer.connectors.accelerator_connector as trainer
+
+    return trainer.StrategyRegistry if for_trainer else fabric.STRATEGY_REGISTRY
+
+
+def strategy_names(connector: Any) -> Any:
+    """Return the names of strategies that a connector knows."""
+    return getattr(connector, "_registered_strategies", ())
+
+
+def comm_hook(strategy: Any) -> Any:
+    """Return what the user gave to ``DDPStrategy(ddp_comm_hook=...)``, or None."""
+    return getattr(strategy, "_ddp_comm_hook", None)
+
+
+def set_bytes_per_parameter(summary: Any, size: float) -> None:
+    """Let a ModelSummary count ``size`` bytes for each parameter."""
+    summary._precision_megabytes = size * 1e-6
+
+
+def precision_plugin_of(model: Any) -> Any:
+    """Return the precision plugin of the Trainer that a LightningModule is attached to, or None."""
+    return getattr(getattr(model, "_trainer", None), "precision_plugin", None)
+
+
+# ---- the step of a precision plugin
+
+
+def _moved_of_precision() -> list[str]:
+    from lightning.pytorch.plugins.precision import Precision
+
+    return [] if hasattr(Precision, "_after_closure") else ["Precision._after_closure"]
+
+
+def check_precision_plugin() -> None:
+    """Raise ImportError if Lightning's Precision lacks what a step with loss scaling needs."""
+    missing = _moved_of_precision()
+    if missing:
+        raise ImportError(f"{_version()} has moved {', '.join(missing)}, which loss scaling needs; {TESTED}")
+
+
+def after_closure(plugin: Any, model: Any, optimizer: Any) -> None:
+    """Run the Trainer's hooks between the closure and the step: ``on_before_optimizer_step``, then clipping."""
+    plugin._after_closure(model, optimizer)
