@@ -35,9 +35,7 @@ _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float3
 def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
     """Let DDP ignore the parameters of codes, and give every rank the codes, scales and masters of the first rank.
 
-    Args:
-        model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
-        group: the process group; None is the default group.
+    Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
     """
     ignore_in_ddp(model, _coded_names(model))
     broadcast_codes(model, group)

@@ -60,7 +60,9 @@ class FlatStep:
         ends = [*(view.storage_offset() for view in memory.views[1:]), memory.flat.numel()]
         last = torch.tensor(ends, device=memory.flat.device)
         self._runs = torch.stack([last.diff(prepend=last.new_zeros(1)), last])
-        self._free()
+        self._buffers = [*self._full.values(), *self._codes.values()]
+        for buffer in self._buffers:
+            buffer.free()
 
     @torch.no_grad()
     def update(
@@ -77,9 +79,10 @@ class FlatStep:
             rounding: rounds flat float16 weights (at O3: masters), as float32 numbers, stochastically in place; None:
                 to nearest.
         """
-        for buffer in (*self._full.values(), *self._codes.values()):
+        for buffer in self._buffers:
             buffer.allocate()
         weights = [required_state_of(p) for p in self._params]
+        has_master = weights[0].master is not None
         stepped = [weight.stepped(codes) for weight, codes in zip(weights, self._param_codes, strict=True)]
         stored = {key: [s[key] for s in states] for key in self._moments}
         scales = {key: [s[f"{key}_scale"] for s in states] for key in self._moments if key in self._codes}
@@ -93,18 +96,19 @@ class FlatStep:
         }
         if rounding is not None:
             self._round(fresh["weight"], rounding)
-            if weights[0].master is not None:
+            if has_master:
                 (amaxes["weight"],) = self._amaxes(["weight"])
         self._pass(_encode)(_flat(self._full), _flat(self._codes), fresh, self._runs)
         for name, tensors in stored.items():
             copy_all_(tensors, (self._codes if name in scales else self._full)[name].views)
         for name, olds in scales.items():
             copy_all_(olds, list(fresh[name].unbind()))
-        if weights[0].master is not None:
+        if has_master:
             self._write_e4m3([weight.scale for weight in weights], fresh["weight"], amaxes["weight"])
         for weight in weights:
             weight.record_write()
-        self._free()
+        for buffer in self._buffers:
+            buffer.free()
 
     def _decode_and_update(
         self,
@@ -155,10 +159,6 @@ class FlatStep:
 
     def _pass(self, function: Callable[..., None]) -> Callable[..., None]:
         return _compiled(function, _BACKEND) if self._compile else function
-
-    def _free(self) -> None:
-        for buffer in (*self._full.values(), *self._codes.values()):
-            buffer.free()
 
 
 def _update(full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Rule, numbers: Mapping[str, Any]) -> None:

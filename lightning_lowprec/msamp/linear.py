@@ -121,9 +121,9 @@ def scale_linears(
         model: holds them.
         fqns: as in ``model.named_modules()``; ``""`` is the model itself.
         level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
-        emulate: multiply dequantised codes in float32; None: on CPU yes, elsewhere no.
-        fp8_eval: whether evaluation without gradients multiplies in FP8 too.
-        float32_gradients: keep the weights' gradients in float32, in which micro-batches then add up.
+        emulate: see :class:`ScaledLinear`; None: on CPU yes, elsewhere no.
+        fp8_eval: see :class:`ScaledLinear`.
+        float32_gradients: see :class:`ScaledLinear`. Micro-batches then add up in float32.
 
     Raises:
         TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
@@ -173,9 +173,7 @@ class _ScaledMatmul(torch.autograd.Function):
         codes, scale = encode(rows.float(), E4M3)
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
-        ctx.emulate = emulate
-        ctx.float32_gradient = float32_gradient
-        ctx.dtype = rows.dtype
+        ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
         ctx.weight_state = required_state_of(weight)  # which a saved weight loses
         ctx.weight_state.check_writes()
         weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)

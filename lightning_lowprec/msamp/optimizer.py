@@ -124,8 +124,8 @@ class ScaledOptimizer(Optimizer):
             if plain:
                 weights = [p.float() for p in plain]  # the parameter itself if it is float32
                 self._update_plain(group, plain, weights, [p.grad.float() for p in plain])
-                half = [(p, weight) for p, weight in zip(plain, weights, strict=True) if p is not weight]
-                copy_all_([p for p, _ in half], [weight for _, weight in half])
+                half = [i for i, p in enumerate(plain) if p is not weights[i]]
+                copy_all_([plain[i] for i in half], [weights[i] for i in half])
             for alike in self._alike(group["params"]):
                 for params in chunks(alike, _CHUNK):
                     self._step_codes(group, params)

@@ -165,11 +165,7 @@ def msamp_state_of(param: Any) -> MsampWeightState | None:
 
 
 def required_state_of(param: Any) -> MsampWeightState:
-    """Return the state of a parameter of codes.
-
-    Raises:
-        TypeError: another tensor took the place of the parameter.
-    """
+    """Return the state of a parameter of codes; raise TypeError if another tensor took its place."""
     state = msamp_state_of(param)
     if state is None:
         raise TypeError(
@@ -265,10 +261,10 @@ def encode_into(codes: Tensor, scale: Tensor, values: Tensor, format: Format, sh
     scale.copy_(new_scale)
 
 
-def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
-    """Return the values of a level O3 parameter whose master has ``values``."""
-    master, master_scale = encode(values, FP16, shards)
-    codes, scale = encode(master.float() / master_scale, E4M3, shards)
+def _rounded(master: Tensor, shards: Shards | None) -> Tensor:
+    """Return the values of a level O3 parameter whose master has the values ``master``."""
+    codes, scale = encode(master, FP16, shards)
+    codes, scale = encode(codes.float() / scale, E4M3, shards)
     return codes.float() / scale
 
 
