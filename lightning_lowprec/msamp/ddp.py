@@ -55,7 +55,7 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
         for tensor in (p.detach(), state.scale, state.master, state.master_scale):
             if tensor is not None:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo has no float8
-        state.record_write()
+        state.record_write(p)
 
 
 @torch.no_grad()
@@ -136,19 +136,20 @@ class DDPModels:
         elif _ranks() > 1:
             broadcast_codes(module)
 
-    def check_registered(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if several processes train weights of codes, and no DDP module was registered."""
-        coded = any(msamp_state_of(p) is not None and p.requires_grad for p in parameters_of(optimizer))
-        if coded and _ranks() > 1 and not alive(self._modules):
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay.
+
+        Raises:
+            RuntimeError: several processes train weights of codes, and :meth:`synchronize` got no DDP module.
+        """
+        held = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
+        modules = alive(self._modules)
+        if held and _ranks() > 1 and not modules:
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
             )
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
-        held = set(map(id, parameters_of(optimizer)))
-        for module in alive(self._modules):
+        for module in modules:
             if dist.get_world_size(module.process_group) > 1:
                 average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
 

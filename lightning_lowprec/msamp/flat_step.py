@@ -105,8 +105,8 @@ class FlatStep:
             copy_all_(olds, list(fresh[name].unbind()))
         if has_master:
             self._write_e4m3([weight.scale for weight in weights], fresh["weight"], amaxes["weight"])
-        for weight in weights:
-            weight.record_write()
+        for weight, p in zip(weights, self._params, strict=True):
+            weight.record_write(p)
         for buffer in self._buffers:
             buffer.free()
 

@@ -129,7 +129,7 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         raise TypeError(
             f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
             " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
-            " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.adamw.ScaledAdamW`."
+            " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.ScaledAdamW`."
         )
     values, options = private.tree_map_only(ScaledGradient, ScaledGradient.decode, (args, kwargs))
     output = func(*values, **options)

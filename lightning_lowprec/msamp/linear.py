@@ -175,7 +175,7 @@ class _ScaledMatmul(torch.autograd.Function):
         ctx.save_for_backward(codes, scale, weight)
         ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
         ctx.weight_state = required_state_of(weight)  # which a saved weight loses
-        ctx.weight_state.check_writes()
+        ctx.weight_state.check_writes(weight)
         weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 

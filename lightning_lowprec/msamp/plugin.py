@@ -20,7 +20,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
+from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import LEVELS, Level, required_state_of
@@ -200,11 +200,9 @@ class MSAMP(LowPrecision):
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
-    @override
-    def _before_first_step(self, optimizer: Optimizer) -> None:
-        super()._before_first_step(optimizer)
+    def _average_gradients(self, optimizer: Any) -> None:
         if self.modules.sharded is None:
-            self._replicas.check_registered(optimizer)
+            self._replicas.average_gradients(optimizer)
 
     # ---- step
 
@@ -220,19 +218,19 @@ class MSAMP(LowPrecision):
         # a second optimizer in Fabric without the names, or an optimizer of a weight that was unfrozen
         self._convert_optimizer(optimizer)
         if closure is None:
-            self._replicas.average_gradients(optimizer)
+            self._average_gradients(optimizer)
             return super().optimizer_step(optimizer, model=model, **kwargs)
 
         def averaged() -> Any:
             result = closure()
-            self._replicas.average_gradients(optimizer)
+            self._average_gradients(optimizer)
             return result
 
         return super().optimizer_step(optimizer, model=model, closure=averaged, **kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._replicas.average_gradients(optimizer)
+        self._average_gradients(optimizer)
         super().unscale_gradients(optimizer)
 
     @override
@@ -244,5 +242,5 @@ class MSAMP(LowPrecision):
     ) -> None:
         """Clip averaged, unscaled gradients; FP8 ones are rounded again where they are clipped by value."""
         if clip_val > 0:
-            self._replicas.average_gradients(optimizer)
+            self._average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)

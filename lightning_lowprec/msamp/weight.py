@@ -5,26 +5,12 @@
 | O1, O2 | float16 codes | none: the parameter is precise enough | ``codes * inv_scale`` |
 | O3 | float8_e4m3fn codes | float16 codes with another scale | the master, rounded to e4m3 |
 
-The life of a weight, with the file of each stage:
-
-    Parameter in float32
-        | amax -> power-of-two scale -> codes                           weight.py
-        v
-    codes and scale ---- as e4m3 codes ----> three GEMMs                linear.py
-        ^                                        |
-        |                                        v
-        |                     e4m3 gradient and its scale               gradient.py
-        |                                        | average over the ranks, one byte per element     ddp.py
-        |                                        v
-        +---- codes, fresh scale <---- step in float32                  adamw.py, sgd.py, flat_step.py
-
-:mod:`~lightning_lowprec.msamp.fsdp2` draws the same for FSDP2. The Parameter object stays the same, only its ``data``
-change. Scales and master are at ``param.msamp_state``.
+The Parameter object stays the same, only its ``data`` change. Scales and master are at ``param.msamp_state``. The life
+of a weight is drawn in docs/architecture.md.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Final, Literal, final, get_args
 
 import torch
@@ -81,15 +67,13 @@ class MsampWeightState:
         """Values of a master, (...) float32, that was loaded before its weight."""
         self.shards: Shards | None = None
         """None: the parameter is whole."""
-        self._param: weakref.ref[Any] | None = None
         self._version = 0
 
     def bind(self, param: Any) -> None:
         """Become the state of a parameter that holds the codes already."""
         param.grad_dtype = torch.float32
         param.msamp_state = self
-        self._param = weakref.ref(param)
-        self.record_write()
+        self.record_write(param)
 
     def to_(self, device: torch.device) -> None:
         """Move scales and masters to ``device``."""
@@ -103,31 +87,20 @@ class MsampWeightState:
             return codes, self.scale
         return self.master, self.master_scale
 
-    def record_write(self) -> None:
-        """Remember that codes and scale were written together."""
-        param = self._bound()
-        if param is not None:
+    def record_write(self, param: Tensor) -> None:
+        """Remember that the codes of ``param`` and the scale were written together."""
+        if not param.is_inference():
             self._version = private.version_of(param)
 
-    def check_writes(self) -> None:
+    def check_writes(self, param: Tensor) -> None:
         """Raise RuntimeError if other code wrote to the codes. Writes through ``param.data`` are not noticed."""
-        param = self._bound()
-        if self.shards is None and param is not None and private.version_of(param) != self._version:
+        if codes_of(param) is param and not param.is_inference() and private.version_of(param) != self._version:
             raise RuntimeError(
                 f"a weight of shape {tuple(param.shape)} that is kept as codes with a scale (MS-AMP) was written to,"
                 " without the scale. Load the model's state dict again. Write with"
                 " `lightning_lowprec.msamp.set_values_(weight, values)`, read with `values_of(weight)`; to average"
                 " models, average their state dicts."
             )
-
-    def _bound(self) -> Any:
-        """Return the parameter, or None if there is none, or if torch does not count its writes."""
-        param = None if self._param is None else self._param()
-        return None if param is None or param.is_inference() else param
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's attributes: a copy has no parameter until :meth:`bind`."""
-        return {**self.__dict__, "_param": None}
 
 
 def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
@@ -191,7 +164,7 @@ def codes_of(param: Any) -> Tensor:
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
     state = required_state_of(param)
-    state.check_writes()
+    state.check_writes(param)
     return sharded_like(codes_of(param).float() / state.scale, param)
 
 
@@ -213,7 +186,7 @@ def set_values_(param: Tensor, values: Tensor) -> None:
         encode_into(master, master_scale, best, FP16, state.shards)
         state.pending_master = None
     encode_into(codes, state.scale, given, FP16 if state.master is None else E4M3, state.shards)
-    state.record_write()
+    state.record_write(param)
 
 
 @torch.no_grad()

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
-from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like
 
 STEPS = 20

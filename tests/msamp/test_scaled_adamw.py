@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.msamp import optimizer as scaled_optimizer
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (
     OPTIONS,

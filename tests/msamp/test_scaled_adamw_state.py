@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
 from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from tests.msamp.scaled_cases import (

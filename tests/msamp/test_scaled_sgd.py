@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.msamp import adamw_sgd
 from lightning_lowprec.msamp import optimizer as scaled_optimizer
-from lightning_lowprec.msamp import sgd as scaled_sgd
-from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.sgd import ScaledSGD
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.numerics.formats import E4M3
 from tests.msamp.scaled_cases import (
@@ -145,7 +144,7 @@ def decayed(steps, momentum=0.95):
 
 def test_a_float16_buffer_decays_where_a_float8_one_would_stand_still(monkeypatch):
     assert bool(((decayed(100) - 1).abs() < 0.05).all())  # 100 roundings of at most 2**-11 each
-    monkeypatch.setattr(scaled_sgd, "_MOMENTS", {"momentum_buffer": E4M3})
+    monkeypatch.setattr(adamw_sgd, "_SGD_MOMENTS", {"momentum_buffer": E4M3})
     assert bool((decayed(100) > 10).any())
 
 
