@@ -6,8 +6,8 @@
     collect(model, mesh)                       # after fully_shard, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-``code_shards`` makes a MsampShard of all codes and the master. ``fully_shard`` cuts both. FSDP2 gathers the codes, into a
-MsampShard without a master. The optimizer steps the codes and the master of this rank.
+``code_shards`` makes a MsampShard of all codes and the master. ``fully_shard`` cuts both. FSDP2 gathers the codes, into
+a MsampShard without a master. The optimizer steps the codes and the master of this rank.
 
 FSDP2 knows float32 and bf16 parameters, so a MsampShard looks like a float32 tensor. The scale belongs to the whole
 weight, and every rank has it. With ``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. A

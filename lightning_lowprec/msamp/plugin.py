@@ -196,7 +196,7 @@ class MSAMP(LowPrecision):
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._will_train else ():
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
