@@ -200,11 +200,11 @@ class MSAMP(LowPrecision):
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
+    # ---- step
+
     def _average_gradients(self, optimizer: Any) -> None:
         if self.modules.sharded is None:
             self._replicas.average_gradients(optimizer)
-
-    # ---- step
 
     @override
     def optimizer_step(
