@@ -62,13 +62,3 @@ def saturating_cast(x: Tensor, format: Format) -> Tensor:
     """
     finite = x.clamp(-format.max, format.max)  # keeps NaN
     return torch.where(x.isinf(), x if format.has_inf else torch.nan, finite).to(format.dtype)
-
-
-def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Return signal to quantisation noise in dB: ``10 log10(sum reference**2 / sum (reference - approximation)**2)``.
-
-    Equal tensors give inf. Sums are in float64.
-    """
-    signal = reference.double()
-    noise = (signal - approximation.double()).square().sum()
-    return float(10 * torch.log10(signal.square().sum() / noise)) if noise else float("inf")
