@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
+
+from lightning_lowprec.private.names import missing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -19,8 +19,14 @@ MASTERS: Final = "float32 masters"
 LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
+_OPTIMIZER_STEP: Final = (  # how optimizers, their step hooks and schedulers notice that a step was made
+    "torch.optim.Optimizer.hooked",
+    "torch.optim.lr_scheduler.LRScheduler._opt_called",
+    "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched",
+)
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
+        *_OPTIMIZER_STEP,
         "torch._foreach_copy_",
         "torch._foreach_mul",
         "torch._foreach_mul_",
@@ -32,6 +38,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
     MSAMP: (
+        *_OPTIMIZER_STEP,
         "torch.Tensor._make_wrapper_subclass",
         "torch._C._disabled_torch_function_impl",
         "torch._scaled_mm",
@@ -50,64 +57,21 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
 
 def moved() -> list[str]:
     """Return the private names that the installed PyTorch no longer has, in words; empty on supported versions."""
-    return [f"{name}, needed for {part}" for part in NAMES for name in _missing(part)]
+    return [f"{name}, needed for {part}" for part, names in NAMES.items() for name in missing(names)]
 
 
 def check(part: str) -> None:
-    """Raise if PyTorch lacks a private name that a part of this package needs; called at set-up, before any step.
-
-    Args:
-        part: a key of :data:`NAMES`.
+    """Raise if PyTorch lacks a private name that ``part`` of this package needs; called at set-up, before any step.
 
     Raises:
-        ImportError: the message names PyTorch's version and what is missing.
+        ImportError: a name is missing.
     """
-    missing = _missing(part)
-    if missing:
+    lost = missing(NAMES[part])
+    if lost:
         raise ImportError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)}, needed for {part}. Install a torch that"
+            f"torch {torch.__version__} no longer has {', '.join(lost)}, needed for {part}. Install a torch that"
             " this version of lightning_lowprec supports."
         )
-
-
-def _missing(part: str) -> list[str]:
-    missing = [name for name in NAMES[part] if not _exists(name)]
-    return [*missing, *_missing_handshake()] if part in (MASTERS, MSAMP) else missing
-
-
-def _exists(name: str) -> bool:
-    """Return whether ``name`` is there: a module, an attribute, or an attribute that a class sets in ``__init__``."""
-    value: Any = torch
-    path = "torch"
-    for part in name.split(".")[1:]:
-        path = f"{path}.{part}"
-        if hasattr(value, part):
-            value = getattr(value, part)
-        elif isinstance(value, type):
-            code = getattr(getattr(value, "__init__", None), "__code__", None)
-            return part in getattr(code, "co_names", ())
-        else:
-            try:
-                value = importlib.import_module(path)
-            except ImportError:
-                return False
-    return True
-
-
-@functools.cache
-def _missing_handshake() -> list[str]:
-    """Look at a real scheduler: torch defines the names of its handshake with optimizers nowhere else."""
-    optimizer = SGD([torch.zeros(1)], lr=1.0)
-    LambdaLR(optimizer, lambda _: 1.0)
-    noting_step = optimizer.step
-    missing = []
-    if not hasattr(noting_step, "_wrapped_by_lr_sched"):
-        missing.append("optimizer.step._wrapped_by_lr_sched")
-    if "_opt_called" not in noting_step.__code__.co_names:
-        missing.append("optimizer._opt_called")
-    if not hasattr(SGD.step, "hooked"):
-        missing.append("torch.optim.Optimizer.step.hooked")
-    return missing
 
 
 # ---- learning rate schedulers and the step of an optimizer
