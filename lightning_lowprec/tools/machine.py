@@ -20,7 +20,6 @@ from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
-from lightning_lowprec.registration import moved_seams
 
 LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names)
 """For each library, the file that knows which of the library's private names this package uses."""
@@ -37,7 +36,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             ["lightning-lowprec", "torch", "lightning", *distributions(), "jsonargparse", "matplotlib"]
         ),
         "backends": {backend.title: _status(backend) for backend in backends.registered()},
-        "moved": [*moved_seams(), *(name for library in LIBRARIES for name in library.moved())],
+        "moved": [name for library in LIBRARIES for name in library.moved()],
     }
 
 
