@@ -166,30 +166,13 @@ class MasterOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters."""
         registry = self._masters
-        if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
-            with torch.enable_grad():
-                args = (self._evaluation(closure, closure()), *args)
+        with torch.enable_grad():  # before any master is loaded: activations need the memory
+            first = None if closure is None else closure()
         registry.move_grads(1.0)
         with registry.stepping(), registry.showing_masters():
+            if closure is not None:
+                args = (registry.evaluation(closure, first), *args)
             return super().step(*args, **kwargs)
-
-    def _evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
-        """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
-
-        The first call returns ``first``, unless the optimizer has moved the masters before.
-        """
-        registry = self._masters
-
-        def evaluate() -> Any:
-            if registry.first_evaluation_holds():
-                return first
-            with registry.showing_params():
-                registry.before_evaluation()
-                result = closure()
-            registry.move_grads(1.0)
-            return result
-
-        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -225,11 +208,12 @@ class MasterOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the masters out of a state that torch's ``load_state_dict`` loads: Adam would take them for its own."""
         entries = state["state"]
-        held = [(key, entry.pop(MASTER_PARAM)) for key, entry in entries.items() if _has_master(entry)]
-        for key, _ in held:
-            if not entries[key]:
-                del entries[key]
-        self._incoming = {id(self._masters.param_of.get(id(key), key)): value for key, value in held}
+        self._incoming = {}
+        for key, entry in list(entries.items()):
+            if isinstance(entry, dict) and MASTER_PARAM in entry:
+                self._incoming[id(self._masters.param_of.get(id(key), key))] = entry.pop(MASTER_PARAM)
+                if not entry:
+                    del entries[key]
         super().__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -246,10 +230,6 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
     optimizer.__setstate__(state)
     params = parameters_of(optimizer)
     return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
-
-
-def _has_master(entry: Any) -> bool:
-    return isinstance(entry, dict) and MASTER_PARAM in entry
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,10 +26,7 @@ _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, s
 class MasterRegistry:
     """The masters of one optimizer, which keeps this object alive.
 
-    Args:
-        config: the form of the masters.
-        optimizer: has no masters yet; its groups and state contain the model's parameters.
-        values: float32 weights by ``id(parameter)``, for the parameters whose weight is known.
+    ``values`` are float32 weights by ``id(parameter)``, for the parameters whose float32 weight is known.
     """
 
     def __init__(self, config: MasterConfig, optimizer: Optimizer, values: Mapping[int, Tensor]) -> None:
@@ -40,8 +37,6 @@ class MasterRegistry:
         self.stores: list[Store] = []  # one per device and dtype of the parameters
         self._moments = StochasticMoments(config.seed) if config.moments == "stochastic" else None
         self._stepping = False
-        self._evaluated = False
-        self._versions: list[int] = []  # of the stores, when the step began
         self.add_missing(values)
         if config.form == "stochastic":
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
@@ -135,8 +130,6 @@ class MasterRegistry:
         if self._moments is not None:
             self._moments.load(self._live().state, list(self.param_of.values()))
         self._stepping = True
-        self._versions = [store.version for store in self.stores]
-        self._evaluated = False
         try:
             yield
         finally:
@@ -144,20 +137,34 @@ class MasterRegistry:
             self._save()
             self._stepping = False
 
-    def first_evaluation_holds(self) -> bool:
-        """Return whether this is the first evaluation of the step, and no master has changed yet."""
-        holds = not self._evaluated and self._versions == [store.version for store in self.stores]
-        self._evaluated = self._evaluated or holds
-        return holds
+    def evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
+        """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
 
-    def before_evaluation(self) -> None:
-        """Copy the masters of this step into the parameters, and drop the last evaluation's gradients."""
-        for store, version in zip(self.stores, self._versions, strict=True):
-            if self._evaluated or store.version != version:  # edits of `master.data` leave the version
-                store.cast_to_params()
-        if self._evaluated:
-            self.drop_grads()
-        self._evaluated = True
+        The first call returns ``first``, unless the optimizer has moved the masters before.
+        """
+        versions = {store: store.version for store in self.stores}
+        evaluated = False
+
+        def evaluate() -> Any:
+            nonlocal evaluated  # edits of `master.data` leave the version, so later calls cast all masters
+            changed = [store for store in self.stores if evaluated or store.version != versions[store]]
+            if not evaluated and not changed:
+                evaluated = True
+                return first
+            self._replace(self.param_of)
+            try:
+                for store in changed:
+                    store.cast_to_params()
+                if evaluated:
+                    self.drop_grads()
+                evaluated = True
+                result = closure()
+            finally:
+                self._replace(self.master_of)
+            self.move_grads(1.0)
+            return result
+
+        return evaluate
 
     def _save(self) -> None:
         optimizer = self._live()
@@ -178,15 +185,6 @@ class MasterRegistry:
             yield
         finally:
             self._replace(self.param_of)
-
-    @contextmanager
-    def showing_params(self) -> Iterator[None]:
-        """Within :meth:`showing_masters`: put the parameters back for a while."""
-        self._replace(self.param_of)
-        try:
-            yield
-        finally:
-            self._replace(self.master_of)
 
     def _replace(self, other: Mapping[int, Tensor]) -> None:
         optimizer = self._live()
