@@ -46,11 +46,10 @@ class HalfWeights:
         }
         if self.not_cast is not None:
             kept.update(self.not_cast(module))
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
-        self._originals |= {
-            id(p): originals[id(p)] for p in module.parameters() if p.requires_grad and id(p) in originals
-        }
+        self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 
     def under_fsdp2(self) -> HalfWeights | None:

@@ -8,7 +8,7 @@ bf16 tensors, which a :class:`~lightning_lowprec.masters.stores.StochasticStore`
 from __future__ import annotations
 
 import operator
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -34,7 +34,7 @@ class StochasticMoments:
         self._stores: dict[Kind, StochasticStore] = {}
 
     @torch.no_grad()
-    def load(self, state: OptimizerState, params: Sequence[Tensor]) -> None:
+    def load(self, state: OptimizerState, params: Iterable[Tensor]) -> None:
         """Make the state of ``params`` float32."""
         for kind, entries in _entries_by_kind(state, params).items():
             store = self._store_of(kind, entries)
@@ -43,7 +43,7 @@ class StochasticMoments:
             _put(kind, entries, store.masters)
 
     @torch.no_grad()
-    def save(self, state: OptimizerState, params: Sequence[Tensor], step: int) -> None:
+    def save(self, state: OptimizerState, params: Iterable[Tensor], step: int) -> None:
         """Round the state of ``params`` to bf16, also state that is new; ``step`` counts the calls."""
         found = sorted(_entries_by_kind(state, params).items(), key=lambda item: str(item[0]))
         for number, (kind, entries) in enumerate(found, start=1):
@@ -71,7 +71,7 @@ def _put(kind: Kind, entries: list[OptimizerState], tensors: list[Tensor]) -> No
         entry[kind[0]] = tensor
 
 
-def _entries_by_kind(state: OptimizerState, params: Sequence[Tensor]) -> dict[Kind, list[OptimizerState]]:
+def _entries_by_kind(state: OptimizerState, params: Iterable[Tensor]) -> dict[Kind, list[OptimizerState]]:
     """Return, by kind of state, the entries of ``params`` with a tensor of the parameter's shape under this name."""
     entries: dict[Kind, list[OptimizerState]] = {}
     for p in params:

@@ -17,7 +17,7 @@ from lightning_lowprec.masters.stores import Fp32Store, RemainderStore, Stochast
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import copy_all_, multiply_all, multiply_all_
+from lightning_lowprec.private.torch import copy_all_, multiply_all, multiply_all_, tree_map_only
 
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
@@ -60,7 +60,7 @@ class MasterRegistry:
             for p, master in zip(store.params, store.masters, strict=True):
                 self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
                 if self._moments is None and p in state:  # made before there were masters, in the parameter's dtype
-                    state[p] = _float_halves(state[p])
+                    state[p] = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, state[p])
 
     def _new_store(self, params: list[Tensor], values: Mapping[int, Tensor]) -> Store:
         if self.config.form == "stochastic":
@@ -126,16 +126,23 @@ class MasterRegistry:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Load the masters; at the end, also after an error, save them and drop the moved gradients."""
+        optimizer = self._live()
         self.load()
         if self._moments is not None:
-            self._moments.load(self._live().state, list(self.param_of.values()))
+            self._moments.load(optimizer.state, self.param_of.values())
         self._stepping = True
         try:
             yield
         finally:
             self.drop_grads()  # first: rounding takes temporary memory too
-            self._save()
             self._stepping = False
+            step = optimizer.param_groups[0].get(ROUNDING_STEP, 0)
+            for store in self.stores:
+                store.save(step)
+            if self._moments is not None:
+                self._moments.save(optimizer.state, self.param_of.values(), step)
+            if self.config.form == "stochastic":
+                optimizer.param_groups[0][ROUNDING_STEP] = step + 1
 
     def evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
         """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
@@ -166,16 +173,6 @@ class MasterRegistry:
 
         return evaluate
 
-    def _save(self) -> None:
-        optimizer = self._live()
-        step = optimizer.param_groups[0].get(ROUNDING_STEP, 0)
-        for store in self.stores:
-            store.save(step)
-        if self._moments is not None:
-            self._moments.save(optimizer.state, list(self.param_of.values()), step)
-        if self.config.form == "stochastic":
-            optimizer.param_groups[0][ROUNDING_STEP] = step + 1
-
     @contextmanager
     def showing_masters(self) -> Iterator[None]:
         """Put masters in the place of parameters, in the optimizer's groups and state."""
@@ -193,16 +190,6 @@ class MasterRegistry:
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(items)
-
-
-def _float_halves(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALF_DTYPES else value
-    if isinstance(value, dict):
-        return {key: _float_halves(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_float_halves(v) for v in value)
-    return value
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.Tensor._version",
         "torch.nn.Module._apply",
         "torch.nn.modules.batchnorm._BatchNorm",
-        "torch.ops.aten.copy_.default._schema",
+        "torch.utils._pytree.tree_map_only",
     ),
     LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
     MSAMP: (
@@ -54,6 +54,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_copy_.default",
         "torch.ops.aten._foreach_norm.Scalar",
         "torch.ops.aten._foreach_zero_.default",
+        "torch.ops.aten.copy_.default._schema",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
     FSDP2: (
