@@ -10,30 +10,28 @@ from typing import Any
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the dotted names that do not exist.
+    """Return the names that do not exist.
 
     Args:
-        names: of modules, of attributes, and of attributes that exist on instances only: the last part of such a name
-            stands somewhere in the code of the class or of the function that the other parts name.
+        names: ``"library.module.Class.method"``; or ``"library.module.Class().attribute"`` for an attribute that only
+            instances have, whose name must stand in the code of the class. A function may be there in place of a class.
     """
     return [name for name in names if not _exists(name)]
 
 
 def _exists(name: str) -> bool:
-    path, *parts = name.split(".")
+    dotted, _, attribute = name.partition("().")
+    path, *parts = dotted.split(".")
     found: Any = importlib.import_module(path)
     for part in parts:
         path = f"{path}.{part}"
-        if hasattr(found, part):
-            found = getattr(found, part)
-        elif not inspect.ismodule(found):
-            return part in _mentions(found)
-        else:
+        if inspect.ismodule(found) and not hasattr(found, part):
             try:
-                found = importlib.import_module(path)
+                importlib.import_module(path)
             except ImportError:
                 return False
-    return True
+        found = getattr(found, part, None)
+    return found is not None and (not attribute or attribute in _mentions(found))
 
 
 def _mentions(found: Any) -> set[str]:
