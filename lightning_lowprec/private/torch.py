@@ -26,9 +26,9 @@ _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
 _OPTIMIZER_STEP: Final = (  # how optimizers, their step hooks and schedulers notice that a step was made
-    "torch.optim.Optimizer.hooked",
-    "torch.optim.lr_scheduler.LRScheduler._opt_called",
-    "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched",
+    "torch.optim.Optimizer().hooked",
+    "torch.optim.lr_scheduler.LRScheduler()._opt_called",
+    "torch.optim.lr_scheduler.LRScheduler()._wrapped_by_lr_sched",
 )
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
@@ -69,9 +69,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes",
+        "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
         f"{_FSDP}._fsdp_common.TrainingState.FORWARD",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup()._training_state",
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
     ),
     TRANSFORMER_ENGINE: (
@@ -107,7 +107,7 @@ def check(part: str) -> None:
 
 def _missing(part: str) -> list[str]:
     lost = missing(NAMES[part])
-    groups = [f"{_FSDP}._fsdp_state.FSDPState.{name}" for name in PARAM_GROUPS]
+    groups = [f"{_FSDP}._fsdp_state.FSDPState().{name}" for name in PARAM_GROUPS]
     if part == FSDP2 and missing(groups) == groups:
         lost.append(groups[0])
     return lost
