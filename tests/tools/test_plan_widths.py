@@ -28,6 +28,7 @@ from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.availability import availability
 from lightning_lowprec.tools.cli.main import main
 from lightning_lowprec.tools.planning.widths import Widths, all_names, text, widths
+from tests.masters.master_loops import buffers_of
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 16, 32, 48  # all different, so that the shape of a product tells which of the three it is
@@ -113,9 +114,7 @@ def trained(name):
 
 def _stored_masters(optimizer):
     """The flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
-    registry = getattr(optimizer, "_masters", None)
-    tensors = [] if registry is None else [tensor for store in registry.stores for tensor in store.at_rest()]
-    return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+    return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 
 def gathered(name, plugin, weight):
