@@ -87,10 +87,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
     parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")
-    words = {"nargs": "+", "type": str, "metavar": "NAME"}
+    words: dict[str, Any] = {"nargs": "+", "type": str, "metavar": "NAME"}
     parser.add_argument("--keep", default=(), help="Linears that stay in high precision, by name or pattern", **words)
     parser.add_argument("--only", help="if given, only these Linears convert", **words)
     parser.add_argument("--first_last_layers_bf16", action="store_true", help="keep the first and the last blocks")
-    written = {"keep", "only", "first_last_layers_bf16"}
-    parser.add_class_arguments(LayerOptions, as_group=False, skip=written)
+    parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
     return parser

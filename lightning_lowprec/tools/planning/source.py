@@ -48,12 +48,12 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
-        return _from_config(_config(source, path, arguments), f"transformers config {path.name}")
+        return _from_config(json.loads(path.read_text()) | dict(arguments), f"transformers config {path.name}")
     if path.is_file() and path.suffix != ".py":
         return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
     if "." in source or ":" in source:
         return _from_class(source, arguments)
-    return _from_config(_config(source, path, arguments), f"transformers defaults of {source!r}")
+    return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
 
 
 def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
@@ -67,29 +67,22 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(model=model, origin=path)
 
 
-def _config(source: str, path: Path, changes: Mapping[str, Any]) -> Any:
-    """Read the config of a file; if there is no file, ``source`` is a model type that transformers knows."""
-    transformers = require("transformers", f"`source={source!r}`")
-    values = json.loads(path.read_text()) if path.is_file() else {"model_type": source}
+def _from_config(values: Mapping[str, Any], origin: str) -> Source:
+    transformers = require("transformers", origin)
     if "model_type" not in values:
-        raise ValueError(f"{str(path)!r} has no `model_type`; expected the config.json of a transformers model.")
+        raise ValueError(f"the {origin} has no `model_type`; expected the config.json of a transformers model.")
     try:
-        return transformers.AutoConfig.for_model(**values | changes)
+        config = transformers.AutoConfig.for_model(**values)
     except ValueError as error:
         raise ValueError(
-            f"`source={source!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a config.json,"
-            " a checkpoint file, or a model type of transformers such as 'llama'."
+            f"`source={values['model_type']!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a"
+            " config.json, a checkpoint file, or a model type of transformers such as 'llama'."
         ) from error
-
-
-def _from_config(config: Any, origin: str) -> Source:
-    transformers = require("transformers", origin)
-    names = [*(config.architectures or []), None]
-    factory = getattr(transformers, names[0], None) if names[0] else None
+    architecture = getattr(transformers, next(iter(config.architectures or []), ""), None)
     with torch.device("meta"):
-        if factory is not None:
-            model = factory(config)
-        elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        if architecture is not None:
+            model = architecture(config)
+        elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = transformers.AutoModel.from_config(config)
