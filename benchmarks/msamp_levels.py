@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.gpu_lane import machine
 from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import msamp_state_of
@@ -67,7 +68,7 @@ def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
     tensors: list[Any] = []
     for p in weights:
         scaled = msamp_state_of(p)
-        grad = (p.grad,) if scaled is None else (scaled.grad, scaled.grad_inv_scale)
+        grad = (p.grad.codes, p.grad.inv_scale) if isinstance(p.grad, ScaledGradient) else (p.grad,)
         tensors += [p, *grad, *optimizer.state[p].values(), *(() if scaled is None else vars(scaled).values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
     return sum(s.nbytes() for s in storages.values()) / sum(p.numel() for p in weights)

@@ -1,17 +1,17 @@
-"""Makes stock Lightning accept our names in ``precision=``. The only file that touches private parts of Lightning.
+"""Make stock Lightning accept our names in ``precision=``.
 
-Seams, checked before any is touched:
+Five parts of Lightning are patched, each only if Lightning has it (see :mod:`~lightning_lowprec.private.lightning`):
 
-* ``_check_config_and_set_final_flags`` of both connectors: runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are
-  resolved; one of our names becomes ``precision=None`` and our plugin among ``plugins``.
-* ``_lazy_init_strategy`` of both: the strategy exists; ours learns its device, or the pair is refused. In Fabric, the
-  strategy's ``setup_optimizer`` and ``setup_module`` then show our plugin the optimizers and the module as wrapped,
-  which the Trainer does by ``connect``.
-* the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``: what LightningCLI and ``--help`` read.
-* ``ModelSummary.__init__`` and the two ``_plugin_to_compute_dtype``: bytes and peak rates of our precisions. If only
-  these moved, names still work.
+* the check of arguments in both connectors, which runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are read:
+  one of our names becomes ``precision=None`` and our plugin among ``plugins``;
+* the creation of the strategy in both: our plugin gets its device, or the pair is refused. In Fabric, the strategy's
+  ``setup_optimizer`` and ``setup_module`` then hand our plugin the optimizers and the wrapped module, which the Trainer
+  does by ``connect``;
+* the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
+* ``ModelSummary``, for the bytes of parameters under our precisions;
+* the throughput monitors, for their peak rates.
 
-If a seam of the first three moved, importing warns, and a name raises and says that ``plugins=`` still works.
+If Lightning has moved one of the first two, importing warns, and a name raises and says that ``plugins=`` still works.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any, Literal, Union, get_args
+from typing import Any, Literal, Union
 
 import lightning
-import lightning.fabric.connector as fabric_connector
-import lightning.fabric.plugins.precision.precision as fabric_precision
 import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
-import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
-import lightning.pytorch.utilities.model_summary.model_summary as model_summary
 from lightning.fabric.plugins import Precision
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import is_lazy
 
-from lightning_lowprec import names as precisions
+from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
-from lightning_lowprec.fsdp2.visits import reshard
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
     SHARDED,
     check_comm_hook,
@@ -49,35 +47,34 @@ from lightning_lowprec.strategies import (
     resolve_strategy,
 )
 
-CONFIG_ARGUMENTS = {"strategy", "accelerator", "precision", "plugins"}
-CONNECTORS = ((fabric_connector, "_Connector"), (trainer_connector, "_AcceleratorConnector"))
+STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
+"""The class behind ``strategy="fsdp2"``: by whether it is for the Trainer."""
 
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 
 
 def register() -> None:
-    """Make the names of ``precisions.TABLE`` known to Lightning. Calling it again does nothing."""
+    """Make the names of ``names.TABLE`` known to Lightning. Calling it again does nothing."""
     if _patches:
         return
-    problems = moved_seams()
+    problems = private.moved_connectors()
     if problems:
         warnings.warn(_moved_message(problems), stacklevel=3)
         for owner in (lightning.Fabric, lightning.Trainer):
             _patch(owner, "__init__", lambda original: _refuse_names(original, problems))
         return
-    for module, name in CONNECTORS:
-        connector = getattr(module, name)
-        _patch(connector, "_check_config_and_set_final_flags", _resolve_name)
-        _patch(connector, "_lazy_init_strategy", _meet_strategy)
+    for for_trainer, strategy in STRATEGIES.items():
+        connector = private.connector(for_trainer=for_trainer)
+        _patch(connector, private.CHECK_CONFIG, partial(_resolve_name, for_trainer=for_trainer))
+        _patch(connector, private.LAZY_INIT, partial(_meet_strategy, for_trainer=for_trainer))
+        registry = private.strategy_registry(for_trainer=for_trainer)
+        registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
-    if hasattr(model_summary.ModelSummary, "__init__"):
-        _patch(model_summary.ModelSummary, "__init__", _count_bytes)
-    for connector, cls in ((fabric_connector, FabricFSDP2Strategy), (trainer_connector, FSDP2Strategy)):
-        _strategies(connector).register("fsdp2", cls, "FSDP2, in every precision, with FP8 all-gather", override=True)
+    _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
-        if hasattr(module, "_plugin_to_compute_dtype"):
-            _patch(module, "_plugin_to_compute_dtype", _compute_dtype)
+        if hasattr(module, private.COMPUTE_DTYPE):
+            _patch(module, private.COMPUTE_DTYPE, _compute_dtype)
 
 
 def unregister() -> None:
@@ -86,82 +83,50 @@ def unregister() -> None:
         owner, name, original, replacement = _patches.pop()
         if getattr(owner, name) is replacement:  # else somebody wrapped it after us; ours then passes through
             setattr(owner, name, original)
-    for connector, _ in CONNECTORS:
-        _strategies(connector).pop("fsdp2", None)
+    for for_trainer in STRATEGIES:
+        private.strategy_registry(for_trainer=for_trainer).pop("fsdp2", None)
     while _annotations:
         annotations, original = _annotations.pop()
         annotations["precision"] = original
 
 
-def moved_seams() -> list[str]:
-    """The seams for names that this Lightning does not have, in words; empty on every supported version."""
-    problems = []
-    for module, name in CONNECTORS:
-        connector = getattr(module, name, None)
-        check = getattr(connector, "_check_config_and_set_final_flags", None)
-        if check is None or not inspect.signature(check).parameters.keys() >= CONFIG_ARGUMENTS:
-            problems.append(f"{module.__name__}.{name}._check_config_and_set_final_flags")
-        if not hasattr(connector, "_lazy_init_strategy"):
-            problems.append(f"{module.__name__}.{name}._lazy_init_strategy")
-    if not hasattr(fabric_precision, "_PRECISION_INPUT_STR"):
-        problems.append(f"{fabric_precision.__name__}._PRECISION_INPUT_STR")
-    return problems
-
-
-def lightning_names() -> tuple[str | int, ...]:
-    """What Lightning itself accepts after ``precision=``."""
-    groups = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_INT", "_PRECISION_INPUT_STR_ALIAS")
-    return tuple(value for group in groups for value in get_args(getattr(fabric_precision, group, None)))
-
-
 def validate_name(name: str) -> None:
     """Raise the ValueError that Lightning would raise for an unknown name, with ours added and the nearest one."""
-    if name not in precisions.TABLE and name not in lightning_names():
-        raise precisions.unknown_name(name, lightning_names())
+    if name not in names.TABLE and name not in private.precision_names():
+        raise names.unknown_name(name, private.precision_names())
 
 
-# ---- what the seams do
+# ---- what the patches do
 
 
-def _resolve_name(original: Callable[..., None]) -> Callable[..., None]:
+def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
     @wraps(original)
     def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
         if not _patches:
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
         _check_launcher(precision)
-        for_trainer = not isinstance(self, fabric_connector._Connector)
-        resolve = partial(resolve_strategy, names=getattr(self, "_registered_strategies", ()), for_trainer=for_trainer)
+        known = private.strategy_names(self)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
-        if isinstance(precision, str) and precision in precisions.TABLE:
+        if isinstance(precision, str) and precision in names.TABLE:
             other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)
             if other is not None:
                 raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
-            strategy = resolve(strategy)
-            ours = precisions.create(precision, sharded=is_fsdp2(strategy))
-            given.append(ours)
-            precision = None
+            strategy = resolve_strategy(strategy, known, for_trainer)
+            ours = names.create(precision, sharded=is_fsdp2(strategy))
+            given, precision = [*given, ours], None
         elif isinstance(precision, str):
             validate_name(precision)
         if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
             ours = half_under_fsdp2(precision)
-            given.append(ours)
-            precision = None
+            given, precision = [*given, ours], None
         if ours is not None or is_fsdp2(strategy):
-            strategy = resolve(strategy)
+            strategy = resolve_strategy(strategy, known, for_trainer)
         if ours is not None:
-            check_strategy(ours, strategy, getattr(self, "_registered_strategies", ()), _registry(self))
+            check_strategy(ours, strategy, known, private.strategy_registry(for_trainer=for_trainer))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
     return check
-
-
-def _registry(connector: Any) -> Any:
-    return _strategies(fabric_connector if isinstance(connector, fabric_connector._Connector) else trainer_connector)
-
-
-def _strategies(module: ModuleType) -> Any:
-    return getattr(module, "STRATEGY_REGISTRY", None) or getattr(module, "StrategyRegistry", {})
 
 
 def _check_launcher(precision: Any) -> None:
@@ -174,7 +139,7 @@ def _check_launcher(precision: Any) -> None:
         )
 
 
-def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
+def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
     @wraps(original)
     def lazy_init(self: Any) -> None:
         original(self)
@@ -184,12 +149,12 @@ def _meet_strategy(original: Callable[..., None]) -> Callable[..., None]:
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
-            if is_fsdp2(self.strategy):  # it meets the plugin, and shows it the optimizers, itself
+            if is_fsdp2(self.strategy):  # it hands the plugin the optimizers itself
                 return
             if isinstance(self.strategy, SHARDED):
                 plugin.bind_shards(reshard)
-            check_comm_hook(plugin, getattr(self.strategy, "_ddp_comm_hook", None))
-            if isinstance(self, fabric_connector._Connector):
+            check_comm_hook(plugin, private.comm_hook(self.strategy))
+            if not for_trainer:
                 self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
@@ -210,15 +175,14 @@ def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: A
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        trainer = getattr(model, "_trainer", None)
-        if not _patches or not isinstance(getattr(trainer, "precision_plugin", None), LowPrecision):
+        if not _patches or not isinstance(private.precision_plugin_of(model), LowPrecision):
             return original(self, model, *args, **kwargs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
             original(self, model, *args, **kwargs)
         if self.total_parameters:
             total_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
-            self._precision_megabytes = total_bytes / self.total_parameters * 1e-6
+            private.set_bytes_per_parameter(self, total_bytes / self.total_parameters)
 
     return init
 
@@ -243,7 +207,7 @@ def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> N
 
 def _widen_annotations() -> None:
     """Add our names to the annotation of ``precision`` that LightningCLI and ``--help`` read, also later names."""
-    ours = Literal[tuple(precisions.TABLE)]  # type: ignore[valid-type]
+    ours = Literal[tuple(names.TABLE)]  # type: ignore[valid-type]
     for owner in (lightning.Fabric, lightning.Trainer):
         function: Any = owner.__init__
         while function is not None:
@@ -277,7 +241,7 @@ def _refuse_names(original: Callable[..., None], problems: list[str]) -> Callabl
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
-        if _patches and isinstance(precision, str) and precision in precisions.TABLE:
+        if _patches and isinstance(precision, str) and precision in names.TABLE:
             raise RuntimeError(f"`precision={precision!r}` is not available. {_moved_message(problems)}")
         original(self, *args, **kwargs)
 

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """Lightning writes LOCAL_RANK and similar variables into the environment; a script started later would wait for ranks."""
+    """Lightning writes LOCAL_RANK and the like into the environment; a script started later would wait for ranks."""
     before = dict(os.environ)
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -50,7 +50,7 @@ def test_the_name_is_there_while_the_backend_is_registered():
 def test_what_is_registered_twice_or_never_raises():
     with pytest.raises(ValueError, match="`name='toy'` is a registered backend already"):
         backends.register(BACKEND)
-    with pytest.raises(ValueError, match="`backend='mine'` is not registered; expected one of: torchao, .*, toy"):
+    with pytest.raises(ValueError, match=r"`backend='mine'` is not registered; expected one of: torchao, .*, toy"):
         backends.unregister("mine")
 
 

@@ -11,7 +11,7 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.registration import lightning_names
+from lightning_lowprec.private.lightning import precision_names
 from lightning_lowprec.te.support import is_installed
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def test_names_and_recipes_exist():
     for name in re.findall(r'`precision="([\w-]+)"`', " ".join(ours)):
         assert name in TABLE, name
     for name in re.findall(r"Lightning's `([\w-]+)`(?: and `([\w-]+)`)?", TEXT):
-        assert {part for part in name if part} <= set(lightning_names()), name
+        assert {part for part in name if part} <= set(precision_names()), name
 
 
 def test_every_peer_has_a_table_and_every_row_two_cells():

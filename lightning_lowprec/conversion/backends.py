@@ -84,8 +84,8 @@ class Backend:
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether ``module`` itself (not its children) is a layer of this backend."""
-        return type(module).__module__.startswith(self.layers_from)
+        """Whether ``module`` itself, not a child, is a layer of this backend, also after FSDP2 derived its class."""
+        return any(cls.__module__.startswith(self.layers_from) for cls in type(module).__mro__)
 
 
 _registered: dict[str, Backend] = {}

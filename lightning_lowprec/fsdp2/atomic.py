@@ -1,16 +1,16 @@
-"""A checkpoint on disk is complete or absent, and the one it replaces stays until it is.
+"""Write a checkpoint so that it is complete or absent, and so that the old one stays until the new one is complete.
 
     .NAME.saving                      written first, by all ranks
-    NAME -> NAME.kept-while-saving    a folder that is there already steps aside (a file is replaced in one go)
+    NAME -> NAME.kept-while-saving    only for a folder; a file is replaced by one rename
     .NAME.saving -> NAME
-    NAME.kept-while-saving            is deleted last
+    NAME.kept-while-saving            deleted last
 
-Whatever moment a run is killed in, one complete checkpoint is there, and :func:`find` says where. What a killed run
-left is cleaned up when the same name is saved or removed next. The name of the kept one begins and ends as the
-checkpoint's own, so that ``ckpt_path="last"`` of the Trainer finds it too.
+A run may be killed at any moment: one complete checkpoint is always there, and :func:`find` says where. The next save
+or removal of the same name deletes what a killed run has left. The name of the kept checkpoint begins and ends like
+the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds the kept checkpoint too.
 
-Rank 0 alone renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one failed, all
-raise.
+Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one rank fails, all
+ranks raise.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from torch import distributed as dist
 
 T = TypeVar("T")
 META: Final = "meta.pt"
-"""In a folder: everything that is no tensor of model or optimizer. Lightning's name."""
-_OURS: Final = (META, ".metadata")  # and *.distcp: what a sharded checkpoint consists of
+"""The file in a folder that holds everything but the tensors of model and optimizers; the name is Lightning's."""
+_OWN_FILES: Final = (META, ".metadata")  # and *.distcp: the files of a sharded checkpoint
 
 
 def aside(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the path where a checkpoint is written until it is complete."""
     return path.with_name(f".{path.name}.saving")
 
 
 def kept(path: Path) -> Path:
-    """Where the one before waits while a folder is renamed."""
+    """Return the path where the old checkpoint stays while a folder is renamed."""
     return path.with_name(f"{path.stem}.kept-while-saving{path.suffix}")
 
 
 def find(path: Path) -> Path:
-    """The complete checkpoint that ``path`` names: itself, or the one before, if a run was killed between two renames.
+    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: neither is there.
     """
     if path.exists():
         return path
@@ -53,23 +53,23 @@ def find(path: Path) -> Path:
     raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
 
 
-def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is the folder of a sharded checkpoint."""
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether ``path`` is the folder of a sharded checkpoint."""
     return path.is_dir() and (path / META).is_file()
 
 
 @contextmanager
 def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
-    """Write a checkpoint to the path that this yields; when all ranks are done, it becomes ``path``.
+    """Yield a path to write a checkpoint to; when all ranks are done, rename that path to ``path``.
 
-    Entered and left by all ranks of the default process group together.
+    All ranks of the default process group enter and leave this context together.
 
     Args:
-        path: what to create or to replace; the same on all ranks, in a folder that all of them see.
-        folder: whether a folder is written, by all ranks (it is there already), or a file, by rank 0.
+        path: the checkpoint to create or to replace; the same on all ranks, in a folder that all ranks see.
+        folder: True: all ranks write into a folder, which exists already. False: rank 0 writes a file.
 
     Raises:
-        IsADirectoryError: ``path`` is a folder with anything in it but a checkpoint.
+        IsADirectoryError: ``path`` is a folder that holds something else and no checkpoint.
         RuntimeError: another rank failed.
     """
     on_rank_zero(lambda: _prepare(path, folder))
@@ -90,13 +90,13 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, and what a killed run may have left of it; on rank 0 alone."""
+    """Delete a checkpoint and the leftovers of killed runs; called on rank 0 only."""
     for leftover in (path, aside(path), kept(path)):
         _delete(leftover)
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on all ranks; if it raises there, it raises everywhere."""
+    """Run ``action`` on rank 0, and return its result or raise its error on all ranks."""
     outcome: list[Any] = [None, None]
     if _rank() == 0:
         try:
@@ -112,7 +112,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def _prepare(path: Path, folder: bool) -> None:
-    _check_ours(path)
+    _check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete(aside(path))
     if folder:
@@ -127,14 +127,14 @@ def _commit(path: Path) -> None:
         path.rename(old)
     new.replace(path)
     if os.path.lexists(old):
-        _keep_foreign(old, path)
+        _move_other_files(old, path)
         _delete(old)
 
 
-def _check_ours(path: Path) -> None:
-    """Before a folder is replaced: it is a checkpoint, or empty."""
-    if path.is_dir() and not path.is_symlink() and not is_sharded(path):
-        inside = sorted(entry.name for entry in path.iterdir() if not _is_ours(entry))
+def _check_replaceable(path: Path) -> None:
+    """Check before a folder is replaced that the folder is a checkpoint, or empty."""
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint_folder(path):
+        inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
         if inside:
             raise IsADirectoryError(
                 f"{str(path)!r} is a folder that holds no checkpoint but {', '.join(inside[:3])}; saving there would"
@@ -142,15 +142,15 @@ def _check_ours(path: Path) -> None:
             )
 
 
-def _is_ours(entry: Path) -> bool:
-    return entry.name in _OURS or entry.suffix == ".distcp"
+def _is_own_file(entry: Path) -> bool:
+    return entry.name in _OWN_FILES or entry.suffix == ".distcp"
 
 
-def _keep_foreign(old: Path, new: Path) -> None:
-    """What somebody else put into a checkpoint's folder moves to the new one."""
+def _move_other_files(old: Path, new: Path) -> None:
+    """Move files that are no part of a checkpoint (a user's notes) from the old folder to the new one."""
     if old.is_dir() and new.is_dir() and not old.is_symlink():
         for entry in old.iterdir():
-            if not _is_ours(entry) and not os.path.lexists(new / entry.name):
+            if not _is_own_file(entry) and not os.path.lexists(new / entry.name):
                 entry.rename(new / entry.name)
 
 
@@ -162,7 +162,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the system write the checkpoint out before its name says that it is there."""
+    """Flush the checkpoint to disk before its final name appears."""
     for file in path.iterdir() if path.is_dir() else [path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -172,11 +172,11 @@ def _sync(path: Path) -> None:
 
 
 def _all_errors(error: Exception | None) -> list[str | None]:
-    mine = None if error is None else f"{type(error).__name__}: {error}"
+    own = None if error is None else f"{type(error).__name__}: {error}"
     if not dist.is_initialized():
-        return [mine]
+        return [own]
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, mine)
+    dist.all_gather_object(errors, own)
     return errors
 
 

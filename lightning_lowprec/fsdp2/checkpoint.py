@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded model and its optimizers, complete or absent, from and into any precision.
+"""Save and load a sharded model and its optimizers, from and into any precision.
 
-Single files hold whole tensors; folders hold shards. Either way a model is stored under the names and in the dtypes of
-its state dict, and optimizer state by the name (or position) of the parameter, with a float32 ``master_param`` beside
-the moments where the weights are half precision. Loaded where weights are float32, the masters become the weights;
-loaded where an optimizer keeps masters, float32 weights become the masters.
+Single files hold whole tensors, folders hold shards. Both store a model under the names and in the dtypes of its state
+dict, and optimizer state by the name (or position) of the parameter. If the weights are half precision, a float32
+``master_param`` is stored beside the moments. Loaded into float32 weights, the masters become the weights. Loaded into
+an optimizer that keeps masters, float32 weights become the masters.
 """
 
 from __future__ import annotations
@@ -13,63 +13,72 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state
-from lightning_lowprec.fsdp2.placing import place
+from lightning_lowprec.fsdp2 import atomic, optimizer_state
+from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.fsdp2.sharded_checkpoint import ShardedCheckpoint
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
+from lightning_lowprec.private.torch import with_local_tensor
 
 State = dict[str, Any]
 
 
 def model_state(model: nn.Module, *, full: bool) -> State:
-    """A model's state dict: whole tensors on rank 0, nothing elsewhere; or DTensors on every rank."""
+    """Return a model's state dict: whole tensors on rank 0 and nothing elsewhere, or DTensors on every rank."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
 
 
 def save_file(path: Path, content: Any) -> None:
-    """Write ``content`` as rank 0 has it to a single file."""
+    """Write the ``content`` of rank 0 to a single file."""
     with atomic.replacing(path, folder=False) as file:
         if torch.distributed.get_rank() == 0:
             torch.save(content, file)
 
 
 def save_folder(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    """Write a sharded checkpoint: ``shards`` as every rank has them, ``rest`` (no tensors of theirs) by rank 0."""
+    """Write a sharded checkpoint: every rank writes its ``shards``, rank 0 writes the ``rest``."""
     with atomic.replacing(path, folder=True) as new:
-        folder.write(new, shards)
+        save(dict(shards), checkpoint_id=new)
         if torch.distributed.get_rank() == 0:
             torch.save(dict(rest), new / atomic.META)
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint is that rank 0's ``path`` names; the same on all ranks.
+    """Return where the checkpoint is that rank 0 calls ``path``; the result is the same on all ranks.
+
+    If a run was killed while it replaced the checkpoint, the old checkpoint may be used; a log line says so.
 
     Raises:
-        FileNotFoundError: nowhere.
-        ValueError: it is a folder without a sharded checkpoint.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the path is a folder without a sharded checkpoint.
     """
 
     def look() -> Path:
         found = atomic.find(path)
-        if found.is_dir() and not atomic.is_sharded(found):
+        if found.is_dir() and not atomic.is_checkpoint_folder(found):
             raise ValueError(
                 f"{str(path)!r} is a folder without {atomic.META!r}, so it is no sharded checkpoint of Lightning or of"
                 " this package. Give the folder of a sharded checkpoint, or the file of a full one."
             )
         return found
 
-    return atomic.on_rank_zero(look)
+    found = atomic.on_rank_zero(look)
+    if found != path:
+        rank_zero_info(f"fsdp2: {str(path)!r} was not completed; loading the one before it, {str(found)!r}.")
+    return found
 
 
 def read_file(path: Path, weights_only: bool = True) -> Any:
-    """A single file, its tensors on the CPU and read when they are used."""
+    """Read a single file; its tensors are on the CPU, and read from disk when they are used."""
     return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
 
 
@@ -84,17 +93,17 @@ def load_folder(
     """Load the shards of a folder, written by any number of ranks, into a sharded model and its optimizers.
 
     Args:
-        path: of the folder.
+        path: the folder.
         model: sharded.
-        model_keys: under which the model may be stored; the first that is there counts.
-        optimizers: by key.
+        model_keys: the keys under which the model may be stored; the first one that exists is used.
+        optimizers: the optimizers by key.
         strict: raise if the model and the checkpoint do not have the same entries.
 
     Raises:
-        KeyError: a model or an optimizer that the checkpoint does not hold, or entries missing or unexpected.
-        ValueError: shapes or parameters of another model.
+        KeyError: the model or an optimizer is not in the checkpoint, or entries are missing or unexpected.
+        ValueError: the shapes or parameters belong to another model.
     """
-    stored = folder.Folder(path)
+    stored = ShardedCheckpoint(path)
     key = next((key for key in model_keys if key in stored.roots), None)
     if key is None:
         raise KeyError(_missing(path, next(iter(model_keys)), stored.roots))
@@ -122,14 +131,14 @@ def load_whole(
 
     Args:
         model: sharded.
-        values: its state dict, of any precision.
-        optimizers: by key.
-        stored: their state dicts by key; parameters by name or number.
+        values: the model's stored state dict, of any precision.
+        optimizers: the optimizers by key.
+        stored: the stored state dicts of optimizers by key; their parameters have names or numbers.
         strict: raise if the model and the checkpoint do not have the same entries.
 
     Raises:
-        KeyError: entries missing or unexpected.
-        ValueError: shapes or parameters of another model.
+        KeyError: entries are missing or unexpected.
+        ValueError: the shapes or parameters belong to another model.
     """
     live = get_model_state_dict(model)
     params = optimizer_state.named_parameters(model)
@@ -176,7 +185,7 @@ def _apply(
 
 
 def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str, Tensor], values: State) -> None:
-    """Masters become float32 weights, and float32 weights become masters; where neither fits, they are dropped."""
+    """Turn masters into float32 weights, or float32 weights into masters; drop masters that have no place."""
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
         has_master = has_masters(optimizer) and params[fqn].dtype in HALF_DTYPES
@@ -198,9 +207,7 @@ def _reconciled(master: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor) or not isinstance(master, DTensor):
         return reconcile(master, weight)
     local = reconcile(master.to_local(), weight.to_local())
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    return with_local_tensor(local, weight)
 
 
 def _missing(path: Path, key: str, roots: Collection[str]) -> str:

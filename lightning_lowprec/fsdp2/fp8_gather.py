@@ -1,59 +1,84 @@
-"""Weights that FSDP2 gathers as float8: float32 or bf16 shards, codes and one scale per weight on the wire.
+"""Gather weights as float8 under FSDP2: shards in float32 or bf16, codes and one scale per weight in the all-gather.
 
-    codes = saturate(shard * scale).to(float8)        # on every rank, before the all-gather
-    scale = FMAX / max(|weight|)                      # of the whole weight, so over all ranks
+The life of such a weight, on one rank:
 
-FSDP2 asks a parameter's tensor for what to send (``fsdp_pre_all_gather``) and gives it what arrived
-(``fsdp_post_all_gather``). The scale is known before the first gather of a step: after the weights have changed, one
-all-reduce serves all of them (:meth:`GatherScales.refresh`). A write to any shard, by an optimizer, a checkpoint or by
-hand, goes through ``__torch_dispatch__`` here and makes the scales stale, so a scale of older weights is never used;
-while they are stale, every weight reduces its own.
+    Parameter   nn.Parameter of a converted layer, float32 or bf16
+      |           gather_in_fp8: becomes an Fp8GatherShard of the whole weight, which shares its memory
+      v           fully_shard: cuts the weight into equal parts along the rows
+    shard       DTensor, whose local tensor is an Fp8GatherShard (high precision, updated by the optimizer)
+      |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights
+      v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
+    codes       float8, one byte per element, sent as uint8 (traffic.ByteGather)
+      |           all-gather
+      v           fsdp_post_all_gather: codes and scale as the tensor that the layer's backend computes with
+    gathered    the whole weight in float8
+      |           forward and backward
+      v
+    GEMM        output, and the gradient of the whole weight
+      |           FSDP2: reduce-scatter in float32
+      v
+    gradient    of the shard
+      |           optimizer.step writes to the shard
+      v           __torch_dispatch__ sees the write and marks the scales as stale
+    step        the next forward begins with GatherScales.refresh
 
-What the arithmetic is, and which tensor the layers see, is for the backend of the layers to say
-(:mod:`~lightning_lowprec.numerics.wire_format`). torchao has such a weight of its own; its scales go stale in silence when a
-checkpoint is loaded after they were computed.
+The scales are known before the first gather of a step. Every write to a shard makes them stale: by an optimizer, by a
+checkpoint or by hand, to the shard or to a view of it. So a scale of older weights is never used. While the scales are
+stale, every weight reduces its own maximum when it is gathered.
+
+A backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
+torchao has a similar tensor, whose scales silently become stale when a checkpoint is loaded after they were computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.fsdp2.several_meshes import by_mesh
+from lightning_lowprec.fsdp2.meshes import by_mesh
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
-from lightning_lowprec.private.torch import written_arguments
+from lightning_lowprec.private.torch import (
+    MOVING_OPERATIONS,
+    largest_absolute_values,
+    local_tensor,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map_only,
+    with_local_tensor,
+    written_arguments,
+)
 
 _aten = torch.ops.aten
-_KEEP_CLASS = {  # what FSDP2 makes shards with and moves them by; views too, whose writes are writes to the shard
+# FSDP2 makes and moves shards by these operations, so their results are shards too. The results of views are shards as
+# well, because a write to a view is a write to the shard.
+_KEEP_CLASS = {
     _aten.empty_like.default,
     _aten.new_zeros.default,
     _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
+    *MOVING_OPERATIONS,
     _aten.clone.default,
 }
+# The result of these operations has the values of the shard, and so the scale of the shard.
 _SAME_VALUES = {
     _aten.detach.default,
     _aten.view.default,
     _aten.as_strided.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
+    *MOVING_OPERATIONS,
     _aten.clone.default,
 }
 
 
 class GatherScales:
-    """The scales of all FP8 weights of one model.
+    """The scales of all weights of one model that are gathered as float8.
 
     Args:
-        format: how the weights travel, the same for all layers of a model.
+        format: the arithmetic of the backend, the same for all layers of a model.
     """
 
     def __init__(self, format: WireFormat) -> None:
@@ -61,16 +86,16 @@ class GatherScales:
         self.weights: list[Tensor] = []
         self.stale = True
         self.reductions = 0
-        """How often :meth:`refresh` has reduced."""
+        """The number of times that :meth:`refresh` has computed scales."""
 
     def collect(self, model: nn.Module) -> None:
-        """Find the weights, when ``model`` is sharded."""
+        """Find the weights; call this after ``fully_shard``."""
         weights = {id(layer.weight): layer.weight for layer in wired_layers(model)}
-        self.weights = [w for w in weights.values() if isinstance(getattr(w, "_local_tensor", None), GatheredWeight)]
+        self.weights = [weight for weight in weights.values() if isinstance(local_tensor(weight), Fp8GatherShard)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of all weights with one all-reduce per mesh, if a weight was written to since."""
+        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
         if not self.stale or not self.weights:
             return
         for weights in by_mesh(self.weights):
@@ -79,23 +104,22 @@ class GatherScales:
         self.reductions += 1
 
     def _compute(self, weights: list[Tensor]) -> None:
-        # a norm of infinite order is max(|w|); it is a partial value per rank, which `clamp` reduces
-        amax = torch.stack(torch._foreach_norm(weights, ord=torch.inf))
+        amax = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
         # offloaded shards are on CPU, which nccl does not reduce
         amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), min=self.format.least_amax)
         scales = self.format.scales(cast(DTensor, amax).to_local())
         for weight, scale in zip(weights, scales.unbind(), strict=True):
-            shard = cast(DTensor, weight)._local_tensor
-            assert isinstance(shard, GatheredWeight)
+            shard = local_tensor(weight)
+            assert isinstance(shard, Fp8GatherShard)
             shard._scale = scale
 
 
-class GatheredWeight(Tensor):
-    """A weight, or its shard, that is gathered as float8.
+class Fp8GatherShard(Tensor):
+    """A shard that is gathered as float8; it has the values in high precision.
 
     Args:
         tensor: the values, any float dtype; shared, not copied.
-        scales: of the model it belongs to.
+        scales: the scales of the model that the weight belongs to.
     """
 
     _tensor: Tensor
@@ -103,9 +127,9 @@ class GatheredWeight(Tensor):
     _scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, scales: GatherScales) -> GatheredWeight:
-        """A tensor without memory of its own, shaped and strided like ``tensor``."""
-        made: GatheredWeight = Tensor._make_wrapper_subclass(
+    def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
+        """Return a tensor without memory, shaped and strided like ``tensor``."""
+        made: Fp8GatherShard = make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -126,29 +150,29 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the values; mark the scales stale if it writes to any of them."""
+        """Run ``func`` on the values; mark the scales as stale if ``func`` writes to the values."""
         kwargs = kwargs or {}
         scales: list[GatherScales] = []
 
-        def unwrap(weight: GatheredWeight) -> Tensor:
+        def unwrap(weight: Fp8GatherShard) -> Tensor:
             scales.append(weight._scales)
             return weight._tensor
 
-        plain_args, plain_kwargs = pytree.tree_map_only(GatheredWeight, unwrap, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
         for target in written_arguments(func, args, kwargs):
-            for weight in pytree.tree_leaves(target):
-                if isinstance(weight, GatheredWeight):
+            for weight in tree_leaves(target):
+                if isinstance(weight, Fp8GatherShard):
                     weight._scales.stale = True
         out = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and not func.is_view:
             return out
-        kept = pytree.tree_map_only(Tensor, lambda t: GatheredWeight(t, scales[0]), out)
-        if func in _SAME_VALUES:  # a shard that CPU offloading moves to the device keeps its scale
+        kept = tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
+        if func in _SAME_VALUES:  # such as a shard that CPU offloading moves to the device
             kept._scale = args[0]._scale
         return kept
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """Called by FSDP2: the codes to send, and the scale, which every rank knows."""
+        """Return the codes to send, and the scale, which every rank knows; called by FSDP2."""
         format, scale = self._scales.format, self._scale
         if self._scales.stale or scale is None:
             amax = self._tensor.abs().amax().float()
@@ -164,41 +188,43 @@ class GatheredWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """Called by FSDP2: the whole weight, ready for the GEMM; later gathers fill the memory of the first."""
+        """Return the whole weight, ready for the GEMM; called by FSDP2. Later gathers fill the memory of the first."""
         (codes,) = all_gather_outputs
         if out is None:
             return self._scales.format.whole(codes, metadata, param_dtype), (codes,)
-        self._scales.format.refill(out._local_tensor if isinstance(out, DTensor) else out, codes, metadata)
+        self._scales.format.refill(local_tensor(out), codes, metadata)
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherScales]:
-        """What compilers trace through."""
+        """Return the names of the inner tensors, and what else makes this one; called by compilers."""
         return ["_tensor"], self._scales
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> GatheredWeight:
-        """The inverse."""
-        return GatheredWeight(inner["_tensor"], scales)
+    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
+        """Build the shard again; called by compilers."""
+        return Fp8GatherShard(inner["_tensor"], scales)
 
     def data_ptr(self) -> int:
-        """Where the values are."""
+        """Return the address of the values."""
         return self._tensor.data_ptr()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """The values, and how they are gathered."""
+        """Show the values, and the dtype in which they are gathered."""
         return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.format.dtype})"
 
 
 def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
-    """Make the weights of FP8 layers ones that FSDP2 gathers as float8; call before ``fully_shard``.
+    """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
-    The parameters of these layers are replaced, as ``fully_shard`` replaces all of them. A weight that a layer without
-    FP8 shares (tied embeddings) stays as it is, and so does one that is no parameter. Call :meth:`GatherScales.collect`
-    after ``fully_shard``.
+    A weight that a layer without FP8 shares (tied embeddings) does not change, and neither does a weight that is no
+    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``.
 
     Args:
-        model: converted; None comes back if no layer of it is FP8.
-        shards: into how many parts each weight will be cut.
+        model: converted.
+        shards: the number of parts that each weight will be cut into.
+
+    Returns:
+        The scales; None if ``model`` has no weight to gather as float8.
 
     Raises:
         ValueError: a weight does not divide into equal parts.
@@ -212,7 +238,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     for layer in layers:
         weight = layer.weight
         if id(weight) not in new:
-            values = GatheredWeight(weight.detach(), scales)
+            values = Fp8GatherShard(weight.detach(), scales)
             new[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         layer.weight = new[id(weight)]
         layer.register_state_dict_post_hook(_plain_weight)
@@ -237,28 +263,15 @@ def check_even(model: nn.Module, shards: int) -> None:
 
 def _gathered_layers(model: nn.Module) -> list[Any]:
     layers = wired_layers(model)
-    shared = _shared_outside(model, layers)
-    # `weight_norm` computes a weight at each forward
+    inside = set(map(id, layers))
+    shared = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    # `weight_norm` computes a weight at each forward, so the weight is no parameter
     return [layer for layer in layers if isinstance(layer.weight, nn.Parameter) and id(layer.weight) not in shared]
 
 
-def _shared_outside(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    inside = set(map(id, layers))
-    return {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
-
-
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor as a checkpoint holds it: the values of a weight that is gathered as float8, sharing their memory."""
-    if isinstance(tensor, GatheredWeight):
-        return tensor._tensor
-    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, GatheredWeight):
-        make: Callable[..., Tensor] = DTensor.from_local
-        return make(
-            tensor._local_tensor._tensor,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor
+    """Return a tensor for a checkpoint: for an :class:`Fp8GatherShard` its values, sharing their memory."""
+    shard = local_tensor(tensor)
+    if not isinstance(shard, Fp8GatherShard):
+        return tensor
+    return with_local_tensor(shard._tensor, tensor) if isinstance(tensor, DTensor) else shard._tensor

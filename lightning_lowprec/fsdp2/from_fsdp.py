@@ -1,33 +1,26 @@
-"""What Lightning's ``FSDPStrategy`` means in FSDP2: the same choice, or an error that says what to write instead.
-
-The names of its private parts that are read here are checked first, as in :mod:`~lightning_lowprec.fsdp2.lightning_parts`.
-"""
+"""Translate Lightning's ``FSDPStrategy`` to FSDP2: the same choices, or an error that says what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
-import lightning
 import torch
 from lightning.fabric import strategies as fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import strategies as trainer
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, wrap
 
-from lightning_lowprec.fsdp2.policies import classes_or_predicate
+from lightning_lowprec.fsdp2.options import Modules
+from lightning_lowprec.private.lightning import FsdpChoices, fsdp_choices
+from lightning_lowprec.private.torch import classes_of
 
 FSDP1: Final = (fabric.FSDPStrategy, trainer.FSDPStrategy)
-NAMES: Final = (
-    *("_accelerator", "_activation_checkpointing_kwargs", "_parallel_devices", "_process_group_backend"),
-    *("_state_dict_type", "_timeout", "cluster_environment", "cpu_offload", "mixed_precision", "sharding_strategy"),
-)
-FABRIC_NAMES: Final = ("_fsdp_kwargs", "_precision")
-TRAINER_NAMES: Final = ("_checkpoint_io", "_precision_plugin", "kwargs")
-
 DROPPED: Final = ("backward_prefetch", "device_id", "forward_prefetch", "limit_all_gathers")
-"""They tune FSDP1's speed and memory; FSDP2 has its own way, and the result of training is the same."""
+"""These options tune FSDP1's speed and memory. FSDP2 has no such options; the result of training is the same."""
 _NO_EQUAL: Final = {
     "ignored_modules": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
     "ignored_states": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
@@ -36,28 +29,16 @@ _NO_EQUAL: Final = {
 }
 
 
-def check_names(strategy: Any) -> None:
-    """Raise ImportError if this Lightning's FSDPStrategy lacks a name that is read here."""
-    flavour = FABRIC_NAMES if isinstance(strategy, fabric.FSDPStrategy) else TRAINER_NAMES
-    missing = [name for name in (*NAMES, *flavour) if not hasattr(strategy, name)]
-    if missing:
-        raise ImportError(
-            f"lightning {lightning.__version__} has moved {', '.join(missing)} of FSDPStrategy, so it cannot be"
-            " translated; write `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
-            " lightning_lowprec is tested with lightning 2.5.0 to 2.6."
-        )
-
-
 def translate(strategy: Any) -> dict[str, Any]:
-    """The arguments of ours that mean what ``strategy`` says; one log line tells what became of it.
+    """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line.
 
     Args:
         strategy: an ``FSDPStrategy`` of the Trainer or of Fabric, not set up yet.
 
     Raises:
-        TypeError: no ``FSDPStrategy``, or a class derived from it.
-        ValueError: a choice that FSDP2 has no equal of.
-        ImportError: a Lightning in which it keeps its choices somewhere else.
+        TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
+        ValueError: FSDP2 has no equal for a choice.
+        ImportError: this Lightning stores the choices under other names.
     """
     if type(strategy) not in FSDP1:
         derived = " derives from FSDPStrategy, and what it changes is not known" if isinstance(strategy, FSDP1) else ""
@@ -66,35 +47,34 @@ def translate(strategy: Any) -> dict[str, Any]:
             " nothing: pass the choices themselves to `lightning_lowprec.FSDP2Strategy(...)` (in Fabric"
             " `FabricFSDP2Strategy`), or an `FSDPStrategy(...)` to `from_fsdp`."
         )
-    check_names(strategy)
-    kwargs = dict(strategy._fsdp_kwargs if isinstance(strategy, fabric.FSDPStrategy) else strategy.kwargs)
-    _check_owned_by_others(strategy)
+    choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, fabric.FSDPStrategy))
+    _check_owned_by_others(choices)
+    kwargs = choices.kwargs
     arguments = {
-        "state_dict_type": strategy._state_dict_type,
-        "process_group_backend": strategy._process_group_backend,
-        "timeout": strategy._timeout,
+        "state_dict_type": choices.state_dict_type,
+        "process_group_backend": choices.process_group_backend,
+        "timeout": choices.timeout,
         "cluster_environment": strategy.cluster_environment,
-        "checkpoint_io": getattr(strategy, "_checkpoint_io", None),
+        "checkpoint_io": choices.checkpoint_io,
         **_sharding(strategy.sharding_strategy.name, kwargs.pop("device_mesh", None)),
         **_dtypes(strategy.mixed_precision),
     }
     if kwargs.get("auto_wrap_policy") is not None:
-        arguments["wrap"] = classes_or_predicate(kwargs["auto_wrap_policy"], "auto_wrap_policy", "wrap")
-    if strategy._activation_checkpointing_kwargs:
-        arguments["activation_checkpointing"] = _checkpointed(strategy._activation_checkpointing_kwargs)
+        arguments["wrap"] = _modules(kwargs["auto_wrap_policy"], "auto_wrap_policy", "wrap")
+    if choices.activation_checkpointing:
+        arguments["activation_checkpointing"] = _checkpointed(choices.activation_checkpointing)
     if strategy.cpu_offload.offload_params:
         arguments["cpu_offload"] = True
     if kwargs.get("sync_module_states"):
         arguments["sync_module_states"] = True
     dropped = _dropped(kwargs)
     arguments = {name: value for name, value in arguments.items() if value is not None or name == "timeout"}
-    _say(arguments, dropped)
+    _log(arguments, dropped)
     return arguments
 
 
-def _check_owned_by_others(strategy: Any) -> None:
-    plugin = strategy._precision if isinstance(strategy, fabric.FSDPStrategy) else strategy._precision_plugin
-    owned = {"precision": plugin, "accelerator": strategy._accelerator, "devices": strategy._parallel_devices}
+def _check_owned_by_others(choices: FsdpChoices) -> None:
+    owned = {"precision": choices.precision, "accelerator": choices.accelerator, "devices": choices.devices}
     for argument, value in owned.items():
         if value is not None:
             raise ValueError(
@@ -149,10 +129,49 @@ def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
 
 def _checkpointed(kwargs: Mapping[str, Any]) -> Any:
     if "check_fn" in kwargs:  # Lightning's deprecated `activation_checkpointing`
-        check = kwargs["check_fn"]
-        return lambda fqn, module: bool(check(module))
-    name = "activation_checkpointing_policy"
-    return classes_or_predicate(kwargs["auto_wrap_policy"], name, "activation_checkpointing")
+        return _by_module(kwargs["check_fn"])
+    return _modules(kwargs["auto_wrap_policy"], "activation_checkpointing_policy", "activation_checkpointing")
+
+
+def _modules(policy: Any, argument: str, option: str) -> Modules:
+    """Return classes, or a predicate of fqn and module, that choose the same modules as an FSDP1 policy.
+
+    Args:
+        policy: a set of classes, or one of torch's policies.
+        argument: its name in FSDPStrategy, for messages.
+        option: its name in FSDP2, for messages.
+
+    Raises:
+        ValueError: a policy by size, or a function of the user's, which FSDP1 calls with sizes.
+    """
+    remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"
+    given = getattr(policy, "keywords", {})
+    function = policy.func if isinstance(policy, partial) else policy
+    if isinstance(policy, (set, wrap.ModuleWrapPolicy)):
+        classes = policy if isinstance(policy, set) else classes_of(policy)
+        return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
+    if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in given:
+        return _modules(set(given["transformer_layer_cls"]), argument, option)
+    if function is wrap.lambda_auto_wrap_policy and "lambda_fn" in given:
+        return _by_module(given["lambda_fn"])
+    if function is wrap.always_wrap_policy:
+        return _by_module(lambda module: any(True for _ in module.parameters(recurse=False)))
+    if function is wrap.size_based_auto_wrap_policy:
+        raise ValueError(
+            f"`{argument}={policy!r}` chooses modules by their size, which FSDP2 does not; {remedy}, or leave it out to"
+            " gather the repeated blocks."
+        )
+    raise ValueError(
+        f"`{argument}={policy!r}` has no equal in FSDP2, which does not ask a policy about sizes or where to descend;"
+        f" {remedy}."
+    )
+
+
+def _by_module(function: Any) -> Modules:
+    def predicate(fqn: str, module: nn.Module) -> bool:
+        return bool(function(module))
+
+    return predicate
 
 
 def _dropped(kwargs: Mapping[str, Any]) -> list[str]:
@@ -167,7 +186,7 @@ def _dropped(kwargs: Mapping[str, Any]) -> list[str]:
     return dropped
 
 
-def _say(arguments: Mapping[str, Any], dropped: list[str]) -> None:
+def _log(arguments: Mapping[str, Any], dropped: list[str]) -> None:
     usual = ("process_group_backend", "timeout", "cluster_environment", "checkpoint_io")
     shown = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items() if name not in usual)
     line = f"FSDPStrategy became FSDP2Strategy({shown})"

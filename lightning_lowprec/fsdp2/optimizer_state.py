@@ -1,8 +1,8 @@
-"""The state of an optimizer by the names of its parameters, collected and loaded without stepping.
+"""Collect and load the state of an optimizer by the names of its parameters, without a step.
 
-torch's own ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` initialise empty state by a step with zero
-gradients and a learning rate of zero. That step counts: for stochastic rounding, for schedulers and hooks, and for
-optimizers that do not look at the learning rate. Here what a checkpoint holds is what the optimizer gets.
+``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` of torch initialise empty state by a step with zero
+gradients and a learning rate of zero. That step has effects: on stochastic rounding, on schedulers and hooks, and with
+optimizers that ignore the learning rate. The functions here load exactly what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -12,43 +12,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import lowbit
-from lightning_lowprec.fsdp2.placing import follows, place, whole
+from lightning_lowprec.fsdp2 import torchao_optimizers
+from lightning_lowprec.fsdp2.fp8_gather import plain
+from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the fqn that they have in checkpoints, whatever wraps their modules."""
+    """Return parameters by the fqn that they have in checkpoints, without the names of wrapping modules."""
     return {clean(fqn): p for fqn, p in model.named_parameters()}
 
 
 def clean(fqn: str) -> str:
-    """A name without those of wrapping modules."""
+    """Return a name without the names of wrapping modules."""
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn
 
 
 def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
-    """``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
+    """Return ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
 
     Args:
-        model: whose parameters the optimizer updates.
-        optimizer: with or without masters (``master_param`` is among the names then).
-        full: whole tensors on the CPU, on rank 0; empty dicts elsewhere. Otherwise DTensors as they are.
+        model: the model whose parameters the optimizer updates.
+        optimizer: with or without masters, which have the name ``master_param``.
+        full: True: whole tensors on the CPU of rank 0, and empty dicts elsewhere. False: DTensors.
     """
     state_dict = optimizer.state_dict()
     fqns = _fqns(model, optimizer)
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     fqn_of = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
-    state = {fqn_of[key]: map_tensors(_plain, entry) for key, entry in state_dict["state"].items()}
-    state = {fqn: {name: lowbit.pack(value) for name, value in entry.items()} for fqn, entry in state.items()}
+    state = {fqn_of[key]: map_tensors(plain, entry) for key, entry in state_dict["state"].items()}
+    state = {
+        fqn: {name: torchao_optimizers.pack(value) for name, value in entry.items()} for fqn, entry in state.items()
+    }
     if not full:
         return {"state": state, "param_groups": groups}
     on_rank_zero = torch.distributed.get_rank() == 0
@@ -61,7 +63,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
 
 
 def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
-    """The same, by position of the parameter in the model in place of its fqn: how the Trainer writes single files."""
+    """Replace fqns by the parameters' positions in the model, as the Trainer writes single files."""
     if not state_dict:
         return state_dict
     number = {fqn: i for i, fqn in enumerate(named_parameters(model))}
@@ -70,9 +72,9 @@ def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
 
 
 def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, key: str) -> StateDict:
-    """A stored state dict, whose parameters are numbered or named, as ``optimizer`` groups them now.
+    """Return a stored state dict by fqn, with the parameter groups that ``optimizer`` has now.
 
-    Numbers count along the groups, as everywhere in torch.
+    The stored parameters have names or numbers. Numbers count along the groups, as everywhere in torch.
 
     Raises:
         ValueError: the optimizer holds other parameters, or groups them in another way.
@@ -116,30 +118,28 @@ def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: 
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
-    """Whole state tensors as their parameters are sharded, quantised ones included."""
+    """Shard whole state tensors like their parameters, quantised state too."""
     return {fqn: _placed_entry(entry, params[fqn]) for fqn, entry in state.items()}
 
 
 def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
     def one(value: Tensor) -> Tensor:
-        return place(value, like) if follows(value.shape, like) else value.detach().clone()
+        return place(value, like) if is_placed_like(value.shape, like) else value.detach().clone()
 
-    return {name: unpacked(lowbit.pack(value), like, one) for name, value in entry.items()}
+    return {name: unpacked(torchao_optimizers.pack(value), like, one) for name, value in entry.items()}
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """``value``, built again if it was quantised; else with ``one`` of every tensor in it."""
-    if isinstance(value, Mapping) and lowbit.CLASS in value:
-        return lowbit.unpack(value, like)
+    """Return quantised state built again, or any other ``value`` with ``one`` applied to every tensor in it."""
+    if isinstance(value, Mapping) and torchao_optimizers.CLASS in value:
+        return torchao_optimizers.unpack(value, like)
     return map_tensors(one, value)
 
 
 def load(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Load what :func:`by_fqn` returns, its state placed as the parameters are."""
-    numbers: dict[str, int] = {}
-    for group in state_dict["param_groups"]:
-        for fqn in group["params"]:
-            numbers[fqn] = len(numbers)
+    """Load the result of :func:`by_fqn`, after its state was sharded like the parameters."""
+    fqns = [fqn for group in state_dict["param_groups"] for fqn in group["params"]]
+    numbers = {fqn: i for i, fqn in enumerate(fqns)}
     groups = [
         {**old, **_rates_like(old, new), "params": [numbers[fqn] for fqn in new["params"]]}
         for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
@@ -150,7 +150,7 @@ def load(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
-    """Hyperparameters as tensors where the optimizer has them so (torchao's learning rate), else as numbers."""
+    """Return hyperparameters as tensors where the optimizer has tensors (torchao's learning rate), else as numbers."""
     values = dict(new)
     for name, value in new.items():
         if isinstance(old.get(name), Tensor) and isinstance(value, (int, float)):
@@ -161,7 +161,7 @@ def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` of every tensor in its dicts, lists and tuples."""
+    """Return ``value`` with ``function`` applied to every tensor in its dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -173,18 +173,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def _gathered(value: Any) -> Any:
     gathered = map_tensors(whole, value)
-    if isinstance(gathered, Mapping) and lowbit.CLASS in gathered:
-        return lowbit.unpack(gathered, gathered["codes"])  # the class that torchao's optimizers load by themselves
+    if isinstance(gathered, Mapping) and torchao_optimizers.CLASS in gathered:
+        return torchao_optimizers.unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
     return gathered
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """State that is a copy of a weight gathered as float8 is stored as its values."""
-    if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather"):
-        from lightning_lowprec.fsdp2.fp8_gather import plain
-
-        return plain(tensor)
-    return tensor
 
 
 def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -1,58 +1,64 @@
-"""How a model is sharded: every choice a user has, checked when it is made."""
+"""Options of sharding: every choice a user has, checked when it is made, and the modules that a choice means."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes, or a predicate of fqn and module. (Not ``Collection``, which LightningCLI knows only with jsonargparse newer
-than 4.27.)"""
+"""Classes, or a predicate of fqn and module. (``Collection`` would need a jsonargparse newer than 4.27.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; what is left alone follows the precision."""
+    """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; by default they follow the precision.
+
+    Args:
+        wrap: the modules that are gathered and freed as one. ``"auto"`` takes the repeated blocks (the children of one
+            class of the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left.
+        replicate: copies of the sharded model (HSDP): each is sharded over ``devices / replicate /
+            tensor_parallel_size``. ``"nodes"``: one copy per node, so that only gradients travel between nodes.
+        shards: the number of ranks over which one copy is sharded; None: all that there are. A number that does not
+            fit raises.
+        tensor_parallel: a function ``(model, mesh)`` that applies tensor parallelism, or a plan for
+            ``parallelize_module``.
+        tensor_parallel_size: devices per tensor-parallel group.
+        activation_checkpointing: recompute activations in the backward pass. ``True``: in the modules of ``wrap``;
+            otherwise classes or a predicate, as for ``wrap``.
+        compile: compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision
+            compiles by its own option.
+        cpu_offload: keep shards, gradients and optimizer state in CPU memory.
+        reshard_after_forward: free gathered weights after the forward pass; None: yes, but for the root. An int keeps
+            parts of them, which FSDP2 cannot do in float8: weights are then gathered in high precision. See
+            ``fully_shard``.
+        fp8_all_gather: gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
+        param_dtype: the dtype in which weights are gathered and computed with; None: the precision's.
+        reduce_dtype: the dtype in which gradients are reduced; None: float32.
+        sync_module_states: send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
+            rank shards what it has, so the ranks must build the same model (from one seed, or from one checkpoint).
+        buffer_dtype: the dtype that floating-point buffers are cast to; None: they are not cast.
+        output_dtype: the dtype that floating-point outputs of the model are cast to; None: they are not cast.
+    """
 
     wrap: Literal["auto"] | Modules = "auto"
-    """Which modules are gathered and freed as one: ``"auto"`` takes the repeated blocks (the children of one class of
-    the outermost ``nn.ModuleList`` or ``nn.Sequential``). The root takes what is left."""
     replicate: int | Literal["nodes"] = 1
-    """Copies of the sharded model (HSDP): each is sharded over ``devices / replicate / tensor_parallel_size``.
-    ``"nodes"``: one copy per node, so that only gradients travel between nodes."""
     shards: int | None = None
-    """Over how many ranks one copy is sharded; None: over all that there are. A number that does not fit raises."""
     tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None = None
-    """A function ``(model, mesh)`` that applies tensor parallelism, or a plan for ``parallelize_module``."""
     tensor_parallel_size: int = 1
-    """Devices per tensor-parallel group."""
     activation_checkpointing: bool | Modules = False
-    """Recompute activations in the backward pass: True for the modules of ``wrap``, or modules of its own choice."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the modules of ``wrap`` in place; a mapping gives ``torch.compile`` options. An FP8 precision compiles by
-    its own option."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered weights after the forward pass; None: yes, but for the root. An int keeps parts of them, which
-    FSDP2 cannot do in float8: weights are then gathered in high precision. See ``fully_shard``."""
     fp8_all_gather: Literal["auto"] | bool = "auto"
-    """Gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it."""
     param_dtype: torch.dtype | None = None
-    """What weights are gathered as and computed in; None: as the precision computes."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in; None: float32."""
     sync_module_states: bool = False
-    """Send the weights and buffers of rank 0 to all ranks before they are sharded. False: each rank shards what it has,
-    so the ranks must build the same model (from one seed, or from one checkpoint)."""
     buffer_dtype: torch.dtype | None = None
-    """What floating-point buffers are cast to; None leaves them."""
     output_dtype: torch.dtype | None = None
-    """What the floating-point outputs of the model are cast to; None leaves them."""
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
@@ -80,6 +86,26 @@ class ShardOptions:
             )
 
 
+class ShardChoices(TypedDict, total=False):
+    """The fields of :class:`ShardOptions`, for type checkers and editors."""
+
+    wrap: Literal["auto"] | Modules
+    replicate: int | Literal["nodes"]
+    shards: int | None
+    tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None
+    tensor_parallel_size: int
+    activation_checkpointing: bool | Modules
+    compile: bool | Mapping[str, Any]
+    cpu_offload: bool
+    reshard_after_forward: bool | int | None
+    fp8_all_gather: Literal["auto"] | bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    sync_module_states: bool
+    buffer_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
 def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
     is_word = any(value is word or (isinstance(word, str) and value == word) for word in words)
     is_predicate = callable(value) and not isinstance(value, type)
@@ -91,3 +117,54 @@ def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
         f"`{name}={value!r}` is not valid; expected {expected}, a collection of nn.Module classes, or a function"
         " (fqn, module) -> bool."
     )
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return repeated blocks by fqn: the children of the outermost ModuleLists and Sequentials, if all have one class.
+
+    A child without parameters is no block, and neither is a child without children, such as a Linear.
+    """
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for fqn, module in model.named_modules():
+        if (inside and fqn.startswith(inside)) or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = dict(module.named_children())
+        same = len(children) > 1 and len({type(child) for child in children.values()}) == 1
+        deep = all(any(True for _ in child.children()) for child in children.values())
+        if same and deep and all(any(True for _ in child.parameters()) for child in children.values()):
+            prefix = f"{fqn}." if fqn else ""
+            found |= {f"{prefix}{name}": child for name, child in children.items()}
+            inside = (*inside, prefix)
+            if not fqn:
+                break
+    return found
+
+
+def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
+    """Return the modules that ``choice`` means by fqn, without the model itself.
+
+    Raises:
+        ValueError: the classes or the predicate match nothing.
+    """
+    if isinstance(choice, str):
+        return blocks(model)
+    modules = {fqn: module for fqn, module in model.named_modules() if fqn and _matches(choice, fqn, module)}
+    if not modules:
+        have = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(
+            f"`{option}={_shown(choice)}` matches no module of {type(model).__name__}; its modules are of the classes"
+            f" {', '.join(have)}."
+        )
+    return modules
+
+
+def _matches(choice: Modules, fqn: str, module: nn.Module) -> bool:
+    if isinstance(choice, Collection):
+        return isinstance(module, tuple(choice))
+    predicate: Callable[[str, nn.Module], bool] = choice
+    return bool(predicate(fqn, module))
+
+
+def _shown(choice: Modules) -> str:
+    return str([c.__name__ for c in choice]) if isinstance(choice, Collection) else repr(choice)

@@ -1,4 +1,4 @@
-"""Sharding a converted model by FSDP2, in the one order that works.
+"""Shard a converted model by FSDP2, in the one order that works.
 
     (convert) -> float8 weights -> tensor parallel -> activation checkpointing -> compile -> fully_shard -> weights
 
@@ -11,42 +11,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
-from lightning_lowprec.fsdp2.checks import check_model, check_shared
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.traffic import Wire
-from lightning_lowprec.fsdp2.visits import Visits, guard
+from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
+from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
+from lightning_lowprec.fsdp2.options import ShardOptions, chosen
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
-from lightning_lowprec.fsdp2.wrapping import chosen
-
-if TYPE_CHECKING:
-    from lightning_lowprec.fsdp2.fp8_gather import GatherScales
+from lightning_lowprec.private.torch import is_batch_norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """What sharding has made of a model."""
+    """The parts that sharding has added to a model."""
 
     groups: Mapping[str, FSDPModule]
-    """By fqn: what is gathered as one; the root is ``""``."""
-    wire: Wire
-    """What goes over the wire."""
+    """The modules that are gathered as one, by fqn; the root is ``""``."""
+    traffic: Traffic
+    """The all-gathers of the groups."""
     scales: GatherScales | None
-    """Of the weights that are gathered as float8."""
-    visits: Visits
-    """What computes it just now."""
+    """The scales of the weights that are gathered as float8."""
+    hooks: ForwardHooks
+    """The hooks at the beginning and end of every forward."""
 
 
 def shard(
@@ -64,29 +67,30 @@ def shard(
     Args:
         model: converted, on any device, on meta, or on meta on all ranks but 0.
         mesh: see :func:`~lightning_lowprec.fsdp2.meshes.make_mesh`.
-        options: what the user chose.
-        device: what this rank computes on.
-        param_dtype: what weights are gathered as and computed in, unless ``options`` says otherwise.
+        options: the user's choices.
+        device: the device of this rank.
+        param_dtype: the dtype in which weights are gathered and computed with, unless ``options`` says otherwise.
         fp8_all_gather: gather the weights of FP8 layers as float8.
         methods: names of methods that compute without calling the module itself.
 
     Raises:
         ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size.
-        TypeError: a model that is sharded already.
+        TypeError: the model is sharded already.
     """
     check_model(model)
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
+    shards = data_mesh.size(data_mesh.ndim - 1)
     if fp8_all_gather:
-        _check_even(model, data_mesh)  # before the first collective, which is in `origin`
-    shard_codes = [b.shard_codes for b in backends.registered() if b.shard_codes is not None and b.coded_weight(model)]
-    after_sharding = [prepare(model, data_mesh.size(data_mesh.ndim - 1), options) for prepare in shard_codes]
+        check_even(model, shards)  # before the first collective, which is in `origin`
+    prepares = [b.shard_codes for b in backends.registered() if b.shard_codes is not None and b.coded_weight(model)]
+    after_sharding = [prepare(model, shards, options) for prepare in prepares]
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
     values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
-    scales = _gather_in_fp8(model, data_mesh) if fp8_all_gather else None
+    scales = gather_in_fp8(model, shards) if fp8_all_gather else None
     if tensor is not None:
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
@@ -101,20 +105,41 @@ def shard(
         scales.collect(model)
     for finish in after_sharding:
         finish(data_mesh)
-    visits = guard(model, scales, methods)
-    return Sharded(groups=groups, wire=Wire(groups, options.param_dtype or param_dtype), scales=scales, visits=visits)
+    hooks = install_hooks(model, scales, methods)
+    return Sharded(groups=groups, traffic=Traffic(groups), scales=scales, hooks=hooks)
 
 
-def _check_even(model: nn.Module, mesh: DeviceMesh) -> None:
-    from lightning_lowprec.fsdp2.fp8_gather import check_even
+def check_model(model: nn.Module) -> None:
+    """Raise TypeError if ``model`` is wrapped by FSDP1, or sharded already."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                f"{fqn or type(model).__name__!r} is wrapped by `FullyShardedDataParallel` (FSDP1), which does not mix"
+                " with FSDP2. Leave the wrapping to the strategy (`wrap=` says what is gathered as one)."
+            )
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    sharded = sharded or [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
+    if sharded:
+        raise TypeError(
+            f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
+            " converted. Leave sharding to the strategy, or keep `ModelParallelStrategy` and call"
+            " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard."
+        )
 
-    check_even(model, shards=mesh.size(mesh.ndim - 1))
 
-
-def _gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> GatherScales | None:
-    from lightning_lowprec.fsdp2.fp8_gather import gather_in_fp8  # imports torchao, which takes seconds
-
-    return gather_in_fp8(model, shards=mesh.size(mesh.ndim - 1))
+def check_shared(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if a wrapped module shares a parameter with a module outside of it: FSDP2 would untie them."""
+    names: dict[int, list[str]] = {}
+    for fqn, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(fqn)
+    for fqns in names.values():
+        groups = {max((g for g in wrapped if fqn.startswith(f"{g}.")), key=len, default="") for fqn in fqns}
+        if len(groups) > 1:
+            raise ValueError(
+                f"{' and '.join(fqns)} are one parameter, but would be gathered with different modules"
+                f" ({' and '.join(repr(g or 'the root') for g in sorted(groups))}), which unties them. Choose `wrap` so"
+                " that both lie in one."
+            )
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> None:
@@ -146,12 +171,12 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
             )
     else:
         modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
-    for module in modules.values():  # an instance attribute keeps every fqn, which a wrapping module does not
+    for module in modules.values():  # an attribute of the instance keeps every fqn; a wrapping module would not
         module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
 
 def _checkpoint_for(module: nn.Module) -> Any:
-    """The checkpoint function of the backend whose layers the block has, which may restore their state; else torch's."""
+    """Return the checkpoint function of the backend whose layers the block has (it may restore state), else torch's."""
     for backend in backends.registered():
         if backend.checkpoint is not None and any(backend.owns(m) for m in module.modules()):
             return backend.checkpoint()
@@ -176,7 +201,7 @@ def _fully_shard(
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
     }
-    # the root's own inputs are the user's batch, targets included: autocast and the plugin see to them
+    # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
     arguments: dict[str, Any] = {
@@ -185,7 +210,7 @@ def _fully_shard(
         "reshard_after_forward": options.reshard_after_forward,
     }
     norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
-    for norm in norms.values():  # float32, like their running statistics; a group has one dtype
+    for norm in norms.values():  # one group each: they stay float32, like their statistics, and a group has one dtype
         policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
         fully_shard(norm, mp_policy=policy, **arguments)
     for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
@@ -195,11 +220,11 @@ def _fully_shard(
 
 
 def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    norms = {fqn: module for fqn, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {fqn: module for fqn, module in model.named_modules() if is_batch_norm(module)}
     return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a part of ``model`` is under FSDP2, or holds DTensors."""
-    tensors: list[Tensor] = list(model.parameters())
-    return any(isinstance(t, DTensor) for t in tensors) or any(isinstance(m, FSDPModule) for m in model.modules())
+    """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
+    parameters = any(isinstance(p, DTensor) for p in model.parameters())
+    return parameters or any(isinstance(module, FSDPModule) for module in model.modules())

@@ -1,36 +1,153 @@
-"""What the two FSDP2 strategies share: the plugin's part in sharding, and what came of it."""
+"""Share one half between the FSDP2 strategies of Trainer and Fabric, and keep what sharding has made of a model."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
 
 import torch
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import strategies as trainer
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.following import Replacements
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.several_meshes import step_one_by_one
-from lightning_lowprec.fsdp2.visits import reshard
+from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.fsdp2.forward_hooks import reshard
+from lightning_lowprec.fsdp2.from_fsdp import translate
+from lightning_lowprec.fsdp2.meshes import data_ranks, disable_foreach, make_mesh, shards
+from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
+from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
+from lightning_lowprec.fsdp2.shard import Sharded, shard
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.private import lightning as names
+from lightning_lowprec.private.torch import FSDP2, check
 
-if TYPE_CHECKING:
-    from lightning_lowprec.fsdp2.shard import Sharded
-
+OFFLOADING: Final = "cpu:gloo,cuda:nccl"
+"""The backends for shards in CPU memory: norms and overflow flags are reduced there."""
 STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-"""What the Trainer calls instead of the module itself; Fabric goes through the module."""
+"""The Trainer calls these methods, and not the module itself; Fabric calls the module."""
+
+
+@shows(ShardOptions)
+class FSDP2Base:
+    """Share one half between both strategies; their other base is Lightning's ModelParallelStrategy.
+
+    Args:
+        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
+            checkpoints are single files.
+        process_group_backend: None: nccl on CUDA, gloo on CPU.
+        timeout: the timeout of the process group.
+        cluster_environment: where the processes come from; None: Lightning finds out.
+        checkpoint_io: how the Trainer writes and reads single-file checkpoints. It must be None in Fabric, whose
+            sharded strategies write their checkpoints themselves.
+
+    Raises:
+        ValueError: an option is not valid.
+        ImportError: Lightning has moved a private name that is needed here.
+    """
+
+    strategy_name = "fsdp2"
+    parent_arguments: ClassVar[Mapping[str, Any]] = {}
+    """More arguments for the constructor of Lightning's ModelParallelStrategy."""
+    takes_checkpoint_io: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        """Show the options in the docstrings of both strategies."""
+        _, title, options = (FSDP2Base.__doc__ or "").partition("\n\nArgs:\n")
+        cls.__doc__ = f"{cls.__doc__}{title}{options}"
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        **options: Unpack[ShardChoices],
+    ) -> None:
+        if state_dict_type not in ("sharded", "full"):
+            raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
+        if checkpoint_io is not None and not self.takes_checkpoint_io:
+            raise ValueError(
+                f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
+                " checkpoints themselves. Leave it out, or use the Trainer."
+            )
+        self.sharding = Sharding(ShardOptions(**options))
+        self.state_dict_type = state_dict_type
+        self.arguments: dict[str, Any] = {
+            "state_dict_type": state_dict_type,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            **options,
+        }
+        """All arguments, to build the same strategy for the other one of Trainer and Fabric."""
+        parent: Any = super()
+        parent.__init__(
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **self.parent_arguments,
+        )
+        names.check_model_parallel(self)
+        self.cluster_environment = cluster_environment
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> Self:
+        """Translate Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, to FSDP2; a log line says the result.
+
+        Raises:
+            TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
+            ValueError: FSDP2 has no equal for a choice; the message names what to use.
+        """
+        return cls(**translate(strategy))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether checkpoints are single files."""
+        return self.state_dict_type == "full"
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return which part of the data this rank reads."""
+        strategy: Any = self
+        return data_ranks(strategy.device_mesh)
+
+    def setup_environment(self) -> None:
+        """Start the processes and make their mesh."""
+        strategy: Any = self
+        parent: Any = super()
+        plugin = strategy.precision if isinstance(self, fabric.Strategy) else strategy.precision_plugin
+        self.sharding.meet(plugin, strategy.root_device)
+        options = self.sharding.options
+        copies = strategy.num_nodes if options.replicate == "nodes" else options.replicate
+        world_size = strategy.num_nodes * strategy.num_processes
+        tensor = options.tensor_parallel_size
+        shards(world_size, copies, tensor, options.shards)  # raises before the process group exists
+        names.set_parallel_sizes(self, world_size // tensor, tensor)
+        if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
+            names.set_process_group_backend(self, OFFLOADING)
+        parent.setup_environment()
+        if copies > 1:  # a mesh of three dimensions in place of Lightning's
+            names.set_device_mesh(self, make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
 class _Known(NamedTuple):
@@ -46,21 +163,27 @@ class Sharding:
     """The sharded models of one strategy.
 
     Args:
-        options: what the user chose.
+        options: the user's choices.
     """
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
-        self._replacements: list[Replacements] = []
+        self._replacements: list[ReplacedParameters] = []
         self._unreported: list[Sharded] = []
 
     def check(self, plugin: Any) -> None:
-        """Raise ValueError for a plugin that does not run under FSDP2, or options that do not fit it."""
+        """Check that ``plugin`` runs under FSDP2.
+
+        Raises:
+            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
+            ImportError: torch has moved a private name that is needed here.
+        """
+        check(FSDP2)
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
 
     def meet(self, plugin: Any, device: torch.device) -> None:
-        """The strategy has its precision plugin and its device.
+        """Let the precision plugin and the options know of each other; the strategy has its device now.
 
         Raises:
             ValueError: see :meth:`check`.
@@ -73,20 +196,18 @@ class Sharding:
             plugin.bind_shards(reshard)
 
     def knows(self, model: Module, plugin: Any) -> bool:
-        """Whether ``model`` was sharded for this precision before: in an earlier fit, or by an earlier Trainer."""
+        """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
         known = _sharded.get(model)
         return known is not None and known.choices == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
-        """Shard a converted model in place, unless that was done before."""
+        """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
-            self._say_what_stays(model)
+            self._warn_of_other_options(model)
             if isinstance(plugin, LowPrecision):
-                plugin.cast_shards(model)  # they are cast: it only learns of them
+                plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
-        from lightning_lowprec.fsdp2.shard import shard
-
-        replacements = Replacements(model)
+        replacements = ReplacedParameters(model)
         sharded = shard(
             model,
             mesh,
@@ -98,52 +219,53 @@ class Sharding:
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)
-        replacements.note()
+        replacements.record()
         self._replacements.append(replacements)
         self._unreported.append(sharded)
         _sharded[model] = _Known(_identity(plugin), self.options, sharded)
 
-    def _say_what_stays(self, model: Module) -> None:
-        """Warn of options that differ from those that ``model`` was sharded with."""
-        before = _sharded[model].options
-        values = {
-            field.name: (getattr(before, field.name), getattr(self.options, field.name)) for field in fields(before)
-        }
-        kept = [f"{n}={old!r}" for n, (old, new) in values.items() if n not in NOT_SEEN and _differ(old, new)]
+    def _warn_of_other_options(self, model: Module) -> None:
+        """Warn of options that differ from the options that ``model`` was sharded with."""
+        before, now = vars(_sharded[model].options), vars(self.options)
+        kept = [f"{n}={before[n]!r}" for n in before if n not in NOT_COMPARED and _differ(before[n], now[n])]
         if kept:
             rank_zero_warn(
-                f"fsdp2: {type(model).__name__} stays sharded as it was, with {', '.join(kept)}; for other options"
-                " build the model anew."
+                f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
+                " for other options build the model anew."
             )
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was built before sharding update what its model has become."""
+        """Let an optimizer that was built before sharding update the new parameters."""
         for replacements in self._replacements:
-            replacements.follow(optimizer)
-        if step_one_by_one(optimizer):
+            replacements.put_into(optimizer)
+        if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
 
     def before_backward(self, model: Module | None, loss: Tensor) -> None:
-        """A backward pass begins; within ``training_step`` FSDP2 has to be told."""
+        """Prepare a backward pass from ``loss``, which may begin within ``training_step``."""
         if model is not None and model in _sharded:
-            _sharded[model].sharded.visits.before_backward(loss)
+            _sharded[model].sharded.hooks.before_backward(loss)
 
     def gather_again(self, model: Module | None) -> None:
-        """After a backward pass or a step within ``training_step``: what follows in it may use the model again."""
+        """Gather the root's weights again, if a backward pass or a step within ``training_step`` has just ended."""
         if model is not None and model in _sharded:
-            _sharded[model].sharded.visits.gather_again()
+            _sharded[model].sharded.hooks.gather_again()
 
     def after_step(self) -> None:
-        """Once, after the first step: say what was gathered; raise if it was not what was promised."""
+        """Log what was gathered, once after the first step.
+
+        Raises:
+            RuntimeError: weights were not gathered as float8 although they were to be.
+        """
         unreported, self._unreported = self._unreported, []
         for sharded in unreported:
-            line = sharded.wire.check()
+            line = sharded.traffic.report()
             if line is not None:
                 rank_zero_info(f"fsdp2: {line}.")
 
 
-NOT_SEEN: Final = ("sync_module_states", "tensor_parallel")
-"""Options without a trace in a sharded model, or whose plans do not compare."""
+NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
+"""Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -154,15 +276,15 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _identity(plugin: Any) -> tuple[Any, ...]:
-    """Everything about a precision that is built into a model when it is sharded."""
+    """Return everything about a precision that is built into a model when the model is sharded."""
     return plugin.sharded_identity() if isinstance(plugin, LowPrecision) else (getattr(plugin, "precision", None),)
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:
-    """What weights are gathered as under a precision plugin; None: as they are stored.
+    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards.
 
     Raises:
-        ValueError: a plugin of which that is not known.
+        ValueError: this package does not know the plugin.
     """
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
@@ -176,10 +298,10 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
-    """Whether float32 or bf16 weights are gathered as float8.
+    """Return whether float32 or bf16 weights are gathered as float8.
 
     Raises:
-        ValueError: it was asked for and the precision cannot.
+        ValueError: the options ask for float8, and the precision does not allow it.
     """
     wanted = options.fp8_all_gather
     if getattr(plugin, "fp8_params", False):
@@ -195,7 +317,7 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
             )
         if (reason := _in_parts(options)) is not None:
             raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {reason}.")
-        return False  # not by what `fp8_all_gather` does to float32 weights
+        return False  # its weights are codes already
     if wanted is False:
         return False
     reason = _not_gathered(plugin, options)
@@ -209,7 +331,7 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
 
 
 def _in_parts(options: ShardOptions) -> str | None:
-    """Why what is gathered is not freed in a way that float8 weights can be, or None if it is."""
+    """Return why float8 weights cannot be freed as ``reshard_after_forward`` asks, or None if they can."""
     size = options.reshard_after_forward
     if size is None or isinstance(size, bool):
         return None
@@ -217,7 +339,7 @@ def _in_parts(options: ShardOptions) -> str | None:
 
 
 def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
-    """Why the weights are not gathered as float8, or None if they are."""
+    """Return why the weights are not gathered as float8, or None if they are."""
     if not isinstance(plugin, LowPrecision):
         return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
     return plugin.gathers(options) or _in_parts(options)

@@ -1,147 +1,103 @@
-"""What FSDP2 sends: every all-gather of parameters, with its dtype and bytes; and float8 where the backend refuses it.
+"""The all-gathers of a sharded model: float8 is sent as uint8, and one log line says what was sent.
 
-FSDP2 sends a group of parameters as uint8 if their dtypes differ. A group of nothing but float8 weights goes as float8,
-which gloo does not know; here one-byte floats always travel as uint8, which changes no bit.
+FSDP2 gathers a group of parameters as one tensor. If their dtypes differ, FSDP2 sends uint8. If all of them are float8,
+FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte floats as uint8, which changes no bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_lowprec.private.torch import is_batch_norm, local_tensor
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
-class Traffic:
-    """Calls and bytes that this rank put in, by dtype: ``calls[dtype]``, ``sent[dtype]``."""
+class ByteGather:
+    """The all-gather of one FSDP2 group.
 
-    def __init__(self) -> None:
+    Args:
+        shards: the shards of this rank that are gathered together.
+    """
+
+    def __init__(self, shards: Sequence[Tensor] = ()) -> None:
+        self.elements = sum(shard.numel() for shard in shards)
+        self.has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
         self.calls: Counter[torch.dtype] = Counter()
+        """How often this rank sent, by dtype."""
         self.sent: Counter[torch.dtype] = Counter()
+        """The bytes that this rank sent, by dtype."""
 
-    def note(self, tensor: Tensor) -> None:
-        """One call that sends ``tensor``."""
-        self.calls[tensor.dtype] += 1
-        self.sent[tensor.dtype] += tensor.numel() * tensor.element_size()
-
-
-class WireGather(DefaultAllGather):
-    """The all-gather of one FSDP2 group, counted."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the result; called by FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """``input_tensor``: [n]; ``output_tensor``: [ranks * n], same dtype."""
-        self.traffic.note(input_tensor)
+    ) -> Any:
+        """Gather; called by FSDP2. ``input_tensor``: (n,); ``output_tensor``: (ranks * n,), same dtype."""
+        self.calls[input_tensor.dtype] += 1
+        self.sent[input_tensor.dtype] += input_tensor.numel() * input_tensor.element_size()
         if input_tensor.is_floating_point() and input_tensor.element_size() == 1:
             input_tensor, output_tensor = input_tensor.view(torch.uint8), output_tensor.view(torch.uint8)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class WireScatter(DefaultReduceScatter):
-    """The reduce-scatter of one FSDP2 group, counted."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        """``input_tensor``: [ranks * n]; ``output_tensor``: [n], same dtype."""
-        self.traffic.note(input_tensor)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-class Wire:
-    """The collectives of every group of a sharded model.
+class Traffic:
+    """The all-gathers of all groups of a sharded model.
 
     Args:
-        groups: by fqn: what is gathered as one; the root is ``""``.
-        param_dtype: what weights are gathered as that are not gathered as float8; None: as they are.
+        groups: the modules that are gathered as one, by fqn; the root is ``""``.
     """
 
-    def __init__(self, groups: Mapping[str, FSDPModule], param_dtype: torch.dtype | None) -> None:
-        self.gathers: dict[str, WireGather] = {}
-        self.scatters: dict[str, WireScatter] = {}
-        self._promised: dict[str, int] = {}
-        self._in_bf16: dict[str, int] = {}
-        self._in_high_precision: dict[str, int] = {}
-        self._has_fp8 = False
-        self._norms = {fqn for fqn, module in groups.items() if isinstance(module, _BatchNorm)}
+    def __init__(self, groups: Mapping[str, FSDPModule]) -> None:
+        self.gathers: dict[str, ByteGather] = {}
+        self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
         for fqn, module in groups.items():
-            self.gathers[fqn], self.scatters[fqn] = WireGather(), WireScatter()
-            module.set_custom_all_gather(self.gathers[fqn])
-            module.set_custom_reduce_scatter(self.scatters[fqn])
-            self._expect(fqn, _shards(module, groups), None if fqn in self._norms else param_dtype)
+            self.gathers[fqn] = ByteGather(_shards(module, groups))
+            custom: Any = self.gathers[fqn]  # torch's interface, a private class, asks for these two methods
+            module.set_custom_all_gather(custom)
 
-    def _expect(self, fqn: str, shards: list[Tensor], param_dtype: torch.dtype | None) -> None:
-        fp8 = sum(t.numel() for t in shards if _in_fp8(t))
-        rest = [t for t in shards if not _in_fp8(t)]
-        sizes = {t: (param_dtype or t.dtype).itemsize for t in shards}
-        self._has_fp8 = self._has_fp8 or fp8 > 0
-        self._promised[fqn] = fp8 + sum(t.numel() * sizes[t] for t in rest)
-        self._in_bf16[fqn] = 2 * sum(t.numel() for t in shards)
-        self._in_high_precision[fqn] = sum(t.numel() * sizes[t] for t in shards)
-
-    def check(self) -> str | None:
-        """What was gathered so far, in one line; None before the first gather, or if this rank is alone.
+    def report(self) -> str | None:
+        """Return one line about what was gathered so far; None before the first gather, or if this rank is alone.
 
         Raises:
-            RuntimeError: float8 was promised and more bytes were sent than it has.
+            RuntimeError: a group with FP8 weights was sent in a wider dtype. Every rank sends the same dtype, so every
+                rank raises.
         """
-        gathered = {fqn: gather.traffic for fqn, gather in self.gathers.items() if gather.traffic.calls}
+        gathered = {fqn: gather for fqn, gather in self.gathers.items() if gather.calls}
         if not gathered:
             return None
-        for fqn, traffic in gathered.items():
-            sent = traffic.sent.total() / traffic.calls.total()
-            promised, otherwise = self._promised[fqn], self._in_high_precision[fqn]
-            if self._has_fp8 and sent > (promised + otherwise) / 2 > promised:  # padding is far less than that
+        for fqn, gather in gathered.items():
+            wide = next((_name(dtype) for dtype in gather.sent if dtype.itemsize > 1), None)
+            if gather.has_fp8 and wide is not None:
                 raise RuntimeError(
-                    f"the weights of {fqn or 'the root'!r} were to be gathered as float8 ({promised} bytes per rank),"
-                    f" but {sent:.0f} bytes were sent. Use `fp8_all_gather=False`, and please report it."
+                    f"the weights of {fqn or 'the root'!r} were to be gathered as float8, but {wide} was sent. Use"
+                    " `fp8_all_gather=False`, and please report it."
                 )
-        blocks = {fqn: traffic for fqn, traffic in gathered.items() if fqn and fqn not in self._norms} or gathered
-        sent = sum(t.sent.total() for t in blocks.values()) / sum(t.calls.total() for t in blocks.values())
-        in_bf16 = sum(self._in_bf16[fqn] * t.calls.total() for fqn, t in blocks.items())
-        ratio = sum(t.sent.total() for t in blocks.values()) / in_bf16
-        dtype = (
-            "float8" if self._has_fp8 else " and ".join(sorted({_name(d) for t in blocks.values() for d in t.calls}))
-        )
+        blocks = {fqn: gather for fqn, gather in gathered.items() if fqn and fqn not in self._norms} or gathered
+        calls = sum(gather.calls.total() for gather in blocks.values())
+        sent = sum(gather.sent.total() for gather in blocks.values())
+        in_bf16 = sum(2 * gather.elements * gather.calls.total() for gather in blocks.values())
+        names = sorted({_name(dtype) for gather in blocks.values() for dtype in gather.calls})
+        dtype = "float8" if any(gather.has_fp8 for gather in self.gathers.values()) else " and ".join(names)
         unit = "gather" if "" in blocks else "block"
-        return f"all-gather: {dtype}, {_size(sent)} per {unit} and rank, {ratio:.2f}x of bf16"
+        # a rank that has nothing of a group sends padding only
+        return f"all-gather: {dtype}, {_size(sent / calls)} per {unit} and rank, {sent / max(in_bf16, 1):.2f}x of bf16"
 
 
-def _in_fp8(shard: Tensor) -> bool:
-    return hasattr(shard, "fsdp_pre_all_gather")  # a GatheredWeight, whose module imports torchao
-
-
-def _shards(module: FSDPModule, groups: Mapping[str, FSDPModule]) -> list[Tensor]:
-    """The local shards of the parameters that ``module`` gathers, which are not those of groups inside of it."""
-    inner = {id(p) for m in groups.values() if m is not module and _contains(module, m) for p in _parameters(m)}
-    return [cast(DTensor, p)._local_tensor for p in _parameters(module) if id(p) not in inner]
-
-
-def _contains(outer: Any, inner: Any) -> bool:
-    return any(module is inner for module in outer.modules())
-
-
-def _parameters(module: Any) -> list[Tensor]:
-    return list(module.parameters())
+def _shards(module: Any, groups: Mapping[str, Any]) -> list[Tensor]:
+    """Return the local shards of the parameters that ``module`` gathers; groups inside of it gather their own."""
+    inside = {id(m) for m in module.modules()} - {id(module)}
+    inner = {id(p) for group in groups.values() if id(group) in inside for p in group.parameters()}
+    return [local_tensor(p) for p in module.parameters() if id(p) not in inner]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,109 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning.fabric import strategies as fabric
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import strategies as trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, checkpoint, lowbit, optimizer_state
-from lightning_lowprec.fsdp2 import layouts as checkpoints
-from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.lightning_parts import check_parent, note_sigterm, set_mesh, set_sizes
-from lightning_lowprec.fsdp2.meshes import data_ranks
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.several_meshes import clip_grad_norm
-from lightning_lowprec.fsdp2.strategy import Sharding
+from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, optimizer_state, torchao_optimizers
+from lightning_lowprec.fsdp2.meshes import clip_grad_norm
+from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.private.lightning import note_sigterm, set_device_mesh
 
 
-class FSDP2Strategy(ModelParallelStrategy):
-    """Fully sharded training by FSDP2 in every precision, of any LightningModule, as it is.
-
-    Args:
-        state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards, ``"full"`` ones
-            are single files.
-        process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: of the process group.
-        cluster_environment: where the processes come from; None: Lightning finds out.
-        checkpoint_io: how single-file checkpoints are written and read.
-        options: see :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
-
-    Raises:
-        ValueError: an option that is not valid.
-    """
-
-    strategy_name = "fsdp2"
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        **options: Any,
-    ) -> None:
-        check_state_dict_type(state_dict_type)
-        super().__init__(
-            save_distributed_checkpoint=state_dict_type == "sharded",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        check_parent(self)
-        self.cluster_environment = cluster_environment
-        if checkpoint_io is not None:
-            self.checkpoint_io = checkpoint_io
-        self.state_dict_type = state_dict_type
-        self.arguments = {
-            "state_dict_type": state_dict_type,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            **options,
-        }
-        self.sharding = Sharding(ShardOptions(**options))
-
-    @classmethod
-    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> FSDP2Strategy:
-        """What Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, becomes in FSDP2; a log line says it.
-
-        Raises:
-            TypeError: not an ``FSDPStrategy``, or of a derived class.
-            ValueError: it has a choice without an equal in FSDP2; the message names what to use.
-        """
-        return cls(**translate(strategy))
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data this rank reads."""
-        return data_ranks(self.device_mesh)
+class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""
 
     @override
     def setup_environment(self) -> None:
-        """Processes, their mesh, and what the precision has to know of them."""
-        self.sharding.meet(self.precision_plugin, self.root_device)
-        set_sizes(self, self.sharding.options)
+        """Start the processes and make their mesh, which the LightningModule gets too."""
         super().setup_environment()
-        mesh = set_mesh(self, self.sharding.options)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = mesh
+        set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -121,7 +46,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         note_sigterm(trainer)
         if not self.sharding.knows(self.model, self.precision_plugin):
             self.model = self.precision_plugin.convert_module(self.model)
-            self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
+        self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
         if self.sharding.options.tensor_parallel is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self._move_metrics()
@@ -136,26 +61,26 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _move_metrics(self) -> None:
         assert self.model is not None
         for module in self.model.modules():
-            if isinstance(module, Metric):  # their states are no buffers, which are there already
+            if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
                 module.to(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """The user's optimizers; one that was built in ``__init__`` follows its parameters."""
+        """Set up the user's optimizers; an optimizer that was built in ``__init__`` gets the sharded parameters."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
-            lowbit.check(optimizer)
+            torchao_optimizers.check(optimizer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization the backward pass runs within what FSDP2 takes for the forward pass."""
+        """Prepare FSDP2: in manual optimization the backward pass begins within its forward pass."""
         super().pre_backward(closure_loss)
         self.sharding.before_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization the rest of ``training_step`` may compute with the model again."""
+        """Gather the root again: in manual optimization the rest of ``training_step`` may use the model."""
         super().post_backward(closure_loss)
         self.sharding.gather_again(self.model)
 
@@ -167,58 +92,52 @@ class FSDP2Strategy(ModelParallelStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A step; after the first, what was gathered is checked and said."""
+        """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
         self.sharding.gather_again(self.model)
         return output
 
-    @property
-    def _full(self) -> bool:
-        return self.state_dict_type == "full"
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0 (nothing elsewhere), or the shards of this rank."""
+        """Return whole tensors on rank 0 and nothing elsewhere, or the shards of this rank."""
         assert self.model is not None
-        return checkpoint.model_state(self.model, full=self._full)
+        return checkpoint.model_state(self.model, full=self.is_full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state by fqn, sharded; or whole, by number, on rank 0."""
+        """Return the state by fqn, sharded; or by number, whole, on rank 0."""
         assert self.model is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = optimizer_state.collect(self.model, plain, full=self._full)
-        return optimizer_state.numbered(state, self.model) if self._full else state
+        state = optimizer_state.collect(self.model, plain, full=self.is_full)
+        return optimizer_state.numbered(state, self.model) if self.is_full else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save: complete, or not at all. See :mod:`~lightning_lowprec.fsdp2.checkpoint`.
+        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
 
         Raises:
-            TypeError: ``storage_options``, which only a CheckpointIO takes.
+            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
         """
-        checkpoints.check_storage_options(storage_options)
-        checkpoints.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self._full)
+        checkpoint_layouts.check_storage_options(storage_options)
+        checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self.is_full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model and optimizers from a checkpoint of any precision and number of ranks; returns the rest.
+        """Load model and optimizers from a checkpoint of any precision and number of ranks; return the rest.
 
-        Folders and single files are told apart by themselves. ``weights_only`` None means True.
+        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
 
         Raises:
-            ValueError: it is of another model, or has other optimizers.
-            KeyError: what the Trainer restores is not in it.
+            ValueError: the checkpoint belongs to another model, or has other optimizers.
+            KeyError: the checkpoint lacks something that the Trainer restores.
             FileNotFoundError: there is no checkpoint.
         """
-        asked = Path(self.broadcast(checkpoint_path))
-        found = checkpoint.locate(asked)
-        checkpoints.say_where(asked, found)
+        found = checkpoint.locate(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load_trainer(
+        return checkpoint_layouts.load_trainer(
             found,
             self.model,
             self.optimizers if fitting else [],
@@ -228,12 +147,6 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, on rank 0, with what a killed run may have left of it."""
+        """Delete a checkpoint and the leftovers of killed runs, on rank 0."""
         if self.is_global_zero:
             atomic.remove(Path(filepath))
-
-
-def check_state_dict_type(value: object) -> None:
-    """Raise ValueError for an unknown one."""
-    if value not in ("sharded", "full"):
-        raise ValueError(f"`state_dict_type={value!r}` is not valid; expected one of: sharded, full.")

@@ -1,4 +1,4 @@
-"""Where the weights of a sharded model come from: every rank has them, one has, or none."""
+"""Give a sharded model its weights, which every rank has, only rank 0 has, or no rank has (meta device)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Origin = Literal["every rank", "rank 0", "nowhere"]
 
 
 def origin(model: nn.Module) -> Origin:
-    """Who has the weights: all ranks agree on the answer.
+    """Return which ranks have the weights; the answer is the same on all ranks.
 
     Raises:
-        RuntimeError: the model is on meta in part, or on some ranks in a way that nobody can fill.
+        RuntimeError: only a part of the model is on meta, or the ranks differ in another way.
     """
     tensors = [*model.parameters(), *model.buffers()]
     on_meta = sum(t.is_meta for t in tensors)
-    mine = "meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real"
+    own = "meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real"
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, own)
     if set(everyone) == {"real"}:
         return "every rank"
     if everyone[0] == "real" and set(everyone[1:]) == {"meta"}:
@@ -38,17 +38,17 @@ def origin(model: nn.Module) -> Origin:
 
 
 def full_values(model: nn.Module) -> dict[str, Tensor]:
-    """References to the tensors of an unsharded model's state dict, to be sent to the other ranks later."""
+    """Return the tensors of an unsharded model's state dict, to send them to the other ranks later."""
     return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
 @torch.no_grad()
 def send_all(model: nn.Module, device: torch.device) -> None:
-    """Make the weights and buffers of an unsharded model those of rank 0, in place.
+    """Send the weights and buffers of rank 0 to all ranks, in place.
 
     Args:
-        model: on a real device on every rank.
-        device: what the process group works on; tensors elsewhere go through it.
+        model: not sharded yet, and on a real device on every rank.
+        device: the device of the process group; other tensors are copied to it and back.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().to(device).contiguous()
@@ -61,12 +61,12 @@ def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[st
 
     Args:
         model: sharded.
-        device: where parameters that are on meta go (CPU, where they are offloaded).
-        source: what :func:`origin` said.
-        values: on rank 0, if it alone has them: what :func:`full_values` gave.
+        device: the device for parameters that are on meta (CPU for offloaded ones).
+        source: the result of :func:`origin`.
+        values: the result of :func:`full_values`, on rank 0 if only rank 0 has the weights.
 
     Raises:
-        RuntimeError: modules with parameters on meta that cannot initialise themselves.
+        RuntimeError: a module with parameters on meta cannot initialise itself.
     """
     if source == "every rank":
         return
@@ -103,7 +103,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def _send_buffers(model: nn.Module) -> None:
-    """Buffers that no state dict holds (rotary tables) come from rank 0 too."""
+    """Send the buffers of rank 0 that no state dict holds, such as rotary tables."""
     persistent = set(model.state_dict())
     for fqn, buffer in model.named_buffers():
         if fqn not in persistent and not isinstance(buffer, DTensor):

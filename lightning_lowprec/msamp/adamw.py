@@ -17,18 +17,21 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from typing_extensions import Unpack, override
 
+from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, ScaledOptions, check_at_least_zero
+from lightning_lowprec.msamp.optimizer import ScaledChoices, ScaledOptimizer, ScaledOptions, check_at_least_zero
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 
 _MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 
 
+@shows(ScaledOptions)
 class ScaledAdamW(ScaledOptimizer):
     """AdamW for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
+    At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
@@ -36,9 +39,6 @@ class ScaledAdamW(ScaledOptimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        **options: ``level``, ``stochastic_rounding``, ``seed`` and ``compile``, see
-            :class:`~lightning_lowprec.msamp.optimizer.ScaledOptions`. At level O2 and O3 the first moment is
-            float8_e4m3fn codes, the second float16 codes.
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -51,12 +51,14 @@ class ScaledAdamW(ScaledOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Unpack[ScaledOptions],
+        **options: Unpack[ScaledChoices],
     ) -> None:
         check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"`betas={betas!r}` is not valid; expected two numbers in [0, 1).")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, take(ScaledOptions, options)
+        )
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:

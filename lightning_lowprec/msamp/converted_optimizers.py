@@ -4,9 +4,9 @@
     scale_linears(model, ["fc"], "O2")
     convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
 
-Groups, learning rate, state and schedulers stay. State dicts are those of the plain optimizer, with float32 moments, and
-load into the plain optimizer and from it. At level O3 a state dict also has the ``master_param`` (float32) of every
-weight that was stepped, the name that :mod:`~lightning_lowprec.masters.optimizer` uses.
+Groups, learning rate, state and schedulers stay. State dicts have float32 moments, like those of the plain optimizer:
+the plain optimizer loads them, and its state dicts load here. At level O3 they also have the ``master_param`` (float32)
+of every weight that was stepped; :mod:`~lightning_lowprec.masters.optimizer` uses the same name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _REFUSED_OPTIONS: Final = ("amsgrad", "maximize", "capturable", "differentiable"
 
 
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """Let ``optimizer`` step parameters of codes. Without such parameters, or with frozen ones only, it stays as before.
+    """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
+
+    If all parameters of codes are frozen, optimizers that are not supported do not change either.
 
     Args:
         optimizer: see ``SUPPORTED``; a second call changes nothing.
@@ -59,7 +61,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     target = _CLASSES.get(type(optimizer))
     if target is not None:
         _check_options(optimizer)
-        _change_class(optimizer, target, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
+        _convert(optimizer, target, {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed})
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
@@ -82,7 +84,7 @@ def _check_options(optimizer: Optimizer) -> None:
             )
 
 
-def _change_class(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
+def _convert(optimizer: Any, target: type[_Converted], options: Mapping[str, Any]) -> None:
     check_step(optimizer, MSAMP)
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none

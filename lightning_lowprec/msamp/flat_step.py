@@ -18,6 +18,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor
 
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import MsampWeightState, codes_of, required_state_of
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
@@ -94,7 +95,7 @@ class FlatStep:
         scales = {key: [s[f"{key}_scale"] for s in states] for key in self._moments if key in self._codes}
         stored["weight"] = [cast(Tensor, w.master) for w in weights] if has_master else self._param_codes
         scales["weight"] = [cast(Tensor, w.master_scale) if has_master else w.scale for w in weights]
-        self._decode_and_update(weights, stored, scales, rule)
+        self._decode_and_update(stored, scales, rule)
         amaxes = dict(zip(scales, self._amaxes(list(scales)), strict=True))
         fresh = {
             name: power_of_two_scale(amaxes[name], self._formats[name], torch.stack(old))
@@ -121,19 +122,16 @@ class FlatStep:
         self._free()
 
     def _decode_and_update(
-        self,
-        weights: Sequence[MsampWeightState],
-        stored: Mapping[str, list[Tensor]],
-        scales: Mapping[str, list[Tensor]],
-        rule: Rule,
+        self, stored: Mapping[str, list[Tensor]], scales: Mapping[str, list[Tensor]], rule: Rule
     ) -> None:
         """Fill the flat float32 memory and apply the rule."""
         inv_scales = {name: torch.stack(of_one).reciprocal_() for name, of_one in scales.items()}
-        if weights[0].gradient is None:
-            gradients = [local(cast(Tensor, p.grad)) for p in self._params]
+        scaled = [p.grad for p in self._params if isinstance(p.grad, ScaledGradient)]  # all or none
+        if scaled:
+            gradients = [gradient.codes for gradient in scaled]
+            inv_scales["grad"] = torch.stack([gradient.inv_scale for gradient in scaled])
         else:
-            gradients = [cast(Tensor, w.grad) for w in weights]
-            inv_scales["grad"] = torch.stack([cast(Tensor, w.grad_inv_scale) for w in weights])
+            gradients = [local(cast(Tensor, p.grad)) for p in self._params]
         for name, tensors in {**stored, "grad": gradients}.items():
             copy_all_((self._codes if name in inv_scales else self._full)[name].views, tensors)
         numbers: Mapping[str, Any] = rule.numbers

@@ -1,24 +1,34 @@
-"""Weights of codes under FSDP2 (MS-AMP's O3): e4m3 shards that are gathered as they are, float16 masters beside them.
+"""Weights of codes under FSDP2 (MS-AMP's O3): e4m3 codes are gathered, one byte per element.
 
     scale_linears(model, fqns, "O3")
     coded = code_shards(model, shards=mesh.size())     # before fully_shard
     fully_shard(model, mesh=mesh)
-    coded.collect(mesh)                                # after it, before the optimizer
+    coded.collect(mesh)                                # after fully_shard, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-FSDP2 knows float32 and bf16 parameters; one of codes looks to it like a float32 one (:class:`MsampShard`). What it
-cuts and copies is codes and master together; what it sends is the codes, one byte per element: the scale is that of the
-whole weight, and every rank has it. Gradients arrive at the shards in float32 (with FSDP2's
-``param_dtype=bfloat16``, rounded to that before they are reduced). A step of the optimizer works on the
-shards and takes one all-reduce for its new scales (per 16 million elements and group of parameters). State dicts have
-float32 DTensors, so they fit any number of ranks; loading one is a collective.
+The life of a weight on one rank:
+
+    Parameter of codes
+        | code_shards
+        v
+    MsampShard: all codes and the master
+        | fully_shard cuts both
+        v
+    MsampShard: codes and master of this rank ---- codes, all-gather ----> MsampShard: all codes, no master
+        ^                                                                      | three GEMMs
+        |                                                                      v
+        +---- step on the shard <---- float32 shard <---- reduce-scatter ---- float32 gradient
+
+FSDP2 knows float32 and bf16 parameters, so a MsampShard looks like a float32 tensor. The scale belongs to the whole
+weight, and every rank has it. With ``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. A
+step takes one all-reduce for its new scales (per 16 million elements and group of parameters). State dicts have float32
+DTensors, so they fit any number of ranks; loading a state dict is a collective.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -28,13 +38,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
-from lightning_lowprec.msamp.weight import MsampWeightState, msamp_state_of
+from lightning_lowprec.msamp.weight import MsampWeightState, required_state_of
+from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
-from lightning_lowprec.private.torch import written_arguments
+from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
 
 _aten: Any = torch.ops.aten
-_CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
+_CUT: Final = {  # the operations by which FSDP2 makes, moves and aliases shards
     _aten.detach.default,
     _aten.empty_like.default,
     _aten.new_zeros.default,
@@ -50,13 +61,13 @@ _CUT: Final = {  # what FSDP2 makes shards with, and what moves or aliases them
 
 @final
 class MsampShard(Tensor):
-    """Codes and their float16 master, or a part of both, or gathered codes alone; looks like a float32 tensor.
+    """Codes and their float16 master, or a part of both, or gathered codes alone; shown as a float32 tensor.
 
     Args:
         codes: (...) float8_e4m3fn.
-        master: (...) float16; None where the codes were gathered.
-        scaled: has the scales.
-        dtype: what it looks like, and gets gradients in.
+        master: (...) float16; None for gathered codes.
+        state: has the scales.
+        dtype: the dtype that torch sees, also for the gradient.
     """
 
     codes: Tensor
@@ -65,11 +76,10 @@ class MsampShard(Tensor):
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, master: Tensor | None, scaled: MsampWeightState, dtype: torch.dtype = torch.float32
+        cls, codes: Tensor, master: Tensor | None, state: MsampWeightState, dtype: torch.dtype = torch.float32
     ) -> MsampShard:
-        """A tensor without memory of its own, shaped and strided like the codes."""
-        make: Any = Tensor._make_wrapper_subclass
-        made: MsampShard = make(
+        """Make a tensor without memory for float32 values, shaped and strided like the codes."""
+        shard: MsampShard = make_wrapper_subclass(
             cls,
             codes.size(),
             strides=codes.stride(),
@@ -77,28 +87,32 @@ class MsampShard(Tensor):
             dtype=dtype,
             device=codes.device,
         )
-        made.codes, made.master, made.msamp_state = codes, master, scaled
-        return made
+        shard.codes, shard.master, shard.msamp_state = codes, master, state
+        return shard
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def values(self) -> Tensor:
+        """Return the values of the codes: (...) float32."""
+        return self.codes.float() / self.msamp_state.scale
+
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cut, moved and copied as codes; everything else reads the values; nothing else writes."""
+        """Cut, move and copy codes and master; let other operations read the values; refuse other writes."""
         kwargs = kwargs or {}
         if func in _CUT:
             return _cut(func, args, kwargs)
         if func is _aten.copy_.default and isinstance(args[0], MsampShard):
-            _copy(args[0], args[1])
+            _copy_(args[0], args[1])
             return args[0]
         if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written_arguments(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
-        return func(*pytree.tree_map_only(MsampShard, _values, args), **kwargs)
+        return func(*pytree.tree_map_only(MsampShard, MsampShard.values, args), **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """Called by FSDP2: the codes to send."""
+        """Return the codes to send, for FSDP2."""
         return (self.codes.view(torch.uint8),), self.msamp_state
 
     def fsdp_post_all_gather(
@@ -109,30 +123,26 @@ class MsampShard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """Called by FSDP2: the whole weight; later gathers fill the memory of the first."""
+        """Return the whole weight, for FSDP2; later gathers fill the memory of the first gather."""
         if out is not None:
             return None
         (gathered,) = all_gather_outputs
         return MsampShard(gathered.view(E4M3.dtype), None, metadata, param_dtype), (gathered,)
 
     def data_ptr(self) -> int:
-        """Where the codes are."""
+        """Return the address of the codes."""
         return self.codes.data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape and the scale."""
+        """Show the shape and the scale."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.msamp_state.scale})"
 
 
-def _values(coded: MsampShard) -> Tensor:
-    return coded.codes.float() / coded.msamp_state.scale
-
-
 def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same of codes and master, each in its own dtype."""
+    """Run ``func`` on the codes and on the master, each in its dtype."""
     first: MsampShard = args[0]
     if kwargs.get("dtype") not in (None, first.dtype):
-        return func(_values(first), *args[1:], **kwargs)
+        return func(first.values(), *args[1:], **kwargs)
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
     if first.master is None:
@@ -143,8 +153,8 @@ def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [MsampShard(c, m, first.msamp_state) for c, m in zip(codes, masters, strict=True)]
 
 
-def _copy(target: MsampShard, source: Tensor) -> None:
-    """Codes are copied; values are encoded in the scale there is, which ``set_values_`` then makes a good one."""
+def _copy_(target: MsampShard, source: Tensor) -> None:
+    """Copy codes and master; encode values with the present scale, which ``set_values_`` makes fit afterwards."""
     if not isinstance(source, MsampShard):
         target.codes.copy_(saturating_cast(source.float() * target.msamp_state.scale, E4M3))
         return
@@ -155,10 +165,10 @@ def _copy(target: MsampShard, source: Tensor) -> None:
 
 @final
 class MeshShards:
-    """The shards of a weight over one mesh (see :class:`~lightning_lowprec.msamp.weight.Shards`).
+    """The ranks of a mesh that share weights (see :class:`~lightning_lowprec.msamp.weight.Shards`).
 
     Args:
-        mesh: what ``fully_shard`` got; its last dimension shards.
+        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -167,69 +177,69 @@ class MeshShards:
         self.rank = mesh.get_local_rank(self._dim)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Over the ranks: (...) float32; a collective. NaN comes back as inf, which a maximum keeps."""
+        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
         largest = torch.where(values.isnan(), torch.inf, values)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return largest
 
     def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
-        """A DTensor of which this rank has ``shard``, placed as ``param`` is."""
+        """Return a DTensor that is placed like ``param`` and has ``shard`` on this rank."""
         assert isinstance(param, DTensor)
-        make: Any = DTensor.from_local
-        whole: Tensor = make(
-            shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-        return whole
+        sizes: dict[str, Any] = {"shape": param.shape, "stride": param.stride()}
+        return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **sizes)
 
 
 @final
 class PendingShards:
-    """The coded weights of one model on their way into FSDP2; made by :func:`code_shards`."""
+    """The layers of one model whose weights wait for ``fully_shard``; made by :func:`code_shards`."""
 
     def __init__(self, layers: Mapping[str, ScaledLinear]) -> None:
         self.layers = dict(layers)
 
+    @torch.no_grad()
     def collect(self, mesh: DeviceMesh) -> None:
-        """After ``fully_shard`` over ``mesh``: let optimizers and state dicts find codes, masters and scales."""
+        """Let optimizers and state dicts find codes, masters and scales; call after ``fully_shard`` over ``mesh``."""
         shards = MeshShards(mesh)
         for fqn, layer in self.layers.items():
             weight: Any = layer.weight
-            shard = weight._local_tensor if isinstance(weight, DTensor) else None
-            assert isinstance(shard, MsampShard), f"{fqn!r} was not sharded"
-            scaled = shard.msamp_state
-            scaled.master, scaled.shards = shard.master, shards
-            scaled._param = weakref.ref(weight)
-            weight.codes, weight.msamp_state = shard.codes, scaled
+            shard = local(weight)
+            assert shard is not weight, f"{fqn!r} was not sharded"
+            assert isinstance(shard, MsampShard)
+            state = shard.msamp_state
+            state.master, state.shards = shard.master, shards
+            weight.codes = shard.codes
+            state.bind(weight)
 
 
 def code_shards(model: nn.Module, shards: int) -> PendingShards | None:
-    """Make the weights of ScaledLinears ones that FSDP2 can shard; call before ``fully_shard``.
+    """Make the weights of ScaledLinears shardable by FSDP2; call before ``fully_shard``.
 
-    Their Parameters are replaced, as ``fully_shard`` replaces all of them, and their gradients are float32.
+    New Parameters replace the weights, as ``fully_shard`` replaces all Parameters. Gradients become float32.
 
     Args:
-        model: with layers of :func:`~lightning_lowprec.msamp.linear.scale_linears`, at level O3; None comes
-            back if it has none.
-        shards: into how many parts each weight will be cut.
+        model: with layers of :func:`~lightning_lowprec.msamp.linear.scale_linears` at level O3.
+        shards: the number of parts that each weight will be cut into.
+
+    Returns:
+        The layers, whose ``collect`` must be called after ``fully_shard``; None for a model without such layers.
 
     Raises:
-        ValueError: weights of another level, or one that does not divide into equal parts.
+        ValueError: weights of another level, or a weight that does not divide into equal parts.
     """
     check_codes(model, shards)
     layers = scaled_linears(model)
     for layer in layers.values():
-        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
-        coded = MsampShard(layer.weight.detach(), scaled.master, scaled)
-        layer.weight = nn.Parameter(coded, requires_grad=layer.weight.requires_grad)
+        state = required_state_of(layer.weight)
+        shard = MsampShard(layer.weight.detach(), state.master, state)
+        layer.weight = nn.Parameter(shard, requires_grad=layer.weight.requires_grad)
         layer.float32_gradients = True
     return PendingShards(layers) if layers else None
 
 
 def check_codes(model: nn.Module, shards: int) -> None:
-    """Raise ValueError as :func:`code_shards` does."""
+    """Raise the errors of :func:`code_shards`, and change nothing."""
     for fqn, layer in scaled_linears(model).items():
-        scaled = cast(MsampWeightState, msamp_state_of(layer.weight))
-        if scaled.master is None:
+        if required_state_of(layer.weight).master is None:
             raise ValueError(
                 f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"
                 " a float16 master, both sharded), or DDP."
@@ -242,12 +252,14 @@ def check_codes(model: nn.Module, shards: int) -> None:
 
 
 def check_options(options: Any, model: nn.Module) -> None:
-    """Raise ValueError for options of sharding that do not go with weights that are kept as codes, or for meta weights.
+    """Raise ValueError for sharding options, or a model on meta, that do not go with weights of codes.
 
     Args:
-        options: the ``ShardOptions``.
-        model: converted.
+        options: has the attributes that are checked, as ``ShardOptions`` does.
+        model: converted. A model without weights of codes passes.
     """
+    if not scaled_linears(model):
+        return
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,

@@ -15,19 +15,10 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private.torch import (
-    ATEN_FOREACH_COPY,
-    ATEN_FOREACH_MULTIPLY,
-    ATEN_FOREACH_NORM,
-    ATEN_FOREACH_ZERO,
-    ATEN_UNSCALE,
-    disabled_torch_function,
-    make_wrapper_subclass,
-    written_arguments,
-)
+from lightning_lowprec.private import torch as private
 
 _aten: Any = torch.ops.aten
-_COPIES: Final = (_aten.copy_.default, ATEN_FOREACH_COPY)
+_COPIES: Final = (_aten.copy_.default, private.ATEN_FOREACH_COPY)
 
 
 @final
@@ -51,7 +42,7 @@ class ScaledGradient(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor) -> ScaledGradient:
         """Make a tensor without memory for float32 values."""
-        gradient: ScaledGradient = make_wrapper_subclass(
+        gradient: ScaledGradient = private.make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=torch.float32, device=codes.device
         )
         gradient.codes, gradient.inv_scale = codes, inv_scale
@@ -98,11 +89,11 @@ class ScaledGradient(Tensor):
         """Show the shape and the inner tensors."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = private.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operations of ``_HANDLERS`` on codes and scales, and other operations on decoded values."""
         kwargs = kwargs or {}
@@ -112,7 +103,7 @@ class ScaledGradient(Tensor):
             return result
         if any(hasattr(t, "msamp_state") for arg in (*args, *kwargs.values()) for t in _as_list(arg)):
             raise TypeError(_refusal(func))
-        writes = bool(written_arguments(func, args, kwargs))
+        writes = bool(private.written_arguments(func, args, kwargs))
         targets = _as_list(args[0])
         if writes and func not in _COPIES and not all(isinstance(t, ScaledGradient) for t in targets):
             raise TypeError(_refusal(func))
@@ -177,7 +168,7 @@ def _multiply_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """Multiply or divide the scales, if every gradient is multiplied by one number."""
     if not all(map(_is_number, args[1:])):
         return NotImplemented
-    if isinstance(args[1], Tensor) and func is not ATEN_UNSCALE:
+    if isinstance(args[1], Tensor) and func is not private.ATEN_UNSCALE:
         for gradient in _gradients_in(args[0]):
             gradient.clipped = gradient.measured and not gradient.averaged
     factors = [t.inv_scale if isinstance(t, ScaledGradient) else t for t in _as_list(args[0])]
@@ -221,16 +212,16 @@ _MULTIPLICATIONS: Final = (
     _aten.mul_.Scalar,
     _aten.div_.Tensor,
     _aten.div_.Scalar,
-    *ATEN_FOREACH_MULTIPLY,
-    ATEN_UNSCALE,
+    *private.ATEN_FOREACH_MULTIPLY,
+    private.ATEN_UNSCALE,
 )
 _HANDLERS: Final[dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]]] = {
     _aten.detach.default: _detach,
     _aten.clone.default: _clone,
     _aten.add.Tensor: _add,
     _aten.zero_.default: _zero_,
-    ATEN_FOREACH_ZERO: _zero_,
+    private.ATEN_FOREACH_ZERO: _zero_,
     _aten.linalg_vector_norm.default: _norm,
-    ATEN_FOREACH_NORM: _norm,
+    private.ATEN_FOREACH_NORM: _norm,
     **dict.fromkeys(_MULTIPLICATIONS, _multiply_),
 }

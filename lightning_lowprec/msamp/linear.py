@@ -54,9 +54,9 @@ class ScaledLinear(nn.Linear):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        rows = input.reshape(-1, self.in_features)
-        padded = pad_rows(rows, _ALIGNMENT)
-        output: Tensor = _matmul(padded, self.weight, self.emulate, self.float32_gradients)[: rows.shape[0]]
+        rows = pad_rows(input, _ALIGNMENT)
+        tokens = input.numel() // self.in_features
+        output: Tensor = _matmul(rows, self.weight, self.emulate, self.float32_gradients)[:tokens]
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output.reshape(*input.shape[:-1], self.out_features)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     LEVELS,
     Level,
@@ -34,43 +36,50 @@ _NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
 
 
-class ScaledOptions(TypedDict, total=False):
-    """The options that ScaledAdamW and ScaledSGD share."""
+@dataclass(frozen=True, kw_only=True)
+class ScaledOptions:
+    """The options that ScaledAdamW and ScaledSGD share.
+
+    Args:
+        level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
+            with a scale.
+        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
+            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
+            replicas, nothing to save.
+        seed: of the stochastic rounding.
+        compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
+    """
+
+    level: Level = "O2"
+    stochastic_rounding: bool = False
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the level."""
+        check_choice("level", self.level, LEVELS)
+
+
+class ScaledChoices(TypedDict, total=False):
+    """The fields of :class:`ScaledOptions`, for type checkers."""
 
     level: Level
-    """The level of the parameters of codes, "O2" by default. Moments are float32 at "O1"; at "O2" and "O3" they are
-    codes, each with a scale."""
     stochastic_rounding: bool
-    """Round float16 weights (at O3: masters) stochastically, so that updates below half a step move them on average.
-    The random bits are a function of ``seed``, the step and the position: equal on all replicas, nothing to save."""
     seed: int
-    """The seed of stochastic rounding; 0 by default."""
     compile: bool
-    """Update the parameters of codes by two fused kernels per device and step (``torch.compile``)."""
 
 
 class ScaledOptimizer(Optimizer):
     """Abstract: a subclass says which moments there are and how a step updates plain parameters and those of codes."""
 
+    level: Level
+    stochastic_rounding: bool
+    seed: int
     compile = False
+    _flat_steps: dict[tuple[int, ...], FlatStep]
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        compile: bool = False,
-    ) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
-        self.level = level
-        self.stochastic_rounding = stochastic_rounding
-        self.seed = seed
-        self.compile = compile
-        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], options: ScaledOptions) -> None:
+        vars(self).update(vars(options), _flat_steps={})
         super().__init__(params, defaults)
 
     # ---- for subclasses
@@ -113,7 +122,8 @@ class ScaledOptimizer(Optimizer):
             if plain:
                 weights = [p.float() for p in plain]  # the parameter itself if it is float32
                 self._update_plain(group, plain, weights, [p.grad.float() for p in plain])
-                _write_back(plain, weights)
+                half = [(p, weight) for p, weight in zip(plain, weights, strict=True) if p is not weight]
+                copy_all_([p for p, _ in half], [weight for _, weight in half])
             for params in self._chunks(group["params"]):
                 self._step_codes(group, params)
         return loss
@@ -145,7 +155,7 @@ class ScaledOptimizer(Optimizer):
             if weight is None or p.grad is None or not p.numel():
                 continue
             state = self.state[p]
-            kind = p.device, weight.shards, weight.gradient is None, state.get("step", 0), *state
+            kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
             kinds.setdefault(kind, []).append(p)
         for members in kinds.values():
             chunk: list[Tensor] = []
@@ -167,20 +177,12 @@ class ScaledOptimizer(Optimizer):
             self._flat_steps[key] = FlatStep(params, formats, self.compile)  # keeps the parameters, so ids stay theirs
         return self._flat_steps[key]
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a 2-norm of at most ``max_norm``, like ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm before, scalar float32.
-        """
-        return clip_grad_norm_(parameters_of(self), max_norm)
-
     # ---- state
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that deepcopy and pickle keep."""
-        options = {name: getattr(self, name) for name in ScaledOptions.__annotations__}
+        options = {name: getattr(self, name) for name in ScaledChoices.__annotations__}
         return {**super().__getstate__(), **options, "_flat_steps": {}}
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
@@ -268,7 +270,7 @@ def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
 
 def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """Return the state of one parameter with float32 values instead of codes and scales."""
-    values = {}
+    values = {"step": entry["step"]} if "step" in entry else {}  # first, as in torch's optimizers
     for key, value in entry.items():
         scale = entry.get(f"{key}_scale")
         if key != "master" and not key.endswith("_scale"):
@@ -282,10 +284,3 @@ def check_at_least_zero(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"`{name}={value!r}` is not valid; expected 0 or more.")
-
-
-def _write_back(params: list[Tensor], weights: list[Tensor]) -> None:
-    """Round float32 weights into the half-precision parameters that they are copies of."""
-    half = [(p, weight) for p, weight in zip(params, weights, strict=True) if p is not weight]
-    if half:
-        copy_all_([p for p, _ in half], [weight for _, weight in half])

@@ -21,19 +21,22 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 from typing_extensions import Unpack, override
 
+from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.msamp.flat_step import Flats, Rule
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, ScaledOptions, check_at_least_zero
+from lightning_lowprec.msamp.optimizer import ScaledChoices, ScaledOptimizer, ScaledOptions, check_at_least_zero
 from lightning_lowprec.numerics.formats import FP16, Format
 
 _BUFFER: Final = "momentum_buffer"
 _MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 
 
+@shows(ScaledOptions)
 class ScaledSGD(ScaledOptimizer):
     """SGD for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`) and plain parameters.
 
     Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
+    At level O2 and O3 the buffer is float16 codes.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
@@ -42,8 +45,6 @@ class ScaledSGD(ScaledOptimizer):
         dampening: how much of the gradient does not enter the buffer, except for the first gradient.
         weight_decay: added to the gradient, as in torch's SGD.
         nesterov: look ahead; needs momentum and no dampening.
-        **options: ``level``, ``stochastic_rounding``, ``seed`` and ``compile``, see
-            :class:`~lightning_lowprec.msamp.optimizer.ScaledOptions`. At level O2 and O3 the buffer is float16 codes.
 
     Raises:
         ValueError: an argument out of range, or a parameter scaled for another level.
@@ -57,7 +58,7 @@ class ScaledSGD(ScaledOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **options: Unpack[ScaledOptions],
+        **options: Unpack[ScaledChoices],
     ) -> None:
         check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (not momentum or dampening):
@@ -72,7 +73,7 @@ class ScaledSGD(ScaledOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, defaults, take(ScaledOptions, options))
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private import torch as private_torch
+from lightning_lowprec.private import torch as private
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -100,34 +100,6 @@ class MsampWeightState:
         assert self.master_scale is not None
         _store(*encode(values, FP16, self.shards), self.master, self.master_scale)
 
-    # ---- the gradient
-
-    @property
-    def gradient(self) -> ScaledGradient | None:
-        """``param.grad`` if it is a ScaledGradient."""
-        param = self._bound()
-        grad = None if param is None else param.grad
-        return grad if isinstance(grad, ScaledGradient) else None
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The codes of the gradient: float8_e4m3fn, shaped like the parameter; the values are codes * inv_scale."""
-        return None if self.gradient is None else self.gradient.codes
-
-    @property
-    def grad_inv_scale(self) -> Tensor | None:
-        """Scalar float32; NaN if the gradient has a value that is not finite."""
-        return None if self.gradient is None else self.gradient.inv_scale
-
-    @torch.no_grad()
-    def accumulate(self, grad: Tensor) -> None:
-        """Add ``grad``, (...) any float, to the ScaledGradient, and encode the sum anew; inf becomes NaN."""
-        param: Any = self._bound()
-        total = grad.float() if self.gradient is None else grad.float() + self.gradient.decode()
-        param.grad = ScaledGradient.of(total)
-
-    # ---- writes to the codes
-
     def record_write(self) -> None:
         """Remember that codes and scale were written together."""
         param = self._bound()
@@ -165,9 +137,8 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     Raises:
         ValueError: an unknown level, or ``param`` holds codes already.
     """
-    private_torch.check(private_torch.MSAMP)
-    if level not in LEVELS:
-        raise ValueError(f"`level={level!r}` is not valid; expected one of: {', '.join(LEVELS)}.")
+    private.check(private.MSAMP)
+    check_choice("level", level, LEVELS)
     if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
     master, master_scale = encode(param.detach().float(), FP16)

@@ -18,15 +18,14 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_lowprec.hardware import default_device
+from lightning_lowprec.private.lightning import check_precision_plugin
 
-if not hasattr(TrainerPrecision, "_after_closure"):  # it runs hooks and clipping between unscaling and stepping
-    raise ImportError("lightning_lowprec needs lightning >= 2.5.0, < 2.7: `Precision._after_closure` is missing.")
+check_precision_plugin()
 
 F = TypeVar("F", bound=Callable[..., Any])
 

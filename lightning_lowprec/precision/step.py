@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_lowprec.masters.optimizer import expose_master_grads, has_masters, main_params, move_grads_to_masters
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.precision.loss_scale import LossScaler
+from lightning_lowprec.private.lightning import after_closure
 
 # ---- the loss and the backward pass
 
@@ -100,7 +101,7 @@ def scaled_step(
     if not no_gradients:
         scaler.unscale(optimizer)
     with expose_master_grads(optimizer):
-        plugin._after_closure(model, optimizer)  # the Trainer's hooks and clipping
+        after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
     if no_gradients:
         return result
     output = scaler.step(optimizer, **kwargs)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,6 +21,10 @@ MASTERS: Final = "float32 masters"
 LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
+FSDP2: Final = "'fsdp2'"
+_FSDP: Final = "torch.distributed.fsdp._fully_shard"
+PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
+"""Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
         "torch._foreach_copy_",
@@ -43,7 +49,31 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_zero_.default",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
-    TRANSFORMER_ENGINE: ("torch._C._current_graph_task_id", "torch._C._autograd._top_saved_tensors_default_hooks"),
+    FSDP2: (
+        "torch._foreach_norm",
+        "torch._functorch.config.enable_autograd_cache",
+        "torch.Tensor._make_wrapper_subclass",
+        "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_map_only",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.ops.aten.copy_.default._schema",
+        "torch.ops.aten._to_copy.default",
+        "torch.ops.aten._pin_memory.default",
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes",
+        f"{_FSDP}._fsdp_common.TrainingState.FORWARD",
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
+        f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
+    ),
+    TRANSFORMER_ENGINE: (
+        "torch.Tensor._make_wrapper_subclass",
+        "torch.Tensor._version",
+        "torch._C._current_graph_task_id",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._disabled_torch_function_impl",
+        "torch._foreach_copy_",
+    ),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 
@@ -72,7 +102,12 @@ def check(part: str) -> None:
 
 def _missing(part: str) -> list[str]:
     missing = [name for name in NAMES[part] if not _exists(name)]
-    return [*missing, *_missing_handshake()] if part in (MASTERS, MSAMP) else missing
+    if part in (MASTERS, MSAMP):
+        return [*missing, *_missing_handshake()]
+    state = f"{_FSDP}._fsdp_state.FSDPState"
+    if part == FSDP2 and not any(_exists(f"{state}.{name}") for name in PARAM_GROUPS):
+        return [*missing, f"{state}.{PARAM_GROUPS[0]}"]
+    return missing
 
 
 def _exists(name: str) -> bool:
@@ -206,6 +241,54 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
+
+
+# ---- FSDP2
+
+MOVING_OPERATIONS: Final = (torch.ops.aten._to_copy.default, torch.ops.aten._pin_memory.default)
+"""The operations that move a tensor to another device or into pinned memory."""
+tree_leaves = torch.utils._pytree.tree_leaves
+tree_map_only = torch.utils._pytree.tree_map_only
+
+
+def keep_in_forward(module: nn.Module) -> None:
+    """Let FSDP2 believe that the forward pass of ``module`` is still under way."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    for group in getattr(state, PARAM_GROUPS[0], None) or [getattr(state, PARAM_GROUPS[1])]:
+        if group is not None:
+            group._training_state = type(group._training_state).FORWARD
+
+
+def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
+    """Let FSDP2 prepare the backward pass of ``module`` when the gradient of ``loss`` arrives."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    state._register_pre_backward_hook(loss)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the shard that this rank has of a DTensor, or ``tensor`` itself if it is none.
+
+    This is the stored object. ``DTensor.to_local()`` returns a view of it where gradients are recorded.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with the shape and placements of ``like``, of which this rank has the shard ``local``."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def disable_autograd_cache() -> None:
+    """Turn off the cache of compiled graphs that torch keeps across compilations."""
+    torch._functorch.config.enable_autograd_cache = False
+
+
+def classes_of(policy: Any) -> set[type[nn.Module]]:
+    """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
+    classes: set[type[nn.Module]] = policy._module_classes
+    return classes
 
 
 # ---- MS-AMP: tensors of codes and their gradients

@@ -21,32 +21,35 @@ from lightning_lowprec.extras import INSTALL
 
 _QUANTIZATION: Final = "transformer_engine.pytorch.quantization"
 _MANAGER: Final = "FP8GlobalStateManager"
-_NAMES: Final = (
-    ("transformer_engine.pytorch.constants", "FP8FwdTensorIdx.GEMM1_WEIGHT"),
-    ("transformer_engine.pytorch.distributed", "_get_module_fsdp_state"),
-    ("transformer_engine.pytorch.export", "is_in_onnx_export_mode"),
-    ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.get_quantizer_roles"),
-    ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.init_fp8_metadata"),
-    ("transformer_engine.pytorch", "Linear._get_weight_tensors"),
-    ("transformer_engine.pytorch", "LayerNorm.pre_first_fuser_forward"),
-    ("transformer_engine.pytorch", "LayerNorm.op_forward"),
-    ("transformer_engine.pytorch", "LayerNorm.op_backward"),
-    ("transformer_engine.pytorch", "RMSNorm.pre_first_fuser_forward"),
-    ("transformer_engine.pytorch", "RMSNorm.op_forward"),
-    ("transformer_engine.pytorch", "RMSNorm.op_backward"),
-    (_QUANTIZATION, "DelayedScalingRecipeState"),
-    (_QUANTIZATION, "QuantizerRequest"),
-    (_QUANTIZATION, "QuantizerRole"),
-    (_QUANTIZATION, f"{_MANAGER}.add_fp8_tensors_to_global_buffer"),
-    (_QUANTIZATION, f"{_MANAGER}.get_buffer_info"),
-    (_QUANTIZATION, f"{_MANAGER}.get_fp8_recipe"),
-    (_QUANTIZATION, f"{_MANAGER}.is_fp8_enabled"),
-    (_QUANTIZATION, f"{_MANAGER}.quantization_state.autocast_depth"),
-    (_QUANTIZATION, f"{_MANAGER}.quantization_state.global_amax_buffer"),
-    (_QUANTIZATION, f"{_MANAGER}.quantization_state.is_first_fp8_module"),
-    (_QUANTIZATION, f"{_MANAGER}.reduce_and_update_fp8_tensors"),
-    (_QUANTIZATION, f"{_MANAGER}.split_key_in_buffer"),
-)
+_OVERRIDDEN: Final = ("pre_first_fuser_forward", "op_forward", "op_backward")
+_NAMES: Final = {
+    "transformer_engine.pytorch": (
+        "Linear._get_weight_tensors",
+        *(f"LayerNorm.{method}" for method in _OVERRIDDEN),
+        *(f"RMSNorm.{method}" for method in _OVERRIDDEN),
+    ),
+    "transformer_engine.pytorch.constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT",),
+    "transformer_engine.pytorch.distributed": ("_get_module_fsdp_state",),
+    "transformer_engine.pytorch.export": ("is_in_onnx_export_mode",),
+    "transformer_engine.pytorch.module.base": (
+        "TransformerEngineBaseModule.get_quantizer_roles",
+        "TransformerEngineBaseModule.init_fp8_metadata",
+    ),
+    _QUANTIZATION: (
+        "DelayedScalingRecipeState",
+        "QuantizerRequest",
+        "QuantizerRole",
+        f"{_MANAGER}.add_fp8_tensors_to_global_buffer",
+        f"{_MANAGER}.get_buffer_info",
+        f"{_MANAGER}.get_fp8_recipe",
+        f"{_MANAGER}.is_fp8_enabled",
+        f"{_MANAGER}.quantization_state.autocast_depth",
+        f"{_MANAGER}.quantization_state.global_amax_buffer",
+        f"{_MANAGER}.quantization_state.is_first_fp8_module",
+        f"{_MANAGER}.reduce_and_update_fp8_tensors",
+        f"{_MANAGER}.split_key_in_buffer",
+    ),
+}
 _SCALED: Final = ("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers")
 _ATTRIBUTES: Final = (
     ("transformer_engine.pytorch", "Linear", (*_SCALED, "_get_weight_tensors", "_is_fsdp2", "activation_dtype", "fp8")),
@@ -79,7 +82,7 @@ def moved() -> list[str]:
     """
     if find_spec("transformer_engine") is None:
         return []
-    lost = [f"{module}.{name}" for module, name in _NAMES if _found(module, name) is None]
+    lost = [f"{module}.{name}" for module, names in _NAMES.items() for name in names if _found(module, name) is None]
     for module, name, attributes in _ATTRIBUTES:
         mentioned = set(_mentions(_found(module, name)))
         lost += [f"`{attribute}` of {module}.{name}" for attribute in attributes if attribute not in mentioned]

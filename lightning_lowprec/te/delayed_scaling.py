@@ -26,6 +26,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_lowprec.private import transformer_engine
+from lightning_lowprec.private.torch import copy_all_
 
 SCALES: Final = "scales"
 """Key of the scales in a plugin's state."""
@@ -124,7 +125,7 @@ def drop_nonfinite(*, forward: bool) -> None:
     """
     for rows in transformer_engine.amax_of_this_step(forward=forward):
         flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        torch._foreach_copy_(rows, list(torch.split(flat, [len(row) for row in rows])))
+        copy_all_(rows, list(torch.split(flat, [len(row) for row in rows])))
 
 
 def saved_scales(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:

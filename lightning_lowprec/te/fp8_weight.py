@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private.torch import written_arguments
+from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
@@ -39,12 +39,11 @@ class Fp8Weight(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Make a tensor without storage, and hang codes and scale at it."""
-        make: Any = Tensor._make_wrapper_subclass
-        made: Self = make(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
+        made: Self = make_wrapper_subclass(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
         made.codes, made.inv_scale = codes, inv_scale
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

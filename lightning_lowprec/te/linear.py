@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,23 @@ def check_input(input: Tensor) -> None:
         )
 
 
+def change_class(layer: Any, cls: type[nn.Module], donor: nn.Module) -> None:
+    """Change the class of a layer in place, and add the attributes that the constructor of ``donor`` has set."""
+    own_class = type(layer)
+    added = donor.__dict__.keys() - layer.__dict__.keys() - layer._parameters.keys()
+    layer.__class__ = cls
+    layer.__dict__.update({name: donor.__dict__[name] for name in added})
+    layer.__dict__.update(own_class=own_class, added_attributes=frozenset(added))
+
+
+def restore_class(layer: Any, also_added: Collection[str] = ()) -> None:
+    """Undo :func:`change_class`, and remove ``also_added``, attributes that were added later."""
+    own_class = layer.own_class
+    for name in (*layer.added_attributes, *also_added, "own_class", "added_attributes"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = own_class
+
+
 def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     """Run ``forward`` under ``no_grad`` where the caller is in inference mode.
 
@@ -67,11 +84,11 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     """
 
     @functools.wraps(forward)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return forward(*args)
-        return forward(*args)
+                return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     return wrapped
 
@@ -93,8 +110,6 @@ def _warn_outside_of_autocast() -> None:
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
-    own_class: ClassVar = nn.Linear
-    """The class that the module had."""
     fp8_eval: bool
     """Whether evaluation runs in FP8 too."""
     token_alignment: int
@@ -240,15 +255,20 @@ def convert_linear(
     """
     store_in_full(linear)
     if not isinstance(linear, TELinear):
-        donor = _donor(linear, fqn or None)
-        added = donor.__dict__.keys() - linear.__dict__.keys() - linear._parameters.keys()
-        linear.__class__ = TELinear
-        # `param_init_meta` holds closures, which do not pickle
-        linear.__dict__.update({name: donor.__dict__[name] for name in added}, param_init_meta={})
+        donor = te.Linear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            device="meta",
+            name=fqn or None,
+        )
+        change_class(linear, TELinear, donor)
     for name in transformer_engine.SHARDING_CACHES:
         linear.__dict__.pop(name, None)
     cache = WeightCache(always=weight_cache == "always") if weight_cache else None
     linear.__dict__.update(
+        param_init_meta={},  # Transformer Engine's holds closures, which do not pickle
         fp8_eval=fp8_eval,
         token_alignment=token_alignment,
         wire_format=wire_format,
@@ -259,12 +279,9 @@ def convert_linear(
 
 
 def revert_linear(linear: nn.Module) -> None:
-    """Make a TELinear the Linear it was, in place."""
+    """Make a TELinear a Linear again, in place."""
     store_in_full(linear)
-    added = _donor(linear).__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
-    for name in (*added, *TELinear.__annotations__, *transformer_engine.SET_BY_FORWARD):
-        linear.__dict__.pop(name, None)
-    linear.__class__ = nn.Linear
+    restore_class(linear, (*TELinear.__annotations__, *transformer_engine.SET_BY_FORWARD))
 
 
 def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
@@ -290,15 +307,3 @@ def _is_usable(workspace: Any, input: Tensor) -> bool:
         return True
     names = ("data", "data_t") if input.requires_grad else ("data",)
     return all(getattr(workspace, name, None) is not None for name in names)
-
-
-def _donor(linear: Any, name: str | None = None) -> Any:
-    """Construct Transformer Engine's Linear with the same arguments, on meta, to take its attributes from."""
-    return te.Linear(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-        name=name,
-    )

@@ -21,7 +21,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowprec.te.linear import check_input, outside_inference_mode
+from lightning_lowprec.te.linear import change_class, check_input, outside_inference_mode, restore_class
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -33,11 +33,6 @@ Formula = Literal["weight", "1 + weight"]
 
 class _Norm:
     """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
-
-    own_class: type[nn.Module]
-    """The class that the module had."""
-    added_by_te: frozenset[str]
-    """The attributes that the module did not have before."""
 
     @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
@@ -156,34 +151,23 @@ def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
         if fqn in fqns and not isinstance(module, _Norm):
             convert_norm(module)
         elif fqn not in fqns and isinstance(module, _Norm):
-            revert_norm(module)
+            restore_class(module)
 
 
 def revert_norms(model: nn.Module) -> None:
     """Give every converted norm of ``model`` its own class back, in place."""
     for module in model.modules():
         if isinstance(module, _Norm):
-            revert_norm(module)
+            restore_class(module)
 
 
 def convert_norm(norm: nn.Module) -> None:
     """Make a norm Transformer Engine's, in place; :func:`reason_to_keep` must have no reason to keep it."""
-    own = type(norm)
-    if own is nn.LayerNorm:
-        donor: Any = te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")
-    else:
-        weight = norm._parameters["weight"]
-        shape = norm.normalized_shape if weight is None else weight.shape
-        centred = own is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
-        donor = te.RMSNorm(shape, eps=norm.__dict__[str(_epsilon(norm))], zero_centered_gamma=centred, device="meta")
-    added = donor.__dict__.keys() - norm.__dict__.keys() - norm._parameters.keys()
-    norm.__class__ = TELayerNorm if own is nn.LayerNorm else TERMSNorm
-    norm.__dict__.update({name: donor.__dict__[name] for name in added}, own_class=own, added_by_te=frozenset(added))
-
-
-def revert_norm(norm: Any) -> None:
-    """Give a converted norm its own class back, in place."""
-    own, added = norm.own_class, norm.added_by_te
-    for name in (*added, "own_class", "added_by_te"):
-        norm.__dict__.pop(name, None)
-    norm.__class__ = own
+    if type(norm) is nn.LayerNorm:
+        change_class(norm, TELayerNorm, te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta"))
+        return
+    weight = norm._parameters["weight"]
+    shape = norm.normalized_shape if weight is None else weight.shape
+    centred = type(norm) is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
+    eps = norm.__dict__[str(_epsilon(norm))]
+    change_class(norm, TERMSNorm, te.RMSNorm(shape, eps=eps, zero_centered_gamma=centred, device="meta"))

@@ -66,8 +66,6 @@ class FP8TE(LowPrecision):
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
         amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
         reduce_amax: of delayed scaling: whether all ranks use the same scales.
-        override_linear_precision: which of (fprop, dgrad, wgrad) run in high precision, as in Transformer Engine 1.x.
-        interval: steps between new scales, as in Transformer Engine 1.x; only 1 is possible.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
             float32 weights as their masters; also under ``master_weights``, which casts all other weights. Frozen
             weights are stored in FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all weights
@@ -98,8 +96,6 @@ class FP8TE(LowPrecision):
         amax_history_len: int | None = None,
         amax_compute_algo: Literal["max", "most_recent"] | None = None,
         reduce_amax: bool | None = None,
-        override_linear_precision: tuple[bool, bool, bool] | None = None,
-        interval: int | None = None,
         fp8_params: bool = False,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
@@ -118,8 +114,6 @@ class FP8TE(LowPrecision):
             "amax_history_len": amax_history_len,
             "amax_compute_algo": amax_compute_algo,
             "reduce_amax": reduce_amax,
-            "override_linear_precision": override_linear_precision,
-            "interval": interval,
             "fp8_dpa": fp8_dpa or None,
             "fp8_mha": fp8_mha or None,
         }
@@ -245,11 +239,11 @@ class FP8TE(LowPrecision):
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        from lightning_lowprec.te.fusion.deferred import FusedMLP, InPlace
+        from lightning_lowprec.te.fusion.modules import FusedMLP, FusedModule
         from lightning_lowprec.te.linear import TELinear
 
         for layer in module.modules():
-            if isinstance(layer, (TELinear, InPlace)):
+            if isinstance(layer, (TELinear, FusedModule)):
                 yield layer
             if isinstance(layer, FusedMLP):
                 yield from layer.modules()

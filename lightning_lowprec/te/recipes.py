@@ -1,10 +1,9 @@
-"""Transformer Engine's recipes from plain values, with every field checked: it ignores unknown ones silently.
+"""Make recipes of Transformer Engine (2.20) from plain values, and check every field: it ignores unknown ones silently.
 
-The fields are those of ``transformer_engine.common.recipe`` 2.20. Two of older versions are taken for those who bring
-them: ``interval`` (scales have been renewed at every step since 2.0, so 1 says nothing and any other value is refused)
-and ``override_linear_precision`` (which GEMMs run in high precision; see :func:`backward_override`).
+Two fields of Transformer Engine 1.x are taken where 2.x does the same, and refused otherwise: ``interval`` (2.x renews
+scales at every step) and ``override_linear_precision`` (2.x calls it ``backward_override``).
 
-A ``CustomRecipe`` asks a function of the user's for the quantizer of every tensor; it can only be given as an object.
+A ``CustomRecipe`` asks a function of the user for the quantizer of every tensor; it can only be given as an object.
 """
 
 from __future__ import annotations
@@ -30,26 +29,27 @@ _CLASSES: Final[dict[Kind, str]] = {
 CUSTOM: Final = "custom"
 """The kind of a ``CustomRecipe``."""
 _FORMATS: Final = {"hybrid": "HYBRID", "e4m3": "E4M3"}
-_DROPPED: Final = ("interval", "override_linear_precision")
+_BACKWARD_OVERRIDES: Final = {(False, False, False): None, (False, True, True): "high_precision"}
+"""``backward_override`` by ``override_linear_precision``: whether (fprop, dgrad, wgrad) run in high precision."""
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
-"""Tokens, in_features and out_features that a kind's GEMMs take are multiples of this; 16 for all others."""
+"""By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
 EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
-"""The same of the rows of each expert in a grouped GEMM."""
+"""The same number for the rows of each expert in a grouped GEMM."""
 _GROUPED_ALIGNMENT: Final = 128
-"""``quantization_alignment`` of a CustomRecipe that says nothing: enough for grouped GEMMs of every format."""
+"""The default ``quantization_alignment`` of a CustomRecipe: enough for grouped GEMMs of every format."""
 
 
 def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
-    """A recipe object of Transformer Engine.
+    """Return a recipe object of Transformer Engine.
 
     Args:
         recipe: one of ``KINDS``; a mapping of a recipe's fields, with ``"recipe"`` naming the kind; or a recipe object,
-            which is taken as it is.
+            which is returned unchanged.
         options: more fields; None means not given.
         purpose: for the error when Transformer Engine is missing (``"FP8TE"``).
 
     Raises:
-        ValueError: a kind, field or value that the recipe does not have, or a field that is gone and has no equal.
+        ValueError: a kind, field or value that the recipe does not have.
         ImportError: Transformer Engine is not installed, or does not import.
     """
     module = require("transformer_engine.common.recipe", purpose)
@@ -71,7 +71,7 @@ def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
         expected = f"{', '.join(map(repr, KINDS))}, a mapping, or a recipe object of Transformer Engine"
         raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
     cls = getattr(module, _CLASSES[recipe])
-    fields = _replace_dropped(recipe, given)
+    fields = _replace_fields_of_1x(recipe, given)
     _check_names(recipe, cls, fields, module)
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
@@ -83,7 +83,7 @@ def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
 
 
 def _with_scale_flags(made: Any) -> Any:
-    """Let ``use_power_2_scales`` and ``use_f32_scales`` count: their classes read them when they are imported."""
+    """Apply ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only."""
     flags = {"use_power_2_scales": True, "use_f32_scales": False}
     for flag, power_2_scale in flags.items():
         if hasattr(made, flag):
@@ -94,7 +94,7 @@ def _with_scale_flags(made: Any) -> Any:
 
 
 def kind_of(recipe: Any) -> str:
-    """The kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or the class's name for one that is neither."""
+    """Return the kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or else the name of the class."""
     name = type(recipe).__name__
     if name == "CustomRecipe":
         return CUSTOM
@@ -102,11 +102,11 @@ def kind_of(recipe: Any) -> str:
 
 
 def alignment_of(recipe: Any) -> int:
-    """What tokens, in_features and out_features of a Linear must be multiples of.
+    """Return the number of which tokens, in_features and out_features of a Linear must be multiples.
 
     Args:
-        recipe: an object of Transformer Engine. A CustomRecipe says it as ``quantization_alignment``; if that is
-            unchanged, 32 is enough for every format of Transformer Engine.
+        recipe: an object of Transformer Engine. A CustomRecipe has the number as ``quantization_alignment``; if the
+            user has not set it, the number is 32, enough for every format of Transformer Engine.
     """
     kind = kind_of(recipe)
     if kind != CUSTOM:
@@ -136,45 +136,29 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
                 )
 
 
-def backward_override(kind: str, override: tuple[bool, bool, bool]) -> str | None:
-    """What ``override_linear_precision=(fprop, dgrad, wgrad)`` is called today; True was high precision.
-
-    Raises:
-        ValueError: a combination that Transformer Engine 2.x does not have.
-    """
-    if override == (False, False, False):
-        return None
-    value = f"`override_linear_precision={override}`"
-    if override == (False, True, True) and kind != "delayed":
-        return "high_precision"
-    if override == (False, True, True):
-        raise ValueError(
-            f"{value} is not valid with delayed scaling: Transformer Engine 2.x runs the backward GEMMs in high"
-            " precision with the other recipes only. Use `recipe='current'`."
-        )
-    raise ValueError(
-        f"{value} is gone: Transformer Engine 2.x has high precision for both backward GEMMs or none, (False, True,"
-        " True) or (False, False, False). For the weight gradient alone in high precision use"
-        " `precision='fp8-rowwise-gw-hp'`; for whole layers use `keep=[...]`."
-    )
-
-
-def _replace_dropped(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if name not in _DROPPED}
-    interval = given.get("interval", 1)
+def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in given.items() if value is not None}
+    interval = fields.pop("interval", 1)
     if interval != 1:
         raise ValueError(
             f"`interval={interval!r}` is gone: Transformer Engine 2.x renews the scales at every step. Leave it out."
         )
-    override = given.get("override_linear_precision")
-    if override is not None:
-        if len(override) != 3:
-            raise ValueError(
-                f"`override_linear_precision={override!r}` is not valid; expected three of True or False, for fprop,"
-                " dgrad and wgrad."
-            )
-        fields["backward_override"] = backward_override(kind, (bool(override[0]), bool(override[1]), bool(override[2])))
-    return {name: value for name, value in fields.items() if value is not None}
+    override = fields.pop("override_linear_precision", None)
+    if override is None:
+        return fields
+    if tuple(override) not in _BACKWARD_OVERRIDES:
+        raise ValueError(
+            f"`override_linear_precision={override!r}` is not valid; expected (False, True, True) or (False, False,"
+            " False): Transformer Engine 2.x has high precision for both backward GEMMs or none. For the weight"
+            " gradient alone in high precision use `precision='fp8-rowwise-gw-hp'`; for whole layers `keep=[...]`."
+        )
+    backward = _BACKWARD_OVERRIDES[tuple(override)]
+    if backward is not None and kind == "delayed":
+        raise ValueError(
+            f"`override_linear_precision={override!r}` is not valid with delayed scaling, which has no backward"
+            " GEMMs in high precision. Use `recipe='current'`."
+        )
+    return fields if backward is None else fields | {"backward_override": backward}
 
 
 def _check_names(kind: Kind, cls: type, fields: Mapping[str, Any], module: Any) -> None:
@@ -209,7 +193,7 @@ def _named(fields: Mapping[str, Any]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of an assertion, or the message of pydantic's first finding."""
+    """Return the first line of an assertion, or the first finding of pydantic."""
     findings = getattr(error, "errors", None)
     if callable(findings):
         first = findings()[0]

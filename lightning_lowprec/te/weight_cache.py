@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_lowprec.private.torch import version_of
+
 
 @final
 class Steps:
@@ -65,7 +67,7 @@ class WeightCache:
                 in place through ``data``, which changes no version; they are taken away when the evaluation ends.
         """
         steps = -1 if self.always and not weight.requires_grad else STEPS.count
-        now = (id(weight), weight.data_ptr(), weight._version, steps, training)
+        now = (id(weight), weight.data_ptr(), version_of(weight), steps, training)
         if now != self._seen:
             self._seen = now
             self._kept = self.always or self.used_again

@@ -25,7 +25,7 @@ from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
-from lightning_lowprec.registration import moved_seams, validate_name
+from lightning_lowprec.registration import validate_name
 
 LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names)
 """For each library, the file that knows which of the library's private names this package uses."""
@@ -78,7 +78,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "backends": {backend.title: _status(backend) for backend in backends.registered()},
-        "moved": [*moved_seams(), *(name for library in LIBRARIES for name in library.moved())],
+        "moved": [name for library in LIBRARIES for name in library.moved()],
     }
 
 

@@ -7,13 +7,12 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
-from lightning_lowprec.fsdp2.checks import check_model, check_shared
+from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
+from lightning_lowprec.fsdp2.shard import check_model, check_shared
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
-from lightning_lowprec.fsdp2.visits import reshard
 from lightning_lowprec.fsdp2.weights import origin
-from lightning_lowprec.fsdp2.wrapping import blocks, chosen
 from tests.fsdp2.models import Net, batch, loss_of
 
 CPU = torch.device("cpu")
@@ -180,12 +179,14 @@ def test_models_in_part_on_meta(alone):
         shard_alone(model, alone)
 
 
-def test_more_bytes_than_promised_raise(alone):
+def test_fp8_weights_that_were_sent_in_bf16_raise(alone):
     made = shard_alone(fp8_net(), alone, fp8_all_gather=True)
-    gather = made.wire.gathers["blocks.0"]
-    gather.traffic.note(torch.zeros(2 * 64 * 128 + 320, dtype=torch.bfloat16))  # the block's weights in bf16
-    with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8 \(17\d\d\d .* but 33408 bytes"):
-        made.wire.check()
+    made.traffic.gathers["blocks.0"].calls[torch.uint8] += 1
+    made.traffic.gathers["blocks.0"].sent[torch.uint8] += 2 * 64 * 128 + 2 * 320
+    assert made.traffic.report() == "all-gather: float8, 17.0 KB per block and rank, 0.51x of bf16"
+    made.traffic.gathers["blocks.0"].sent[torch.bfloat16] += 2 * (2 * 64 * 128 + 320)
+    with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8, but bfloat16 was sent"):
+        made.traffic.report()
 
 
 def test_a_tensor_parallel_plan_that_does_nothing(alone):

@@ -188,8 +188,8 @@ def without_bias(rank):
     model = Net(bias=False)
     model, optimizer = fabric.setup(model, adamw(model))
     losses = trained(fabric, model, optimizer, rank)[1]
-    wire = made_of(model).wire
-    return losses, {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
+    wire = made_of(model).traffic
+    return losses, {fqn: dict(gather.sent) for fqn, gather in wire.gathers.items()}
 
 
 def llama_bytes(rank):
@@ -201,8 +201,8 @@ def llama_bytes(rank):
         model = fabric_for(precision).setup_module(model)
         with torch.no_grad():
             model(torch.ones(1, 4, 8))
-        gathers = made_of(model).wire.gathers
-        sent[precision] = {fqn: gather.traffic.sent.total() for fqn, gather in gathers.items()}
+        gathers = made_of(model).traffic.gathers
+        sent[precision] = {fqn: gather.sent.total() for fqn, gather in gathers.items()}
     return sent
 
 

@@ -162,6 +162,39 @@ def two_models(rank):
     return difference(full(b.module), before)
 
 
+class Gained(Block):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 8, 64))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain.mean()
+
+
+class Uneven(L.LightningModule):
+    """Parameters of one row, of which the second rank has nothing: in the root, and in blocks with FP8 weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Parameter(torch.randn(1, 1, 64))
+        self.blocks = nn.ModuleList([Gained(), Gained()])
+
+    def training_step(self, batch):
+        x = batch[0] + self.token.mean()
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def uneven(rank):
+    weights = full(fitted(Uneven(), "fsdp2", "fp8-hybrid"))
+    return {name: bool(value.isfinite().all()) for name, value in weights.items()}
+
+
 def averaging(rank):
     try:
         fitted(Norms(), "fsdp2", callbacks=[L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)])
@@ -171,7 +204,7 @@ def averaging(rank):
 
 def worker(rank):
     warnings.simplefilter("ignore")
-    return {part.__name__: part(rank) for part in (manual, gans, norms, memory, two_models, averaging)}
+    return {part.__name__: part(rank) for part in (manual, gans, norms, memory, two_models, uneven, averaging)}
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +245,9 @@ def test_callbacks_that_copy_the_model_are_refused(results):
     kind, text = results[0]["averaging"]
     assert kind == "MisconfigurationException"
     assert "`StochasticWeightAveraging` copies the model" in text
+
+
+def test_parameters_that_shard_unevenly_train_beside_fp8_weights(results):
+    assert results[0]["uneven"] == results[1]["uneven"]
+    assert {"token", "blocks.0.gain"} < results[0]["uneven"].keys()
+    assert all(results[0]["uneven"].values())

@@ -130,7 +130,7 @@ def every_precision(rank):
     for precision in PRECISIONS:
         model, trainer = fitted(precision, gradient_clip_val=0.5)
         dtypes = {p.dtype for p in model.parameters()}
-        gathered = {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        gathered = {d for g in wire(model).gathers.values() for d in g.sent}
         results[precision] = (model.losses, model.evaluated, dtypes, gathered, trainer.global_step)
     return results
 
@@ -138,7 +138,7 @@ def every_precision(rank):
 def wire(model):
     from lightning_lowprec.fsdp2.strategy import _sharded
 
-    return _sharded[model].sharded.wire
+    return _sharded[model].sharded.traffic
 
 
 def places(rank):
@@ -229,7 +229,7 @@ def compiled(rank):
         torch._dynamo.utils.counters.clear()
         plugin = FP8TorchAO(compile=by_plugin)
         model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, limit_train_batches=3)
-        gathered = {d for g in wire(model).gathers.values() for d in g.traffic.sent}
+        gathered = {d for g in wire(model).gathers.values() for d in g.sent}
         counters = torch._dynamo.utils.counters
         results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     return results

@@ -47,7 +47,6 @@ def test_what_only_the_run_shows_is_refused_then(seen):
     for rank in seen:
         expected = "`shards=4` with `replicate=2` and `tensor_parallel_size=1` needs 8 processes, and there are 2."
         assert rank["mesh of 8"] == expected
-        assert "chooses modules by their size" in rank["by size"]
 
 
 def test_an_explicit_mixed_precision(seen):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,12 +51,36 @@ class AllReduces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(net, scales):
-    wire = sharding._sharded[net].sharded.wire
+class CountedScatter(DefaultReduceScatter):
+    """The reduce-scatters of one FSDP2 group: the bytes that this rank put in."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+        self.sent += input_tensor.numel() * input_tensor.element_size()
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class CountScatters(L.Callback):
+    def on_train_start(self, trainer, net):
+        self.scatters = count_scatters(net)
+
+
+def count_scatters(net):
+    scatters = []
+    for group in sharding._sharded[net].sharded.groups.values():
+        scatters.append(CountedScatter())
+        group.set_custom_reduce_scatter(scatters[-1])
+    return scatters
+
+
+def counted(net, scales, scatters):
+    gathers = sharding._sharded[net].sharded.traffic.gathers
     return {
-        "gathered": {f: g.traffic.sent.total() for f, g in wire.gathers.items()},
-        "calls": {f: g.traffic.calls.total() for f, g in wire.gathers.items()},
-        "scattered": sum(s.traffic.sent.total() for s in wire.scatters.values()),
+        "gathered": {f: g.sent.total() for f, g in gathers.items()},
+        "calls": {f: g.calls.total() for f, g in gathers.items()},
+        "scattered": sum(scatter.sent for scatter in scatters),
         "scales": dict(scales.bytes),
     }
 
@@ -65,6 +90,7 @@ def by_fabric(precision, **options):
     fabric.launch()
     net = model()
     wrapped, optimizer = fabric.setup(net, net.configure_optimizers()["optimizer"])
+    scatters = count_scatters(net)
     scales = sharding._sharded[net].sharded.scales
     mode = AllReduces()
     if scales is not None:
@@ -74,16 +100,17 @@ def by_fabric(precision, **options):
     fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
     optimizer.step()
     assert scales is None or scales.reductions == 1
-    return counted(net, mode)
+    return counted(net, mode, scatters)
 
 
 def by_trainer(precision, **options):
     net = model()
+    counting, strategy = CountScatters(), FSDP2Strategy(**options)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, precision=precision, strategy=FSDP2Strategy(**options), max_steps=1, **QUIET
+        accelerator="cpu", devices=2, precision=precision, strategy=strategy, callbacks=counting, max_steps=1, **QUIET
     )
     trainer.fit(net, torch.utils.data.DataLoader([batch()], batch_size=None))
-    return counted(net, AllReduces())
+    return counted(net, AllReduces(), counting.scatters)
 
 
 def copies():

@@ -119,9 +119,9 @@ def test_the_backend_is_nccl_and_float8_needs_no_disguise():
     assert dist.get_backend() == "nccl"
     codes = torch.randn(64, device=DEVICE).to(torch.float8_e4m3fn)
     received = torch.empty_like(codes)
-    from lightning_lowprec.fsdp2.traffic import WireGather
+    from lightning_lowprec.fsdp2.traffic import ByteGather
 
-    WireGather()(received, codes, dist.group.WORLD)
+    ByteGather()(received, codes, dist.group.WORLD)
     assert torch.equal(received.view(torch.uint8), codes.view(torch.uint8))
 
 

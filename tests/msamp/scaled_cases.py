@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import scale_weight_
 
 LEVELS = ["O1", "O2", "O3"]
@@ -33,10 +34,18 @@ def scaled_params(level, values=None):
     return params
 
 
+def accumulate(p, grad):
+    """Add a gradient, any float, to the ScaledGradient of ``p``."""
+    if p.grad is None:
+        p.grad = ScaledGradient.of(grad)
+    else:
+        p.grad.add_(grad)
+
+
 def give(params, step, coded):
     for p, g in zip(params, gradients(step), strict=False):  # of some or of all
         if coded:
-            p.msamp_state.accumulate(g)
+            accumulate(p, g)
         else:
             p.grad = g
 
@@ -66,7 +75,7 @@ def through_file(state, tmp_path):
 
 def bytes_at_rest(p, optimizer):
     """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
-    kept = [p, p.msamp_state.grad, p.msamp_state.grad_inv_scale, p.msamp_state.scale, *optimizer.state[p].values()]
+    kept = [p, p.grad.codes, p.grad.inv_scale, p.msamp_state.scale, *optimizer.state[p].values()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
-from lightning_lowprec.fsdp2.traffic import Wire
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.fsdp2 import code_shards
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
@@ -62,9 +62,9 @@ def sharded(kind="adamw", seed=0):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    wire = Wire({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, None)
+    traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model})
     coded.collect(mesh)
-    return model, OPTIMIZERS[kind](model.parameters()), wire
+    return model, OPTIMIZERS[kind](model.parameters()), traffic
 
 
 def batch(step, rank=0, ranks=1):
@@ -148,14 +148,14 @@ class Sent(TorchDispatchMode):
 
 def same_batches(kind):
     """Every rank has the whole batch, so the mean of the gradients is exactly that of one process."""
-    model, optimizer, wire = sharded(kind)
+    model, optimizer, traffic = sharded(kind)
     train(model, optimizer, range(STEPS))
-    traffic = {fqn: dict(gather.traffic.sent) for fqn, gather in wire.gathers.items()}
-    calls = {fqn: gather.traffic.calls.total() for fqn, gather in wire.gathers.items()}
+    sent = {fqn: dict(gather.sent) for fqn, gather in traffic.gathers.items()}
+    calls = {fqn: gather.calls.total() for fqn, gather in traffic.gathers.items()}
     state = saved(model, optimizer)
     train(model, optimizer, range(STEPS, STEPS + 3))
-    return {"state": state, "end": saved(model, optimizer), "traffic": traffic, "calls": calls, "scales": scales(model),
-            "line": wire.check()}  # fmt: skip
+    return {"state": state, "end": saved(model, optimizer), "traffic": sent, "calls": calls, "scales": scales(model),
+            "line": traffic.report()}  # fmt: skip
 
 
 def resumed(kind, state):

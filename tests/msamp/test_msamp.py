@@ -40,7 +40,7 @@ def test_bad_options(options, message):
 
 
 def test_a_gpu_without_fp8_is_refused_unless_told_to_emulate(monkeypatch):
-    monkeypatch.setattr("lightning_lowprec.msamp.plugin.fp8_refusal", lambda device: "too old")
+    monkeypatch.setattr("lightning_lowprec.precision.fp8.fp8_refusal", lambda device: "too old")
     assert "MSAMP('O3', emulate=True)" in MSAMP("O3").refusal(torch.device("cuda"))
     assert MSAMP(emulate=True).refusal(torch.device("cuda")) is None
     assert MSAMP().refusal(torch.device("cpu")) is None
@@ -173,8 +173,8 @@ def test_what_shards_is_refused_with_what_works(strategy):
         assert "or 'fsdp'" not in str(error.value)
         assert "under 'fsdp2', 'msamp-o3' does" in str(error.value)
     with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded. .* 'msamp-o3' runs under"):
-        MSAMP().bind_shards()
-    MSAMP("O3").bind_shards()
+        MSAMP().bind_shards(reshard=lambda module: None)
+    MSAMP("O3").bind_shards(reshard=lambda module: None)
 
 
 def test_averaging_callbacks_are_refused():

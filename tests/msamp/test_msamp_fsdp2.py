@@ -30,7 +30,7 @@ def in_trainer(folder):
     first, trainer = fit(0, 1)
     trainer.save_checkpoint(folder / "trainer.ckpt")
     resumed, _ = fit(1, 2, folder / "trainer.ckpt")
-    gathers = [gather.traffic for fqn, gather in wire(straight).gathers.items() if fqn]
+    gathers = [gather for fqn, gather in wire(straight).gathers.items() if fqn]
     return {
         "weights": [full(dict(model.state_dict())) for model in (straight, resumed)],
         "losses": (straight.losses, first.losses + resumed.losses),

@@ -6,9 +6,11 @@ from torch import nn
 
 from lightning_lowprec.msamp import optimizer as scaled_optimizer
 from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (
     OPTIONS,
     Ops,
+    accumulate,
     bytes_at_rest,
     every_level,
     give,
@@ -72,11 +74,11 @@ def test_gradients_of_micro_batches_add_up():
     (p,) = scaled_params("O2", [torch.zeros(64)])
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     coded = quantise(parts[0], torch.float8_e4m3fn)
-    p.msamp_state.accumulate(parts[0])
+    accumulate(p, parts[0])
     for part in parts[1:]:
-        p.msamp_state.accumulate(part)
+        accumulate(p, part)
         coded = quantise(part + value(coded), torch.float8_e4m3fn)
-    assert torch.equal(p.msamp_state.grad.float() * p.msamp_state.grad_inv_scale, value(coded))
+    assert torch.equal(p.grad.codes.float() * p.grad.inv_scale, value(coded))
 
 
 @every_level
@@ -104,17 +106,17 @@ def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
     optimizer = ScaledAdamW([*params, plain], level="O2")
     give(params, 0, coded=True)
     plain.grad = torch.full((3,), 2.0)
-    before = [(p.msamp_state.grad.clone(), p.msamp_state.grad_inv_scale.clone()) for p in params]
+    before = [(p.grad.codes.clone(), p.grad.inv_scale.clone()) for p in params]
     values = torch.cat([*((c.float() * i).flatten() for c, i in before), plain.grad])
-    norm = optimizer.clip_grad_norm_(0.5)
+    norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.5)
     assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
     for p, (codes, inv_scale) in zip(params, before, strict=True):
-        assert torch.equal(p.msamp_state.grad.float(), codes.float())
-        assert p.msamp_state.grad_inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
+        assert torch.equal(p.grad.codes.float(), codes.float())
+        assert p.grad.inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
     assert plain.grad[0].item() == pytest.approx(2 * 0.5 / norm.item(), rel=1e-5)
-    inv_scales = [p.msamp_state.grad_inv_scale.item() for p in params]
-    assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(0.5, rel=1e-5)
-    assert [p.msamp_state.grad_inv_scale.item() for p in params] == inv_scales
+    inv_scales = [p.grad.inv_scale.item() for p in params]
+    assert nn.utils.clip_grad_norm_(parameters_of(optimizer), 1e9).item() == pytest.approx(0.5, rel=1e-5)
+    assert [p.grad.inv_scale.item() for p in params] == inv_scales
 
 
 # ---- memory and kernels
@@ -124,7 +126,7 @@ def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
 def test_bytes_per_parameter(level, allowed):
     (p,) = scaled_params(level, [torch.randn(256, 256)])
     optimizer = ScaledAdamW([p], level=level)
-    p.msamp_state.accumulate(torch.randn(256, 256))
+    accumulate(p, torch.randn(256, 256))
     optimizer.step()
     assert bytes_at_rest(p, optimizer) <= allowed
 
@@ -136,7 +138,7 @@ def test_a_step_has_as_many_operations_for_40_parameters_as_for_4(level):
         params = scaled_params(level, [torch.randn(16, 16) for _ in range(number)])
         optimizer = ScaledAdamW(params, level=level)
         for p in params:
-            p.msamp_state.accumulate(torch.randn(16, 16))
+            accumulate(p, torch.randn(16, 16))
         optimizer.step()
         with Ops() as ops:
             optimizer.step()

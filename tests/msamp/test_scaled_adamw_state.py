@@ -12,6 +12,7 @@ from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from tests.msamp.scaled_cases import (
     LEVELS,
     OPTIONS,
+    accumulate,
     bits,
     every_level,
     give,
@@ -135,7 +136,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     g = gradients(1)[0]
     g[0, 0] = bad
     params[0].grad = None
-    params[0].msamp_state.accumulate(g)
+    accumulate(params[0], g)
     optimizer.step()
     assert bool(values_of(params[0])[0, 0].isnan())
     assert all(bool(p.msamp_state.scale.isfinite()) for p in params)

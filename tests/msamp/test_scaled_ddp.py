@@ -15,6 +15,7 @@ from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics import fp8_average as fp8_gradients
 from tests.fsdp2.ranks import run
+from tests.msamp.scaled_cases import accumulate
 
 LEVELS = ["O1", "O2", "O3"]
 pytestmark = pytest.mark.distributed
@@ -52,8 +53,8 @@ def batch(rank, step=0, width=32):
 
 
 def grads(model):
-    scaled = [(name, p.msamp_state) for name, p in model.named_parameters() if hasattr(p, "msamp_state")]
-    return {name: None if s.grad is None else s.grad.float() * s.grad_inv_scale for name, s in scaled}
+    coded = [(name, p) for name, p in model.named_parameters() if hasattr(p, "msamp_state")]
+    return {name: None if p.grad is None else p.grad.decode() for name, p in coded}
 
 
 def one_average(level, rank):
@@ -75,7 +76,7 @@ def trained(level, rank, steps=5):
             with ddp.no_sync() if micro == 0 else torch.enable_grad():
                 ddp(batch(rank, 2 * step + micro)).square().mean().backward()
         average_scaled_gradients(model.parameters())
-        optimizer.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -106,7 +107,7 @@ def overflow(rank):
     model, ddp = wrapped("O2", rank)
     ddp(batch(rank)).square().mean().backward()
     if rank == 1:
-        model.first.weight.msamp_state.accumulate(torch.full((32, 32), float("inf")))
+        accumulate(model.first.weight, torch.full((32, 32), float("inf")))
     average_scaled_gradients(model.parameters())
     return grads(model)
 

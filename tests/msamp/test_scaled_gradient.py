@@ -98,7 +98,7 @@ def test_the_model_drops_it_and_autograd_returns_it():
     module = with_gradient()
     assert isinstance(module.weight.grad, ScaledGradient)
     module.zero_grad()
-    assert module.weight.msamp_state.grad is None
+    assert module.weight.grad is None
     (gradient,) = torch.autograd.grad(module(torch.eye(16)).sum(), module.weight)
     assert torch.equal(gradient.decode(), torch.ones(16, 16))
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
 from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.numerics.scaling import sqnr
+from lightning_lowprec.private import torch as private
 
 LEVELS = ["O1", "O2", "O3"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,10 +47,10 @@ def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulat
     assert sqnr(x8 @ weight.T + module.bias.detach().double(), output.detach()) > 110  # float32 sums
     assert sqnr(g8 @ weight, x.grad) > 110
     exact = g8.flatten(0, 1).T @ x8.flatten(0, 1)
-    scaled = module.weight.msamp_state
-    assert scaled.grad.dtype == E4M3
-    assert sqnr(rounded(exact, E4M3), scaled.grad.double() * scaled.grad_inv_scale) > 45  # but for ties
-    assert torch.equal(module.weight.grad.decode(), scaled.grad.float() * scaled.grad_inv_scale)
+    gradient = module.weight.grad
+    assert gradient.codes.dtype == E4M3
+    assert sqnr(rounded(exact, E4M3), gradient.codes.double() * gradient.inv_scale) > 45  # but for ties
+    assert torch.equal(gradient.decode(), gradient.codes.float() * gradient.inv_scale)
     assert torch.allclose(module.bias.grad, grad_output.sum((0, 1)))
 
 
@@ -60,7 +62,7 @@ def test_bf16_under_autocast(level):
     assert output.dtype == torch.bfloat16
     assert sqnr(module(x).detach(), output.detach().float()) > 35
     output.float().sum().backward()
-    assert module.weight.msamp_state.grad is not None
+    assert module.weight.grad is not None
 
 
 def test_no_tokens_and_inference_mode():
@@ -74,14 +76,14 @@ def test_no_tokens_and_inference_mode():
 def test_two_backwards_add_up_and_a_frozen_weight_gets_none():
     module, x = linear("O2"), torch.randn(16, 32)
     module(x).sum().backward()
-    once = module.weight.msamp_state.grad.float() * module.weight.msamp_state.grad_inv_scale
+    once = module.weight.grad.codes.float() * module.weight.grad.inv_scale
     module(x).sum().backward()
-    twice = module.weight.msamp_state.grad.float() * module.weight.msamp_state.grad_inv_scale
+    twice = module.weight.grad.codes.float() * module.weight.grad.inv_scale
     assert torch.equal(twice, 2 * once)
     frozen = linear("O2")
     frozen.weight.requires_grad_(False)
     frozen(x).sum().backward()
-    assert frozen.weight.msamp_state.grad is None
+    assert frozen.weight.grad is None
 
 
 @every_level
@@ -180,7 +182,7 @@ def test_copies_have_scales_of_their_own(level, duplicate):
     ScaledAdamW(clone.parameters(), lr=0.1, level=level).step()
     assert not torch.equal(values_of(clone.weight), before)
     assert torch.equal(values_of(module.weight), before)
-    assert module.weight.msamp_state.grad is None
+    assert module.weight.grad is None
 
 
 @every_level
@@ -239,3 +241,12 @@ def final_loss(level):
 @every_level
 def test_training_comes_near_float32(level):
     assert final_loss(level) < 1.3 * final_loss(None)
+
+
+def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch):
+    monkeypatch.setitem(private.NAMES, private.MSAMP, ("torch._foreach_copy_", "torch._no_such_name"))
+    assert private.moved() == ["torch._no_such_name, needed for MS-AMP"]
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)} .*torch\._no_such_name, needed for MS-AMP"
+    ):
+        linear("O2")

@@ -15,6 +15,7 @@ from lightning_lowprec.numerics.formats import E4M3
 from tests.msamp.scaled_cases import (
     LEVELS,
     Ops,
+    accumulate,
     bits,
     bytes_at_rest,
     every_level,
@@ -250,7 +251,7 @@ def test_a_copy_keeps_the_options():
 def test_bytes_per_parameter(level, momentum, allowed):
     (p,) = scaled_params(level, [torch.randn(256, 256)])
     optimizer = ScaledSGD([p], momentum=momentum, level=level)
-    p.msamp_state.accumulate(torch.randn(256, 256))
+    accumulate(p, torch.randn(256, 256))
     optimizer.step()
     assert allowed - 0.2 <= bytes_at_rest(p, optimizer) <= allowed
 
@@ -263,7 +264,7 @@ def test_a_step_has_as_many_operations_for_40_parameters_as_for_4(level, form):
         params = scaled_params(level, [torch.randn(16, 16) for _ in range(number)])
         optimizer = ScaledSGD(params, level=level, **FORMS[form])
         for p in params:
-            p.msamp_state.accumulate(torch.randn(16, 16))
+            accumulate(p, torch.randn(16, 16))
         optimizer.step()
         with Ops() as ops:
             optimizer.step()
@@ -282,7 +283,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weight_and_scales_stay_fin
     g = gradients(1)[0]
     g[0, 0] = bad
     params[0].grad = None
-    params[0].msamp_state.accumulate(g)
+    accumulate(params[0], g)
     optimizer.step()
     assert not bool(values_of(params[0])[0, 0].isfinite())
     assert all(bool(p.msamp_state.scale.isfinite()) for p in params)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
-from lightning_lowprec.fsdp2.from_fsdp import FABRIC_NAMES, NAMES, TRAINER_NAMES
+from lightning_lowprec.private.lightning import FABRIC_FSDP_NAMES, FSDP_NAMES, TRAINER_FSDP_NAMES
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CPU = {"accelerator": "cpu", "devices": 2}
@@ -50,7 +50,7 @@ def options(source=TrainerFSDP, target=FSDP2Strategy, **choices):
 
 def chosen(choice):
     """Which modules of the model a `wrap` means, by the code that shards."""
-    from lightning_lowprec.fsdp2.wrapping import chosen
+    from lightning_lowprec.fsdp2.options import chosen
 
     return list(chosen(model(), choice, "wrap"))
 
@@ -124,7 +124,6 @@ BY_CLASS = [
     ModuleWrapPolicy([Block]),
     partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
     partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
-    lambda module, recurse, nonwrapped_numel: True if recurse else type(module) is Block,
 ]
 
 
@@ -143,19 +142,15 @@ def test_policies_that_look_at_sizes_are_refused():
     for policy in (size_based_auto_wrap_policy, partial(size_based_auto_wrap_policy, min_num_params=100)):
         with pytest.raises(ValueError, match=remedy):
             options(auto_wrap_policy=policy)
-    for recurses in (True, False):  # the size decides on descending, or on wrapping
-        sly = lambda module, recurse, nonwrapped_numel, r=recurses: (recurse != r) or nonwrapped_numel > 10  # noqa: E731
-        with pytest.raises(ValueError, match=remedy):
-            chosen(options(auto_wrap_policy=sly).wrap)
     with pytest.raises(ValueError, match="by `activation_checkpointing=`"):
         options(activation_checkpointing_policy=size_based_auto_wrap_policy)
 
 
 def test_policies_without_an_equal_are_refused():
-    with pytest.raises(ValueError, match=r"does not descend into '1'.*by `wrap=`"):
-        chosen(options(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: not recurse and False).wrap)
-    with pytest.raises(ValueError, match=r"`auto_wrap_policy=<.*CustomPolicy.*has no equal"):
-        options(auto_wrap_policy=CustomPolicy(lambda module: True))
+    of_ones_own = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)  # noqa: E731
+    for policy in (of_ones_own, CustomPolicy(lambda module: True)):
+        with pytest.raises(ValueError, match=r"`auto_wrap_policy=<.*has no equal.*\(fqn, module\) -> bool by `wrap=`"):
+            options(auto_wrap_policy=policy)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -239,7 +234,8 @@ def test_derived_classes_and_strangers_are_refused(base):
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [(TrainerFSDP, n) for n in (*NAMES, *TRAINER_NAMES)] + [(FabricFSDP, n) for n in (*NAMES, *FABRIC_NAMES)],
+    [(TrainerFSDP, n) for n in (*FSDP_NAMES, *TRAINER_FSDP_NAMES)]
+    + [(FabricFSDP, n) for n in (*FSDP_NAMES, *FABRIC_FSDP_NAMES)],
 )
 def test_a_lightning_that_has_moved_a_name(source, name):
     strategy = source()

@@ -173,5 +173,5 @@ def test_sizes_are_checked_where_they_are_given(option, value, allowed):
 
 @pytest.mark.parametrize("option", [{"replicate": 2}, {"shards": 2}])
 def test_parallelize_leaves_sizes_to_the_mesh(option):
-    with pytest.raises(ValueError, match=r"is the mesh's business in `parallelize`"):
+    with pytest.raises(ValueError, match=r"is not valid in `parallelize`: the mesh says it"):
         lightning_lowprec.parallelize(torch.nn.Linear(1, 1), None, FP8TorchAO(), **option)

@@ -15,9 +15,10 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
-from lightning_lowprec.names import TABLE
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.registration import lightning_names, moved_seams
+from lightning_lowprec.private.lightning import moved, precision_names
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -110,7 +111,7 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
     with pytest.raises(ValueError, match=r"Precision 'fp8-hybird' is invalid") as caught:
         make(precision="fp8-hybird", accelerator="cpu")
     message = str(caught.value)
-    assert all(repr(name) in message for name in (*TABLE, *lightning_names()))
+    assert all(repr(name) in message for name in (*TABLE, *precision_names()))
     assert message.endswith("Did you mean 'fp8-hybrid'?")
     with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
         make(precision="bf16-mix", accelerator="cpu")
@@ -195,7 +196,7 @@ def test_register_is_idempotent_and_unregister_restores_everything():
 
 
 def test_no_seam_has_moved_in_this_lightning():
-    assert moved_seams() == []
+    assert moved() == []
 
 
 def test_throughput_monitors_know_our_precisions():
@@ -226,3 +227,11 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
 def test_the_base_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         LowPrecision(None)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])
+def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
+    if TABLE[name].plugin is FP8TE and WITHOUT_TE:
+        assert TABLE[name].gathers_fp8 == (TABLE[name].options.get("recipe", "delayed") in ("delayed", "current"))
+    else:
+        assert TABLE[name].gathers_fp8 == (create(name).gathers(ShardOptions()) is None)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
+from lightning_lowprec.numerics.padding import pad_rows
 from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.te.convert import scaled_layers
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 from lightning_lowprec.te.fusion import engines, fuse, fused_modules, unfuse
-from lightning_lowprec.te.fusion.units import padded
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 
@@ -233,13 +233,13 @@ def test_a_norm_and_a_linear_of_a_sequential():
 
 def test_rows_are_filled_up_with_a_row_that_is_there_already():
     x = torch.randn(3, 7, 4).requires_grad_()
-    rows = padded(x, 16)
+    rows = pad_rows(x, 16, repeat_last=True)
     assert rows.shape == (32, 4)
     assert torch.equal(rows[:21], x.reshape(21, 4))
     assert all(torch.equal(row, x[2, 6]) for row in rows[21:])
     rows.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))  # the copies add nothing
-    assert padded(x, 7).data_ptr() == x.data_ptr()
+    assert pad_rows(x, 7, repeat_last=True).data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize(

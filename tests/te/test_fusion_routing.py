@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from lightning_lowprec.te.fusion.routing import combine, gather, mix, route
+from lightning_lowprec.te.fusion.routing import combine, gather, mix_experts, route
 
 TRANSFORMERS = pytest.importorskip("transformers")
 E, T, K, TOP = 4, 13, 16, 2
@@ -44,7 +44,7 @@ def mixed(experts, hidden, index, weights, alignment, seen=None):
         inner = experts._apply_gate(grouped(rows, splits, experts.gate_up_proj))
         return grouped(inner, splits, experts.down_proj)
 
-    return mix(hidden, index, weights, num_experts=E, alignment=alignment, expert=expert)
+    return mix_experts(hidden, index, weights, num_experts=E, alignment=alignment, expert=expert)
 
 
 @pytest.mark.parametrize("alignment", [1, 16, 32])

@@ -100,7 +100,7 @@ def test_sharded(tmp_path):
 
 
 def disagree(rank, precision):
-    from lightning_lowprec.precision.backend_choice import check_ranks_agree
+    from lightning_lowprec.precision.state import check_ranks_agree
 
     try:
         check_ranks_agree(precision, ["transformer_engine", "torchao"][rank])

@@ -145,7 +145,7 @@ def train(rank, sharded):
         mesh = init_device_mesh("cpu", (2,))
         cpu = torch.device("cpu")
         made = shard(model, mesh, ShardOptions(), device=cpu, param_dtype=torch.bfloat16, fp8_all_gather=True)
-        traffic = made.wire.gathers["blocks.0"].traffic
+        traffic = made.traffic.gathers["blocks.0"]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     # bf16 as FSDP2 would make it of the inputs of blocks: Transformer Engine quantises what it is given
     for x in torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16():
@@ -235,7 +235,7 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
-    from lightning_lowprec.fsdp2.fp8_gather import GatheredWeight, gather_in_fp8
+    from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, gather_in_fp8
     from lightning_lowprec.te.linear import convert_linears
     from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import run_on_cpu
@@ -246,7 +246,7 @@ def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True}
     convert_linears(model, ["blocks.0.0", "blocks.0.2"], **options, wire_format=TEWireFormat())
     gather_in_fp8(model, shards=1)
-    assert {name for name, p in model.named_parameters() if isinstance(p.data, GatheredWeight)} == {"blocks.0.2.weight"}
+    assert {name for name, p in model.named_parameters() if isinstance(p.data, Fp8GatherShard)} == {"blocks.0.2.weight"}
 
 
 def test_tensor_parallelism_is_refused(results):

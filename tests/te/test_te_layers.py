@@ -97,7 +97,7 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
-    norms.revert_norm(norm)
+    norms.revert_norms(norm)
     assert type(norm) is own
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 
@@ -286,7 +286,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     layer.weight.requires_grad_(False)
     monkeypatch.setattr(linears, "check_input", lambda x: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x)
+        found = layer(input=x)
         assert torch.equal(found, plain(x))
     found.sum().backward()
     assert layer.bias.grad is not None

@@ -65,7 +65,7 @@ def test_mapping_and_object():
         ("delayed", {"interval": 2}, "renews the scales at every step"),
         ("delayed", {"override_linear_precision": (False, True, True)}, "Use `recipe='current'`"),
         ("current", {"override_linear_precision": (False, False, True)}, "fp8-rowwise-gw-hp"),
-        ("current", {"override_linear_precision": (True, True)}, "expected three"),
+        ("current", {"override_linear_precision": (True, True)}, "expected (False, True, True)"),
     ],
 )
 def test_what_a_recipe_does_not_have_raises(recipe, options, message):

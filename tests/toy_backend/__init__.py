@@ -1,4 +1,4 @@
-"""A fourth backend, as somebody outside of the package would write it: one folder and one `backends.register(BACKEND)`."""
+"""A fourth backend, as somebody outside of the package would write it: a folder and `backends.register(BACKEND)`."""
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from tests.toy_backend.linear import revert

@@ -1,14 +1,14 @@
-"""Norms, linear layers, MLPs and experts as single calls of Transformer Engine; every module stays where it is.
+"""Compute norms, linear layers, MLPs and experts by single calls of Transformer Engine; no module or Parameter moves.
 
     fusion = fuse(model, may_convert=plan.converted)      # in place
     print(fusion.summary())
-    unfuse(model)                                          # what it was
+    unfuse(model)                                          # undo it
 
-Nothing is renamed and no Parameter moves: state dicts, the order and count of ``parameters()``, optimizers, ties and
-sharding do not know about fusion. Importing this package imports no Transformer Engine; ``fuse`` does.
+State dicts, the order and count of ``parameters()``, optimizers, ties and sharding stay the same. Importing this
+package imports no Transformer Engine; :func:`fuse` does.
 """
 
-from lightning_lowprec.te.fusion.apply import engines, fuse, fused_modules, plan_fusion, unfuse
-from lightning_lowprec.te.fusion.report import Fusion, FusionRow
+from lightning_lowprec.te.fusion.apply import engines, fuse, fused_modules, unfuse
+from lightning_lowprec.te.fusion.plan import Fusion, FusionRow, plan_fusion
 
 __all__ = ["Fusion", "FusionRow", "engines", "fuse", "fused_modules", "plan_fusion", "unfuse"]

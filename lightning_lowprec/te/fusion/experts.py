@@ -1,8 +1,8 @@
-"""The experts of a mixture as two grouped GEMMs of Transformer Engine.
+"""Compute the experts of a mixture by two grouped GEMMs of Transformer Engine.
 
-transformers stacks the experts of a layer in two Parameters, and these stay: the engines are lent views of them, one
-per expert. The router is not touched and stays in high precision; so does the activation between the GEMMs, which is
-the model's own (``_apply_gate``).
+transformers stacks the experts of a layer in two Parameters, which stay; the engines borrow views of them, one per
+expert. The router is not touched and stays in high precision. So does the activation between the GEMMs, which is the
+model's own (``_apply_gate``).
 
 Importing this module imports Transformer Engine.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lowprec.te.fusion.deferred import UNIT, InPlace
-from lightning_lowprec.te.fusion.routing import mix
-from lightning_lowprec.te.fusion.units import GroupedEngine, Options, build, eagerly
+from lightning_lowprec.te.fusion.modules import UNIT, FusedModule
+from lightning_lowprec.te.fusion.routing import mix_experts
+from lightning_lowprec.te.fusion.units import GroupedEngine, Options, build, outside_of_graphs
 
 
 class ExpertsUnit:
-    """Two grouped GEMMs.
+    """Computes the experts of one mixture by two grouped GEMMs.
 
     Args:
         experts: with ``gate_up_proj`` [E, 2I, K] and ``down_proj`` [E, K, I].
@@ -34,10 +34,10 @@ class ExpertsUnit:
         self.down = build(GroupedEngine, experts, count, inner, width, bias=False, params_dtype=dtype)
 
     def engines(self) -> dict[str, Any]:
-        """By the part they have in it."""
+        """The engines of the first and the second GEMM."""
         return {"up": self.up, "down": self.down}
 
-    @eagerly
+    @outside_of_graphs
     def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
 
@@ -47,20 +47,24 @@ class ExpertsUnit:
                 inner = experts._apply_gate(doubled)
                 return _grouped(self.down, experts.down_proj, inner, splits)
 
-        return mix(
-            hidden_states, top_k_index, top_k_weights, num_experts=self.up.num_gemms,
-            alignment=self.options.expert_alignment, expert=expert,
-        )  # fmt: skip
+        return mix_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            num_experts=self.up.num_gemms,
+            alignment=self.options.expert_alignment,
+            expert=expert,
+        )
 
 
 def _grouped(engine: Any, stacked: Tensor, rows: Tensor, splits: list[int]) -> Tensor:
-    lent = {f"weight{i}": weight for i, weight in enumerate(stacked.unbind())}
-    output: Tensor = engine.compute([stacked], lent, rows, splits)
+    weights = {f"weight{i}": weight for i, weight in enumerate(stacked.unbind())}
+    output: Tensor = engine.compute(weights, rows, splits)
     return output
 
 
-class FusedExperts(InPlace):
-    """Stacked experts of transformers with grouped GEMMs."""
+class FusedExperts(FusedModule):
+    """Stacked experts of transformers that compute by grouped GEMMs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K]."""

@@ -1,8 +1,8 @@
-"""Where norms and linear layers follow each other in the models whose forward we know.
+"""The decoder layers of transformers in which norms and linear layers may be fused, and names of activations.
 
-A name is enough to be sure only together with the class behind it: recognition asks for exactly the classes of the
-module named here. All of them compute ``attention(norm(x))`` and ``mlp(norm(x))`` and read the norm's output nowhere
-else; if a version of transformers did, a :class:`~lightning_lowprec.te.fusion.deferred.Deferred` would raise.
+A name in this table counts only together with exactly the class beside it. All these classes compute
+``attention(norm(x))`` and ``mlp(norm(x))`` and read the norm's output nowhere else; if a version of transformers did,
+:class:`~lightning_lowprec.te.fusion.modules.DeferredNormOutput` would raise.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A norm and the linear layers that read its output, inside of one child of the decoder layer."""
+    """A norm, and the linear layers inside one child of the decoder layer that read the norm's output."""
 
     norm: str
     inside: str
     """The child that is called with the norm's output: attention or MLP."""
     cls: str
-    """That child's class."""
+    """The class of ``inside``."""
     linears: tuple[str, ...]
     down: str | None = None
     """The second linear layer of an MLP."""
     activation: str | None = None
-    """The module between; with two ``linears`` it acts on the first and multiplies with the second."""
+    """The activation of an MLP; with two ``linears`` it acts on the first and multiplies with the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ ACTIVATIONS = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
     ("torch.nn.modules.activation", "ReLU"): "relu",
 }
-"""Transformer Engine's names by class. Its ``gelu`` is the tanh approximation; the exact one (erf) it does not have."""
+"""Names of Transformer Engine by class. Its ``gelu`` is the tanh approximation; it has no exact one (erf)."""
 _GATED = {"silu": "swiglu"}
 
 
 def activation_name(module: nn.Module, *, gated: bool) -> str | None:
-    """What Transformer Engine calls this activation, or None if it has none that is exactly equal."""
+    """Return Transformer Engine's name of an activation, or None if it has no activation that is exactly equal."""
     cls = type(module)
     name = ACTIVATIONS.get((cls.__module__, cls.__name__))
     return _GATED.get(name or "") if gated else name

@@ -1,6 +1,6 @@
-"""Tokens in the order of their experts, each expert's share filled up to whole tiles, and back.
+"""Sort tokens by expert, pad the rows of each expert to whole tiles, and put the outputs back in the order of tokens.
 
-    tokens   [T, K]      hidden states, each to be seen by k experts
+    tokens   [T, K]      hidden states; each goes to k experts
     rows     [P, K]      expert 0's tokens, zero rows, expert 1's tokens, zero rows, ...; P = sum of ``splits``
     outputs  [P, K]  ->  [T, K]: each token's k outputs, weighted and summed
 
@@ -18,30 +18,30 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Route:
-    """Where the rows of a batch come from and go to."""
+    """The order of the rows of a batch."""
 
     splits: list[int]
     """Rows of each expert, multiples of the alignment; 0 for an expert without tokens."""
     choice: Tensor
-    """[S], the place in ``top_k_index.reshape(-1)`` of each pair of token and expert, sorted by expert."""
+    """[S], the index in ``top_k_index.reshape(-1)`` of each pair of token and expert, sorted by expert."""
     row: Tensor
-    """[S], the row of each such pair."""
+    """[S], the row of each pair."""
     top_k: int
 
     @property
     def rows(self) -> int:
-        """P."""
+        """The number of rows, P."""
         return sum(self.splits)
 
 
 def route(top_k_index: Tensor, num_experts: int, alignment: int) -> Route:
-    """Plan a batch. The sizes come to the host: one synchronisation.
+    """Compute the order of the rows of a batch. The sizes come to the host: one synchronisation.
 
     Args:
-        top_k_index: [T, k], int: the experts of each token. ``num_experts`` and above: an expert of another rank,
-            whose output is zero here.
+        top_k_index: [T, k], int: the experts of each token. A number from ``num_experts`` on is an expert of another
+            rank, whose output is zero here.
         num_experts: E.
-        alignment: each expert's rows become a multiple of it.
+        alignment: the number of rows of each expert becomes a multiple of this.
     """
     experts = top_k_index.reshape(-1)
     counts = torch.bincount(experts, minlength=num_experts)[:num_experts]
@@ -54,16 +54,15 @@ def route(top_k_index: Tensor, num_experts: int, alignment: int) -> Route:
 
 
 def gather(tokens: Tensor, plan: Route) -> Tensor:
-    """[T, K] -> [P, K]. Zero rows change no amax, stay zero in any expert without biases, and get no gradient."""
+    """[T, K] -> [P, K]. Rows of zeros change no amax, stay zero in experts without biases, and get no gradient."""
     rows = tokens.new_zeros(plan.rows, tokens.shape[-1])
     return rows.index_copy(0, plan.row, tokens[plan.choice // plan.top_k])
 
 
 def combine(outputs: Tensor, top_k_weights: Tensor, plan: Route) -> Tensor:
-    """[P, K], [T, k] -> [T, K], summed in the order of ``top_k_weights``: the same sum at every run.
+    """[P, K], [T, k] -> [T, K], summed in the order of ``top_k_weights``, which gives the same sum at every run.
 
-    Returns:
-        Of the dtype that outputs and weights promote to.
+    The result has the dtype to which outputs and weights promote.
     """
     weighted = outputs[plan.row] * top_k_weights.reshape(-1)[plan.choice].unsqueeze(-1)
     per_choice = weighted.new_zeros(top_k_weights.numel(), outputs.shape[-1])
@@ -71,7 +70,7 @@ def combine(outputs: Tensor, top_k_weights: Tensor, plan: Route) -> Tensor:
     return per_choice.view(*top_k_weights.shape, outputs.shape[-1]).sum(dim=-2)
 
 
-def mix(
+def mix_experts(
     tokens: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -80,15 +79,15 @@ def mix(
     alignment: int,
     expert: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """[T, K], [T, k], [T, k] -> [T, K], dtype of ``tokens``.
+    """Run all experts on their tokens: [T, K], [T, k], [T, k] -> [T, K], dtype of ``tokens``.
 
     Args:
         tokens: hidden states.
         top_k_index: see :func:`route`.
-        top_k_weights: what each expert's output is multiplied with.
+        top_k_weights: the factors of the experts' outputs.
         num_experts: E.
         alignment: see :func:`route`.
-        expert: all experts at once: rows [P, K] and their splits -> [P, K].
+        expert: computes all experts at once: rows [P, K] and their splits -> [P, K].
     """
     plan = route(top_k_index, num_experts, alignment)
     if not plan.rows:  # no token, or none for the experts of this rank

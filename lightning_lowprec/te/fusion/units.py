@@ -1,15 +1,15 @@
-"""Transformer Engine's fused modules, computing with Parameters that other modules own.
+"""Run fused modules of Transformer Engine with Parameters that other modules own.
 
-An engine is built on the meta device and holds no weight: at each forward it is lent the live Parameters (gathered, if
-FSDP2 shards them), and gives them back. It keeps what is its own, the scales of its FP8 tensors. It is no submodule of
-the model.
+An engine is a fused module that is built on the meta device and has no weights. At each forward it borrows the live
+Parameters (gathered, if FSDP2 shards them) and gives them back. The engine keeps only the scales of its FP8 tensors. It
+is no submodule of the model.
 
 Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,86 +17,65 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.pytorch.distributed import _get_module_fsdp_state
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.te.fusion.joining import join, save_parts
+from lightning_lowprec.te.fusion.joined_weight import join_weights, save_parts
+from lightning_lowprec.te.linear import outside_inference_mode
 
 
-def eagerly(function: Any) -> Any:
-    """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode.
-
-    A first forward makes buffers that training writes to, and inference tensors cannot be written to.
-    """
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def wrapped(*args: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args)
-        return function(*args)
-
-    return wrapped
+def outside_of_graphs(method: Any) -> Any:
+    """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode."""
+    disabled: Any = torch.compiler.disable  # untyped in torch
+    return disabled(outside_inference_mode(method))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all engines of a model have in common."""
+    """The settings that all engines of a model share."""
 
     token_alignment: int = 16
-    """Rows (tokens) that the recipe's GEMMs take are multiples of this: 32 for MXFP8."""
+    """The number of which the rows (tokens) of the recipe's GEMMs must be multiples: 32 for MXFP8."""
     expert_alignment: int = 16
-    """The same for the tokens of each expert: 32 for MXFP8, 128 for NVFP4."""
+    """The same number for the tokens of each expert: 32 for MXFP8, 128 for NVFP4."""
     fp8_eval: bool = True
     """Whether evaluation runs in FP8 too."""
 
     def precision(self, training: bool) -> AbstractContextManager[None]:
-        """The surrounding ``te.autocast``, or none."""
-        if training or self.fp8_eval or not FP8GlobalStateManager.is_fp8_enabled():
+        """Return the context of a forward: the surrounding ``te.autocast``, or none in evaluation if so chosen."""
+        if training or self.fp8_eval or not transformer_engine.fp8_is_enabled():
             return nullcontext()
-        context: AbstractContextManager[None] = te.autocast(
-            enabled=False, recipe=FP8GlobalStateManager.get_fp8_recipe()
-        )
+        recipe = transformer_engine.current_recipe()
+        context: AbstractContextManager[None] = te.autocast(enabled=False, recipe=recipe)
         return context
 
 
 class _Engine:
-    """Mixed into Transformer Engine's modules: no weights of its own."""
+    """Mixed into modules of Transformer Engine, which then have no weights of their own."""
 
     owner: nn.Module
-    """A module whose weights it borrows."""
-    is_first_microbatch: Callable[[Sequence[Tensor]], bool | None] | None = None
-    """Asked at each forward with the weights; None quantises them anew each time (see Transformer Engine)."""
+    """A module whose weights the engine borrows."""
 
-    def empty(self: Any) -> None:
+    def drop_parameters(self: Any) -> None:
         """Give every Parameter back."""
         self._parameters.update(dict.fromkeys(self._parameters))
 
-    def compute(self: Any, weights: Sequence[Tensor], lent: dict[str, Tensor | None], *args: Any) -> Any:
-        """Forward with ``lent`` in the place of the Parameters; ``weights`` are those that FP8 quantises."""
-        first = None
-        if self.is_first_microbatch is not None and torch.is_grad_enabled():
-            first = self.is_first_microbatch(weights)
-        self._parameters.update({name: value for name, value in lent.items() if value is not None})
+    def compute(self: Any, parameters: Mapping[str, Tensor | None], *args: Any) -> Any:
+        """Run the forward with ``parameters`` in the place of the engine's own."""
+        self._parameters.update({name: value for name, value in parameters.items() if value is not None})
         try:
-            return self.forward(*args, is_first_microbatch=first)
+            return self.forward(*args, is_first_microbatch=None)
         finally:
-            self.empty()
+            self.drop_parameters()
 
     def note_sharding(self: Any) -> None:
-        """Learn at the first forward whether FSDP2 shards the weights: if so, no FP8 copy is kept for the backward."""
+        """Find out at the first forward whether FSDP2 shards the weights: then no FP8 copy is kept for the backward."""
         if "_is_fsdp2" not in self.__dict__:
-            try:
-                _get_module_fsdp_state(self.owner)
-                self._is_fsdp2 = True
-            except RuntimeError:
-                self._is_fsdp2 = False
-            self.owner.__dict__.pop("_te_cached_parent_fsdp_state", None)  # would travel with deepcopy and pickle
+            self._is_fsdp2 = transformer_engine.is_sharded_by_fsdp2(self.owner)
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        """A copy keeps the scales, in buffers that are registered at its own first forward, and no quantised weight."""
-        state = {**self.__dict__, **transformer_engine.copied_attributes(self), "is_first_microbatch": None}
+        """Return what deepcopy and pickle keep: the scales, but no quantised weight and no place in global buffers."""
+        state = {**self.__dict__, **transformer_engine.copied_attributes(self)}
         state.pop("_is_fsdp2", None)
         return state
 
@@ -114,33 +93,33 @@ class GroupedEngine(_Engine, te.GroupedLinear):  # type: ignore[misc]
 
 
 def build(cls: type[Any], owner: nn.Module, *args: Any, **options: Any) -> Any:
-    """An engine without memory of its own, for weights of ``owner``.
+    """Build an engine without storage, for weights of ``owner``.
 
     Raises:
-        RuntimeError: by Transformer Engine, which constructs nothing without CUDA.
+        RuntimeError: Transformer Engine found no CUDA.
     """
     engine = cls(*args, device="meta", **options)
-    engine.__dict__.update(owner=owner, param_init_meta={})  # no submodule; and no closures, which pickle refuses
-    engine.empty()
+    engine.__dict__.update(owner=owner, param_init_meta={})  # no submodule; no closures, which do not pickle
+    engine.drop_parameters()
     return engine
 
 
 def norm_arguments(norm: nn.Module) -> dict[str, Any]:
-    """How Transformer Engine calls this norm."""
+    """Return the arguments with which Transformer Engine constructs this norm."""
     is_layer_norm = isinstance(norm, nn.LayerNorm)
     eps = getattr(norm, "eps", None) if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) else norm.variance_epsilon
     return {"normalization": "LayerNorm" if is_layer_norm else "RMSNorm", "eps": eps}
 
 
-class FusedUnit:
-    """A norm, and one GEMM for all linear layers that read its output; or with them the whole MLP.
+class NormUnit:
+    """Computes a norm, and one GEMM for all linear layers that read its output; or the norm and a whole MLP.
 
     Args:
         norm: LayerNorm with weight and bias, or a root-mean-square norm with a weight; K features.
-        linears: those that read the norm's output, K -> N each, all with bias or none.
+        linears: the linear layers that read the norm's output, K -> N each, all with bias or none.
         options: of the model.
         down: the second linear layer of an MLP, N -> K; None for a norm and linear layers.
-        activation: Transformer Engine's name of what is between; ``swiglu`` is given (gate, up).
+        activation: Transformer Engine's name of the activation; ``swiglu`` takes (gate, up).
     """
 
     def __init__(
@@ -163,58 +142,56 @@ class FusedUnit:
             sizes = (first.in_features, down.in_features)
             self.engine = build(NormMLPEngine, first, *sizes, activation=activation, **shared)
 
-    @eagerly
+    @outside_of_graphs
     def linear_outputs(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         """[*, K] -> [*, N] for each of the linear layers; dtype of autocast, or x's without."""
         weights = [linear.weight for linear in self.linears]
-        weight = join(weights)
-        lent = {"weight": weight, "bias": self._bias(), **_norm_parameters(norm)}
-        output = self._run(norm, x, weights, weight, lent)
+        joined = join_weights(weights)
+        parameters = {"weight": joined, "bias": self._bias(), **_norm_parameters(norm)}
+        output = self._run(norm, x, parameters)
+        save_parts(output, joined, weights)
         sizes = [linear.out_features for linear in self.linears]
-        return torch.split(output, sizes, dim=-1)
+        return torch.split(cut_rows(output, x), sizes, dim=-1)
 
-    @eagerly
+    @outside_of_graphs
     def mlp_output(self, norm: nn.Module, x: Tensor) -> Tensor:
         """[*, K] -> [*, K]; dtype of autocast, or x's without."""
         if self.down is None:
             raise RuntimeError("This unit has no second linear layer.")
         weights = [linear.weight for linear in self.linears]
-        weight = join(weights)
-        lent = {
-            "fc1_weight": weight, "fc1_bias": self._bias(), "fc2_weight": self.down.weight,
-            "fc2_bias": self.down.bias, **_norm_parameters(norm),
-        }  # fmt: skip
-        if torch.is_grad_enabled() and _any_trains(lent.values()) and not _any_trains((x, norm.weight)):
-            # frozen norms behind a frozen embedding: LayerNormMLP asks whether a bias trains that RMSNorm does not
-            # have (Transformer Engine 2.20), unless its input needs a gradient
+        joined = join_weights(weights)
+        parameters = {
+            "fc1_weight": joined,
+            "fc1_bias": self._bias(),
+            "fc2_weight": self.down.weight,
+            "fc2_bias": self.down.bias,
+            **_norm_parameters(norm),
+        }
+        if torch.is_grad_enabled() and _any_trains(parameters.values()) and not _any_trains((x, norm.weight)):
+            # Frozen norms behind a frozen embedding: LayerNormMLP (Transformer Engine 2.20) asks whether the bias of an
+            # RMSNorm trains, which there is not, unless the input needs a gradient.
             x = x.detach().requires_grad_()
-        return self._run(norm, x, [*weights, self.down.weight], weight, lent, joined=weights)
+        output = self._run(norm, x, parameters)
+        save_parts(output, joined, weights)
+        return cut_rows(output, x)
 
     def engines(self) -> dict[str, Any]:
-        """Its only one."""
+        """Return the only engine."""
         return {"": self.engine}
 
     def _bias(self) -> Tensor | None:
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
-        return join(biases) if biases else None
+        return join_weights(biases) if biases else None
 
-    def _run(
-        self,
-        norm: nn.Module,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        weight: Tensor,
-        lent: dict[str, Tensor | None],
-        joined: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def _run(self, norm: nn.Module, x: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
+        """[*, K] -> [M, N], with the padded rows."""
         self.engine.note_sharding()
-        rows = padded(x, self.options.token_alignment)
-        trains = torch.is_grad_enabled() and _any_trains((x, *lent.values()))
+        # zeros would change the amax: a LayerNorm makes its bias of them
+        rows = pad_rows(x, self.options.token_alignment, repeat_last=True)
+        trains = torch.is_grad_enabled() and _any_trains((x, *parameters.values()))
         with self.options.precision(norm.training), torch.set_grad_enabled(trains):
-            output: Tensor = self.engine.compute(weights, lent, rows)
-        save_parts(output, weight, joined or weights)
-        tokens = x.numel() // x.shape[-1]
-        return output[:tokens].reshape(*x.shape[:-1], output.shape[-1])
+            output: Tensor = self.engine.compute(parameters, rows)
+        return output
 
 
 def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
@@ -224,14 +201,3 @@ def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
 
 def _any_trains(tensors: Iterable[Any]) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def padded(x: Tensor, alignment: int) -> Tensor:
-    """[*, K] -> [M, K] with M a multiple of ``alignment``: the last row again, as often as it takes.
-
-    A row that is there already changes no amax, of x or of anything computed row by row from x (zeros would: a
-    LayerNorm makes its bias of them). The copies are detached, and cut off the output: no gradient flows through them.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    missing = -rows.shape[0] % alignment
-    return torch.cat((rows, rows[-1:].detach().expand(missing, -1))) if missing else rows

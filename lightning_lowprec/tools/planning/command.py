@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         data = {
             "source": source.origin,
             "precision": args.precision,
-            "plan": plan.to_dict()["rows"],
+            "plan": [asdict(row) for row in plan.rows],
             "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
             "bytes": [asdict(row) for row in sizes],
         }

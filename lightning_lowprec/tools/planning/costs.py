@@ -43,8 +43,8 @@ def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUEN
         attention_width: heads x head_dim x layers.
         sequence_length: tokens per sequence; a causal token attends to half of them on average.
     """
-    fp8 = sum(_of(row) for row in plan.rows if row.kept is None)
-    kept = sum(_of(row) for row in plan.rows if row.kept is not None)
+    fp8 = sum(_of(row) for row in plan.rows if row.kept_because is None)
+    kept = sum(_of(row) for row in plan.rows if row.kept_because is not None)
     # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
     attention = 6.0 * sequence_length * attention_width
     return Flops(fp8=fp8, high_precision=kept, attention=attention)
@@ -108,7 +108,7 @@ def footprints(
         )
         for name, (size, sent) in LAYOUT.items()
     ]
-    converted = [row for row in plan.rows if row.kept is None]
+    converted = [row for row in plan.rows if row.kept_because is None]
     weights = sum(row.in_features * row.out_features for row in converted)
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]

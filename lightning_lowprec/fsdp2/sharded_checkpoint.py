@@ -1,10 +1,10 @@
-"""Sharded checkpoints: folders in the format of torch.distributed.checkpoint, read by their own table of contents.
+"""Read sharded checkpoints: folders in the format of torch.distributed.checkpoint, by their table of contents.
 
-torch fills what it is given, so the reader has to know beforehand what is stored. Here the table of contents says what
-there is: which state an optimizer has, whoever wrote it (this package, Lightning's ModelParallelStrategy or
-FSDPStrategy), in which dtype, and how it is nested. What is read is placed as the parameter of that name is.
+torch fills tensors that it is given, so a reader must know beforehand what is stored. The table of contents says this:
+the state that an optimizer has, its dtypes, and how it is nested, for checkpoints of this package and of Lightning's
+ModelParallelStrategy and FSDPStrategy. State is read into tensors that are sharded like the parameter of that name.
 
-``.metadata`` is torch's pickle: read only checkpoints that you trust. Everything else is read with
+``.metadata`` is a pickle of torch: read only checkpoints that you trust. Everything else is read with
 ``weights_only=True``.
 """
 
@@ -21,25 +21,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.fsdp2 import lowbit
+from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.optimizer_state import clean, unpacked
-from lightning_lowprec.fsdp2.placing import empty
+from lightning_lowprec.fsdp2.placement import empty
 
 Path_ = tuple[str | int, ...]
 
 
-def write(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write nested dicts of tensors (DTensors: every rank its shards), numbers and strings."""
-    save(dict(values), checkpoint_id=folder)
-
-
-class Folder:
+class ShardedCheckpoint:
     """The table of contents of a sharded checkpoint.
 
     Raises:
-        ValueError: it does not say how its entries are nested.
+        ValueError: the checkpoint does not say how its entries are nested.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,19 +47,19 @@ class Folder:
 
     @property
     def roots(self) -> list[str]:
-        """The keys under which models and optimizers are stored."""
+        """Return the keys under which models and optimizers are stored."""
         return sorted({str(path[0]) for path in self._path_of.values()})
 
     def model(self, root: str, live: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a model, sharded as those of ``live``, which are filled in place where the dtype is the same.
+        """Return the entries of a model, sharded like the entries of ``live``.
 
         Args:
-            root: its key.
-            live: what the model's state dict holds, without copies; entries that it does not have are not read and
-                come back as None.
+            root: the model's key.
+            live: the model's state dict, without copies. Its tensors are filled in place if the dtype is the same.
+                Stored entries that it lacks are not read, and are returned as None.
 
         Raises:
-            ValueError: a tensor of another shape.
+            ValueError: a stored tensor has another shape.
         """
         names = {key: clean(".".join(map(str, path[1:]))) for key, path in self._path_of.items() if path[0] == root}
         values = self._read({key: self._template(key, live[name]) for key, name in names.items() if name in live})
@@ -85,7 +79,7 @@ class Folder:
         return like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
 
     def optimizer(self, root: str, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        """A nested state dict by fqn; what belongs to no parameter of ``params`` is left out."""
+        """Return an optimizer's nested state dict by fqn, without the state of parameters that ``params`` lacks."""
         wanted: dict[str, Any] = {}
         for key, path in self._path_of.items():
             if path[0] != root:
@@ -111,12 +105,12 @@ class Folder:
             return 0
         dtype = stored.properties.dtype
         prefix = ".".join(map(str, path[:-1]))
-        if f"{prefix}.{lowbit.CLASS}" not in self._stored:
+        if f"{prefix}.{torchao_optimizers.CLASS}" not in self._stored:
             return empty(stored.size, dtype, like)
         block_size = like.numel() // self._stored[f"{prefix}.scale"].size.numel()
-        if path[-1] == "qmap" or not lowbit.keeps_blocks(block_size, like):
+        if path[-1] == "qmap" or not torchao_optimizers.keeps_blocks(block_size, like):
             return torch.empty(stored.size, dtype=dtype)
-        return lowbit.empty_rows(stored.size, dtype, like)
+        return torchao_optimizers.empty_rows(stored.size, dtype, like)
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         if wanted:
@@ -125,7 +119,7 @@ class Folder:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads flat keys, and nothing that needs pickle."""
+    """A planner that reads flat keys, and nothing that needs pickle."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -135,7 +129,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _nested(items: Mapping[Path_, Any]) -> Any:
-    """Values by path as nested dicts, and lists where a path has numbers."""
+    """Nest values by path, as dicts, or as lists where the path has numbers."""
     if () in items:
         return items[()]
     inner: dict[str | int, dict[Path_, Any]] = {}

@@ -1,4 +1,7 @@
-"""Every place of a model where fusion might be: found by structure, judged elsewhere. Reads names and classes only."""
+"""Find the places of a model that may be fused, by structure alone: names and classes.
+
+:mod:`~lightning_lowprec.te.fusion.plan` decides which of the candidates are fused.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +17,60 @@ from lightning_lowprec.te.fusion.families import FAMILIES, Family, Pair
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """A norm, the linear layers behind it, and what is between."""
+class NormCandidate:
+    """A norm, the linear layers behind it, and the modules between."""
 
     fqn: str
-    """The norm's."""
+    """Of the norm."""
     norm: nn.Module
     linears: dict[str, Any]
-    """By fqn: those that read the norm's output."""
+    """By fqn: the linear layers that read the norm's output."""
     between: tuple[nn.Module, ...]
-    """Modules that are given the norm's output on the way: attention or MLP."""
+    """The modules that get the norm's output and pass it to the linear layers: attention or MLP."""
     mlp: nn.Module | None = None
     down: dict[str, Any]
-    """By fqn: the second linear layer of ``mlp``, or nothing."""
+    """By fqn: the second linear layer of ``mlp``; empty if there is none."""
     activation: nn.Module | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsSite:
-    """Stacked experts."""
+class ExpertsCandidate:
+    """The experts of a mixture, stacked in two Parameters."""
 
     fqn: str
     experts: nn.Module
 
 
-def sites(model: nn.Module) -> Iterator[Site | ExpertsSite]:
-    """All of them, in the order of ``named_modules``."""
+def candidates(model: nn.Module) -> Iterator[NormCandidate | ExpertsCandidate]:
+    """Yield all candidates, in the order of ``named_modules``."""
     for fqn, module in model.named_modules():
         family = next((family for family in FAMILIES if _is(module, family.module, family.layer)), None)
         if family is not None:
-            yield from _of_layer(fqn, module, family)
+            yield from _in_layer(fqn, module, family)
         elif type(module) is nn.Sequential:
-            yield from _of_sequential(fqn, module)
+            yield from _in_sequential(fqn, module)
         elif _is_stack_of_experts(module):
-            yield ExpertsSite(fqn=fqn, experts=module)
+            yield ExpertsCandidate(fqn=fqn, experts=module)
 
 
 def _is(module: nn.Module, package: str, name: str) -> bool:
-    """Whether it is exactly this class. Its module is imported already, or nothing could be of the class."""
+    """Return whether the module is exactly of this class, whose package must be imported if an object exists."""
     cls = type(module)
     return cls.__module__ == package and cls is getattr(sys.modules.get(package), name, None)
 
 
-def _of_layer(fqn: str, layer: nn.Module, family: Family) -> Iterator[Site]:
+def _in_layer(fqn: str, layer: nn.Module, family: Family) -> Iterator[NormCandidate]:
     for pair in family.pairs:
         norm, inside = layer._modules.get(pair.norm), layer._modules.get(pair.inside)
         expected = (family.module, family.norm) if family.norm else ("torch.nn.modules.normalization", "LayerNorm")
         if norm is not None and inside is not None and _is(norm, *expected) and _is(inside, family.module, pair.cls):
-            yield _site(fqn, norm, inside, pair)
+            yield _candidate(fqn, norm, inside, pair)
 
 
-def _site(fqn: str, norm: nn.Module, inside: nn.Module, pair: Pair) -> Site:
+def _candidate(fqn: str, norm: nn.Module, inside: nn.Module, pair: Pair) -> NormCandidate:
     prefix = _join(fqn, pair.inside)
     down = {} if pair.down is None else {_join(prefix, pair.down): inside._modules[pair.down]}
-    return Site(
+    return NormCandidate(
         fqn=_join(fqn, pair.norm),
         norm=norm,
         linears={_join(prefix, name): inside._modules[name] for name in pair.linears},
@@ -78,18 +81,18 @@ def _site(fqn: str, norm: nn.Module, inside: nn.Module, pair: Pair) -> Site:
     )
 
 
-def _of_sequential(fqn: str, sequential: nn.Sequential) -> Iterator[Site]:
+def _in_sequential(fqn: str, sequential: nn.Sequential) -> Iterator[NormCandidate]:
     for (name, norm), (behind, linear) in pairwise(sequential._modules.items()):
         if type(norm) in (nn.LayerNorm, nn.RMSNorm) and type(linear) is nn.Linear:
             linears = {_join(fqn, behind): linear}
-            yield Site(fqn=_join(fqn, name), norm=norm, linears=linears, between=(), down={})
+            yield NormCandidate(fqn=_join(fqn, name), norm=norm, linears=linears, between=(), down={})
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:
-    """Whether transformers itself would run it as grouped GEMMs (its decorator ``use_experts_implementation``)."""
+    """Return whether transformers would run the module as grouped GEMMs (its ``use_experts_implementation``)."""
     described = {"has_gate", "has_bias", "is_transposed", "is_concatenated"} <= module.__dict__.keys()
-    ours = type(module).__module__.startswith("transformers.")
-    return described and ours and {"gate_up_proj", "down_proj"} <= module._parameters.keys()
+    of_transformers = type(module).__module__.startswith("transformers.")
+    return described and of_transformers and {"gate_up_proj", "down_proj"} <= module._parameters.keys()
 
 
 def _join(prefix: str, name: str) -> str:

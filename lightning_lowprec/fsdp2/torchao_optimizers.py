@@ -1,15 +1,16 @@
-"""torchao's quantised optimizer state (AdamW8bit, AdamW4bit, AdamWFp8) in checkpoints: plain tensors, exact.
+"""Store the quantised optimizer state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) as plain tensors, bit for bit.
 
-A quantised tensor has codes and one scale per block of consecutive elements. Sharded by rows, the codes and scales of
-all ranks, one after the other, are those of the whole tensor: they are stored as tensors of their own, sharded by their
-first dimension, and need neither pickle nor torchao's own resharding, which knows whole blocks of some classes only.
-Where the shards of another number of ranks would cut a block, the state is loaded dequantised.
+A quantised tensor has codes and one scale per block of consecutive elements. If it is sharded by rows, the codes and
+scales of all ranks follow each other in the whole tensor. So they are stored as tensors that are sharded by their first
+dimension. That needs no pickle, and no resharding by torchao, which supports whole blocks of some classes only. If the
+shards of another number of ranks would cut a block, the state is loaded dequantised.
 
-torchao quantises where a local shard has at least 4096 elements and whole blocks.
+torchao quantises a local shard that has at least 4096 elements and whole blocks.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.placing import place
+from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.private.torch import disable_autograd_cache, local_tensor, with_local_tensor
 
 CLASS: Final = "lowbit_class"
 _CLASSES: Final = {
@@ -29,17 +31,18 @@ _CLASSES: Final = {
 
 
 def check(optimizer: Optimizer) -> None:
-    """Before the first step of an optimizer of torchao's that quantises its state, of sharded parameters.
+    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused.
 
     Raises:
-        ValueError: parameters in half precision, which its kernels mix with float32 in a way that fails under FSDP2.
+        ValueError: torchao's optimizer quantises its state and has parameters in half precision. Its kernels mix them
+            with float32 in a way that fails under FSDP2.
     """
     cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
     if cls is None:
         return
-    # torch caches compiled graphs by what a DTensor looks like from outside, and would run one kernel on the shards of
-    # another format (pytorch#188390)
-    torch._functorch.config.enable_autograd_cache = False
+    # torch's cache looks at the outside of a DTensor only, and would run a kernel on shards of another format
+    # (pytorch#188390)
+    disable_autograd_cache()
     if cls.__name__.startswith("_"):  # its plain AdamW
         return
     half = [
@@ -53,20 +56,20 @@ def check(optimizer: Optimizer) -> None:
 
 
 def is_quantised(value: Any) -> bool:
-    """Whether a local tensor is torchao's quantised state."""
+    """Return whether a local tensor is quantised state of torchao."""
     return type(value).__name__ in _CLASSES and type(value).__module__.startswith("torchao.")
 
 
 def pack(value: Any) -> Any:
-    """Quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
+    """Return quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
 
-    Shards that do not lie in the whole tensor one after the other are dequantised.
+    Shards that do not follow each other in the whole tensor are dequantised.
     """
-    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    local: Any = local_tensor(value)
     if not is_quantised(local):
         return value
     if isinstance(value, DTensor) and not _row_sharded(value):
-        return _with_local(value, local.dequantize())
+        return with_local_tensor(local.dequantize(), value)
     names, _ = local.__tensor_flatten__()
     packed: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
     if hasattr(local, "signed"):
@@ -79,13 +82,13 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
-    """The inverse, for a parameter ``like``: quantised where its shards have whole blocks, else dequantised."""
+    """Undo :func:`pack` for a parameter ``like``: quantised if the shards have whole blocks, else dequantised."""
     shape = torch.Size(packed["shape"])
     codes, scale = packed["codes"], packed["scale"]
     if not isinstance(like, DTensor):
         return _build(packed, shape, lambda t: t.detach().to(like.device, copy=True))
     if isinstance(codes, DTensor):
-        return _with_local(like, _build(packed, like.to_local().shape, lambda t: _local(t).to(like.device)))
+        return with_local_tensor(_build(packed, like.to_local().shape, lambda t: local_tensor(t).to(like.device)), like)
     if not keeps_blocks(shape.numel() // scale.numel(), like):
         return place(_build(packed, shape, torch.clone).dequantize(), like)
     rank, ranks = _row_rank(like)
@@ -93,29 +96,23 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
     def part(tensor: Tensor) -> Tensor:
         return (tensor if tensor is packed.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
 
-    return _with_local(like, _build(packed, like.to_local().shape, part))
+    return with_local_tensor(_build(packed, like.to_local().shape, part), like)
 
 
 def keeps_blocks(block_size: int, like: Tensor) -> bool:
-    """Whether the shards of a parameter are equal, whole blocks of consecutive elements."""
+    """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
     return isinstance(like, DTensor) and _row_sharded(like) and like.to_local().numel() % block_size == 0
 
 
 def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
-    cls = _class(packed[CLASS])
+    cls = getattr(importlib.import_module(_CLASSES[packed[CLASS]]), packed[CLASS])  # torchao takes seconds to import
     inner = {name: part(packed[name]) for name in cls.tensor_attrs}
     if packed[CLASS] == "OptimStateFp8":
         inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
     attributes = [packed["signed"]] if "signed" in packed else []
     attributes += [shape] if packed[CLASS] == "OptimState4bit" else []
-    built: Tensor = cls(*inner.values(), *attributes)  # float32 from outside; older torchao knows no other
+    built: Tensor = cls(*inner.values(), *attributes)  # looks like float32, as in all versions of torchao
     return built
-
-
-def _class(name: str) -> Any:
-    import importlib  # torchao takes seconds to import
-
-    return getattr(importlib.import_module(_CLASSES[name]), name)
 
 
 def _row_sharded(value: DTensor) -> bool:
@@ -137,18 +134,8 @@ def _rows(inner: Tensor, outer: DTensor) -> DTensor:
     return DTensor.from_local(inner, outer.device_mesh, outer.placements, run_check=False)
 
 
-def _with_local(outer: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, outer.device_mesh, outer.placements, run_check=False, shape=outer.shape, stride=outer.stride()
-    )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> DTensor:
-    """Codes or scales to be filled, sharded by their first dimension as ``like`` is by its own."""
+    """Return a DTensor to be filled with codes or scales, sharded by its first dimension as ``like`` is."""
     assert isinstance(like, DTensor)
     _, ranks = _row_rank(like)
     local = torch.empty((shape[0] // ranks, *shape[1:]), dtype=dtype, device=like.device_mesh.device_type)

@@ -1,4 +1,4 @@
-"""Which part of what Lightning saves and loads is model, optimizer or the rest: for Fabric and for the Trainer."""
+"""Split what Lightning saves and loads into the model, optimizers and the rest, for Fabric and for the Trainer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import atomic, checkpoint, optimizer_state
+from lightning_lowprec.fsdp2.shard import is_sharded
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 MODEL_KEYS: Final = ("state_dict", "model")
-"""Where the Trainer's ModelParallelStrategy and its FSDPStrategy store the model in a folder."""
+"""The keys under which the Trainer's ModelParallelStrategy and FSDPStrategy store the model in a folder."""
 
 
 # ---- Fabric
 
 
 def save_state(path: Path, state: Mapping[str, Any], *, full: bool, filter: Filter | None) -> None:
-    """Save what a Fabric user put into ``state``: one sharded model, its optimizers, and anything else.
+    """Save the ``state`` of a Fabric user: one sharded model, its optimizers, and anything else.
 
     Raises:
-        ValueError: no sharded model among it, or several.
+        ValueError: ``state`` has no sharded model, or several.
     """
     _, model = one_model(state, "save")
     filter = filter or {}
@@ -47,11 +46,11 @@ def save_state(path: Path, state: Mapping[str, Any], *, full: bool, filter: Filt
 
 
 def load_state(path: Path, state: State, *, strict: bool, weights_only: bool) -> State:
-    """Load what is in ``state``, in place; returns the rest of the checkpoint.
+    """Load the entries of ``state`` in place, and return the rest of the checkpoint.
 
     Raises:
-        KeyError: something of ``state`` that the checkpoint does not have, unless not strict.
-        ValueError: no sharded model in ``state``, or several; or the checkpoint is of another one.
+        KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
+        ValueError: ``state`` has no sharded model, or several; or the checkpoint belongs to another model.
     """
     key, model = one_model(state, "load")
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
@@ -76,10 +75,10 @@ def load_state(path: Path, state: State, *, strict: bool, weights_only: bool) ->
 
 
 def load_raw(path: Path, model: Module, *, strict: bool) -> None:
-    """Load a file with nothing but a state dict.
+    """Load a file that holds a state dict and nothing else.
 
     Raises:
-        ValueError: a folder.
+        ValueError: ``path`` is a folder.
     """
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; `fabric.load_raw` loads the file of a full state dict.")
@@ -87,12 +86,12 @@ def load_raw(path: Path, model: Module, *, strict: bool) -> None:
 
 
 def one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
-    """The sharded model in a Fabric state, with its key.
+    """Return the sharded model in a Fabric state, with its key.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: the state has no sharded model, or several.
     """
-    models = {key: value for key, value in state.items() if isinstance(value, Module) and _is_sharded(value)}
+    models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
     if len(models) == 1:
         return next(iter(models.items()))
     found = f"{len(models)} sharded models ({', '.join(models)})" if models else "no sharded model"
@@ -106,7 +105,7 @@ def one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
 
 
 def save_trainer(path: Path, dumped: State, *, full: bool) -> None:
-    """Save what the Trainer has collected, in Lightning's layout."""
+    """Save the checkpoint that the Trainer has collected, in Lightning's layout."""
     if full:
         checkpoint.save_file(path, dumped)
         return
@@ -116,11 +115,11 @@ def save_trainer(path: Path, dumped: State, *, full: bool) -> None:
 
 
 def load_trainer(path: Path, model: Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool) -> State:
-    """Load model and optimizers of a Trainer's checkpoint; returns the rest.
+    """Load model and optimizers from a checkpoint of the Trainer, and return the rest.
 
     Raises:
-        KeyError: what the Trainer restores is not in it.
-        ValueError: it is of another model, or has other optimizers.
+        KeyError: the checkpoint lacks something that the Trainer restores.
+        ValueError: the checkpoint belongs to another model, or has other optimizers.
     """
     if path.is_dir():
         rest: State = checkpoint.read_file(path / atomic.META, weights_only)
@@ -145,22 +144,12 @@ def load_trainer(path: Path, model: Module, optimizers: list[Optimizer], *, stri
 
 
 def check_storage_options(value: Any) -> None:
-    """Raise TypeError if there are any."""
+    """Raise TypeError if the user gave storage options."""
     if value is not None:
         raise TypeError(
             f"`storage_options={value!r}` is not valid with 'fsdp2', which writes checkpoints by itself and not through"
             " a CheckpointIO; leave it out."
         )
-
-
-def say_where(asked: Path, found: Path) -> None:
-    """A run was killed while it renamed: tell that the checkpoint before is used."""
-    if asked != found:
-        rank_zero_info(f"fsdp2: {str(asked)!r} was not completed; loading the one before it, {str(found)!r}.")
-
-
-def _is_sharded(module: Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def _stateful(value: Any) -> bool:

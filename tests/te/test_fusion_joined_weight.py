@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lowprec.te.fusion.joining import join, save_parts
+from lightning_lowprec.te.fusion.joined_weight import join_weights, save_parts
 
 
 class Multiply(torch.autograd.Function):
@@ -34,7 +34,7 @@ def parts():
 
 
 def forward(x, weights, alive=None):
-    joined = join(weights)
+    joined = join_weights(weights)
     output = Multiply.apply(x, joined, None)[0]
     save_parts(output, joined, weights)
     if alive is not None:
@@ -74,7 +74,7 @@ def test_weights_changed_before_the_backward_raise():
 
 def test_one_part_is_itself():
     weight = parts()[0]
-    assert join([weight]) is weight
+    assert join_weights([weight]) is weight
     x = torch.randn(5, 3)
     output = Multiply.apply(x, weight, None)[0]
     save_parts(output, weight, [weight])

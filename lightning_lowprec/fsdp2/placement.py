@@ -1,4 +1,4 @@
-"""Between whole tensors, as any single process has them, and the shards of this rank."""
+"""Place whole tensors, which a single process has, as the shards of this rank, and gather them again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
-    """How a tensor of optimizer state is sharded whose parameter is ``like``.
+    """Return how to shard a tensor of optimizer state whose parameter is ``like``.
 
-    As the parameter, in the dimensions that it has in common with it: Adafactor's row factors (out, 1) are sharded as
-    the rows of the weight, its column factors (1, in) are on every rank.
+    The tensor is sharded as the parameter is, in the dimensions that both have with the same size. Adafactor's row
+    factors (out, 1) are sharded as the rows of the weight are; its column factors (1, in) are whole on every rank.
     """
     return [
         placement
@@ -26,26 +26,25 @@ def placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
     ]
 
 
-def follows(shape: Sequence[int], like: Tensor) -> bool:
-    """Whether state of this shape is a DTensor if its parameter is one; counters are not."""
+def is_placed_like(shape: Sequence[int], like: Tensor) -> bool:
+    """Return whether state of this shape is a DTensor if its parameter ``like`` is one; counters are not."""
     return isinstance(like, DTensor) and len(shape) > 0 and len(shape) == like.ndim
 
 
 @torch.no_grad()
 def place(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``whole``, as ``like`` is placed; in memory of its own, in the dtype of ``whole``."""
+    """Return this rank's part of ``whole``, placed as ``like`` is, in new memory and in the dtype of ``whole``."""
     if not isinstance(like, DTensor):
         return whole.detach().to(like.device, copy=True)
     on_device = whole.detach().to(like.device_mesh.device_type)
-    placed = distribute_tensor(on_device, like.device_mesh, placements_like(whole.shape, like), src_data_rank=None).to(
-        like.device
-    )
-    return placed.clone()
+    placements = placements_like(whole.shape, like)
+    placed = distribute_tensor(on_device, like.device_mesh, placements, src_data_rank=None)
+    return placed.to(like.device).clone()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor to be filled: a DTensor as ``like`` is placed if it :func:`follows` it, else whole on every rank."""
-    if not follows(shape, like):
+    """Return a tensor to be filled: a DTensor if :func:`is_placed_like` says so, else a whole tensor on every rank."""
+    if not is_placed_like(shape, like):
         return torch.empty(tuple(shape), dtype=dtype)
     assert isinstance(like, DTensor)
     return torch.distributed.tensor.empty(
@@ -55,7 +54,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(value: Any) -> Any:
-    """The whole tensor on the CPU, by a collective if it is sharded; anything else as it is."""
+    """Return a tensor whole on the CPU, by a collective if it is sharded; return anything else unchanged."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,46 @@
+"""The options of sharding are shown by `inspect`, `help()` and jsonargparse: in both strategies."""
+
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
+
+OPTIONS = {field.name: field.default for field in fields(ShardOptions)}
+
+
+def test_the_keywords_for_type_checkers_are_the_fields():
+    assert get_type_hints(ShardChoices) == get_type_hints(ShardOptions)
+    assert list(get_type_hints(ShardChoices)) == list(OPTIONS)
+
+
+@pytest.mark.parametrize("shown", [FSDP2Strategy, FabricFSDP2Strategy])
+def test_signatures_and_docstrings_have_every_option(shown):
+    parameters = inspect.signature(shown).parameters
+    assert {name: parameters[name].default for name in OPTIONS} == OPTIONS
+    assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    text = " ".join(inspect.getdoc(shown).split())
+    for name in OPTIONS:
+        assert f"{name}: " in text
+    assert "cpu_offload: keep shards, gradients and optimizer state in CPU memory." in text
+
+
+def test_the_two_strategies_agree():
+    assert inspect.signature(FSDP2Strategy) == inspect.signature(FabricFSDP2Strategy)
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
+def test_the_help_of_a_command_line_has_every_option_with_its_docs(strategy):
+    parser = ArgumentParser()
+    parser.add_class_arguments(strategy, "strategy")
+    text = " ".join(parser.format_help().split())
+    for name in ("state_dict_type", *OPTIONS):
+        assert f"--strategy.{name}" in text
+    assert "keep shards, gradients and optimizer state in CPU memory." in text
+    assert "the modules that are gathered and freed as one" in text
+    parsed = parser.parse_args(["--strategy.cpu_offload=true", "--strategy.replicate=nodes"])
+    assert (parsed.strategy.cpu_offload, parsed.strategy.replicate) == (True, "nodes")

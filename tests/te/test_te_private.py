@@ -1,0 +1,51 @@
+"""Private names of Transformer Engine: the installed version has them, and a lost one is reported at set-up."""
+
+import pytest
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from lightning_lowprec.private.transformer_engine import moved
+from lightning_lowprec.te import support
+from lightning_lowprec.te.fusion import fuse
+from tests.te.subjects import Net
+
+
+@pytest.fixture
+def unchecked():
+    """The check runs once per process; here it runs again."""
+    support._check_names.cache_clear()
+    yield
+    support._check_names.cache_clear()
+
+
+def test_the_installed_version_has_all_names():
+    assert moved() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "lost"),
+    [
+        (FP8GlobalStateManager, "reduce_and_update_fp8_tensors", "FP8GlobalStateManager.reduce_and_update_fp8_tensors"),
+        (FP8GlobalStateManager, "quantization_state", "quantization_state.autocast_depth"),
+        (distributed, "_get_module_fsdp_state", "distributed._get_module_fsdp_state"),
+    ],
+)
+def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
+    monkeypatch.delattr(owner, name)
+    assert any(lost in words for words in moved())
+    with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
+        support.pytorch("FP8TE")
+    with pytest.raises(ImportError, match=name):
+        fuse(Net(), may_convert=())
+
+
+def test_an_attribute_that_no_code_mentions(monkeypatch):
+    class Other:
+        def forward(self):
+            return self.quantizers
+
+    monkeypatch.setattr(te, "Linear", Other)
+    words = moved()
+    assert "`_fp8_workspaces` of transformer_engine.pytorch.Linear" in words
+    assert "`quantizers` of transformer_engine.pytorch.Linear" not in words
