@@ -21,7 +21,9 @@ WEIGHT_KEYS = ("state_dict", "model")
 
 def run(argv: Sequence[str]) -> int:
     """Write the file and print how much the file holds."""
-    parser = ArgumentParser(prog="lowprec export")
+    parser = ArgumentParser(
+        prog="lowprec export", description="Write only the weights of a checkpoint to a plain file."
+    )
     parser.add_function_arguments(export, as_group=False, as_positional=True)
     args = parser.parse_args(argv)
     weights = export(**vars(args))
