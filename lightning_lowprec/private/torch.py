@@ -227,6 +227,11 @@ def reset_shards(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the user compiled ``module`` itself, by ``torch.compile`` or ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.private.transformers import CHECKPOINT_FUNCTION
 
 SCALES: Final = "scales"
 """Key of the scales in a plugin's state."""
@@ -81,7 +82,7 @@ class DelayedScales:
     def after_step(self) -> None:
         """Renew the scales of gradients, on every rank, after an optimizer has stepped or skipped its step."""
         drop_nonfinite(forward=False)
-        transformer_engine.reduce_and_renew_backward_scales()
+        transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
 
     def state(self) -> dict[str, Any]:
         """Return the scales as plain tensors, which ``torch.load(weights_only=True)`` reads; {} before any forward."""
@@ -180,9 +181,6 @@ def _device_of(layer: Any) -> torch.device | None:
 
 # ---- gradient checkpointing of transformers: torch's checkpoint cannot restore delayed scales
 
-FUNCTION: Final = "_gradient_checkpointing_func"
-"""Where transformers (4.35 to 5) keeps the checkpoint function of a module after `gradient_checkpointing_enable()`."""
-
 
 @final
 class TECheckpoint:
@@ -202,8 +200,8 @@ class TECheckpoint:
 def checkpoint_by_te(model: nn.Module, *, wanted: bool) -> None:
     """Replace the checkpoint functions of ``model`` by Transformer Engine's, or put the replaced functions back."""
     for module in model.modules():
-        function = module.__dict__.get(FUNCTION)
+        function = module.__dict__.get(CHECKPOINT_FUNCTION)
         if wanted and function is not None and not isinstance(function, TECheckpoint):
-            module.__dict__[FUNCTION] = TECheckpoint(function)
+            module.__dict__[CHECKPOINT_FUNCTION] = TECheckpoint(function)
         elif not wanted and isinstance(function, TECheckpoint):
-            module.__dict__[FUNCTION] = function.replaced
+            module.__dict__[CHECKPOINT_FUNCTION] = function.replaced

@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from typing import Any, Final, Self, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
+from lightning_lowprec.private.torch import (
+    MOVING_OPERATIONS,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
@@ -53,13 +59,13 @@ class Fp8Weight(Tensor):
         kwargs = kwargs or {}
         if func in _ALIASES:
             return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
-        if func is _aten._to_copy.default:
+        if func is MOVING_OPERATIONS[0]:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in pytree.tree_leaves(written_arguments(func, args, kwargs)):
+        for target in tree_leaves(written_arguments(func, args, kwargs)):
             if isinstance(target, Fp8Weight):
                 return target.write(func, *args[1:])
-        return func(*pytree.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
+        return func(*tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
 
     def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Return a weight of the same class, with the user's attributes, which ``module.to`` would lose in a swap."""

@@ -40,7 +40,9 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -52,28 +54,11 @@ from lightning_lowprec.te.wire_format import for_gemm
 
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
-    if not input.is_cuda and not transformer_engine.is_exporting():
+    if not input.is_cuda and not is_in_onnx_export_mode():
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
         )
-
-
-def change_class(layer: Any, cls: type[nn.Module], donor: nn.Module) -> None:
-    """Change the class of a layer in place, and add the attributes that the constructor of ``donor`` has set."""
-    own_class = type(layer)
-    added = donor.__dict__.keys() - layer.__dict__.keys() - layer._parameters.keys()
-    layer.__class__ = cls
-    layer.__dict__.update({name: donor.__dict__[name] for name in added})
-    layer.__dict__.update(own_class=own_class, added_attributes=frozenset(added))
-
-
-def restore_class(layer: Any, also_added: Collection[str] = ()) -> None:
-    """Undo :func:`change_class`, and remove ``also_added``, attributes that were added later."""
-    own_class = layer.own_class
-    for name in (*layer.added_attributes, *also_added, "own_class", "added_attributes"):
-        layer.__dict__.pop(name, None)
-    layer.__class__ = own_class
 
 
 def outside_inference_mode(forward: Callable[..., Any]) -> Any:
@@ -94,11 +79,8 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
 
 
 def _warn_outside_of_autocast() -> None:
-    """Warn, since Transformer Engine computes in high precision here without a word.
-
-    Inside of ``te.autocast(enabled=False)`` there is no warning: the user has asked for high precision.
-    """
-    if not transformer_engine.is_in_autocast() and not transformer_engine.is_exporting():
+    """Warn, since Transformer Engine says nothing; ``te.autocast(enabled=False)`` is no reason to warn."""
+    if not transformer_engine.is_in_autocast() and not is_in_onnx_export_mode():
         warnings.warn(
             "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
             " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric calls"
@@ -110,21 +92,18 @@ def _warn_outside_of_autocast() -> None:
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
+    # see convert_linear
     fp8_eval: bool
-    """Whether evaluation runs in FP8 too."""
     token_alignment: int
-    """The number of which the rows of a GEMM must be multiples; missing rows are padded with zeros."""
     weight_cache: WeightCache | None
     wire_format: WireFormat | None
-    """How FSDP2 may gather the weight; None: in high precision."""
-    # attributes that Transformer Engine sets
+    # set by Transformer Engine
     fp8: bool
     """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
     activation_dtype: torch.dtype
     _fp8_workspaces: dict[str, Any]
     """Quantised weights that are kept."""
-    quantizers: dict[str, Any]
 
     @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
@@ -132,7 +111,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         check_input(input)
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
-        if self.fp8 and not transformer_engine.fp8_is_enabled() and is_in_backward():
+        if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():
             return self._recompute(input)
         if torch.is_grad_enabled() and self.training:
             _warn_outside_of_autocast()
@@ -224,12 +203,6 @@ def convert_linears(model: nn.Module, fqns: Collection[str], **options: Any) -> 
             revert_linear(module)
 
 
-def revert_linears(model: nn.Module) -> None:
-    """Make every TELinear of ``model`` a Linear again, in place."""
-    for layer in te_linears(model):
-        revert_linear(layer)
-
-
 def convert_linear(
     linear: nn.Module,
     *,
@@ -254,34 +227,29 @@ def convert_linear(
         fqn: the name of the layer that a CustomRecipe's function is given, as the role's ``name``.
     """
     store_in_full(linear)
+    has_bias = linear.bias is not None
+    options = {
+        "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
+        "fp8_eval": fp8_eval,
+        "token_alignment": token_alignment,
+        "wire_format": wire_format,
+        "weight_cache": WeightCache(always=weight_cache == "always") if weight_cache else None,
+        "gemm_bias_unfused_add": custom and has_bias,
+        "_fp8_workspaces": {},  # weights that were kept under other options may never be used again
+    }
     if not isinstance(linear, TELinear):
-        donor = te.Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            params_dtype=linear.weight.dtype,
-            device="meta",
-            name=fqn or None,
-        )
-        change_class(linear, TELinear, donor)
+        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+        made = te.Linear(*sizes, bias=has_bias, params_dtype=dtype, device="meta", name=fqn or None)
+        become(linear, TELinear, vars(made) | options, later=transformer_engine.SET_BY_FORWARD)
     for name in transformer_engine.SHARDING_CACHES:
         linear.__dict__.pop(name, None)
-    cache = WeightCache(always=weight_cache == "always") if weight_cache else None
-    linear.__dict__.update(
-        param_init_meta={},  # Transformer Engine's holds closures, which do not pickle
-        fp8_eval=fp8_eval,
-        token_alignment=token_alignment,
-        wire_format=wire_format,
-        weight_cache=cache,
-        gemm_bias_unfused_add=custom and linear.bias is not None,
-        _fp8_workspaces={},  # weights that were kept under other options may never be used again
-    )
+    linear.__dict__.update(options)
 
 
 def revert_linear(linear: nn.Module) -> None:
     """Make a TELinear a Linear again, in place."""
     store_in_full(linear)
-    restore_class(linear, (*TELinear.__annotations__, *transformer_engine.SET_BY_FORWARD))
+    revert(linear)
 
 
 def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:

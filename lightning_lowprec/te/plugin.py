@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, Literal, final
 
 import torch
@@ -108,16 +108,16 @@ class FP8TE(LowPrecision):
         masters = take(MasterOptions, options).resolve(running.base)
         super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
         require(support.MODULE, "FP8TE")
-        fields: dict[str, Any] = {
-            "fp8_format": fp8_format,
-            "margin": margin,
-            "amax_history_len": amax_history_len,
-            "amax_compute_algo": amax_compute_algo,
-            "reduce_amax": reduce_amax,
-            "fp8_dpa": fp8_dpa or None,
-            "fp8_mha": fp8_mha or None,
-        }
-        self.recipe: Any = recipes.make_recipe(recipe, fields, "FP8TE")
+        self.recipe: Any = recipes.make_recipe(
+            recipe,
+            fp8_format=fp8_format,
+            margin=margin,
+            amax_history_len=amax_history_len,
+            amax_compute_algo=amax_compute_algo,
+            reduce_amax=reduce_amax,
+            fp8_dpa=fp8_dpa or None,
+            fp8_mha=fp8_mha or None,
+        )
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
@@ -183,19 +183,19 @@ class FP8TE(LowPrecision):
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         fp8.check_runs(self, device)
-        from lightning_lowprec.te.convert import Settings, convert_model
+        from lightning_lowprec.te.convert import convert_model
 
         backends.revert_all(module, except_for=BACKEND)
-        settings = Settings(
-            recipe=self.recipe,
-            layers=self.layers,
+        found = convert_model(
+            module,
+            self.recipe,
+            self.layers,
             norms=self.norms,
             fuse=self.fuse == "auto",
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
-        found = convert_model(module, settings)
-        self._check_choice(module, found)
+        self._check_conversion(module, found)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
@@ -215,12 +215,12 @@ class FP8TE(LowPrecision):
         from lightning_lowprec.te.convert import choose
 
         alignment = recipes.alignment_of(self.recipe)
-        layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted
+        layers = choose(module, self.layers, alignment=alignment, norms=self.norms).linears.converted
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in layers}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
-    def _check_choice(self, module: Module, found: Any) -> None:
+    def _check_conversion(self, module: Module, found: Any) -> None:
         from lightning_lowprec.te.convert import scaled_layers
 
         own = [fqn for fqn, _ in scaled_layers(module)]
@@ -239,24 +239,20 @@ class FP8TE(LowPrecision):
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        from lightning_lowprec.te.fusion.modules import FusedMLP, FusedModule
-        from lightning_lowprec.te.linear import TELinear
+        from lightning_lowprec.te.fusion import fused_modules
+        from lightning_lowprec.te.linear import te_linears
 
-        for layer in module.modules():
-            if isinstance(layer, (TELinear, FusedModule)):
-                yield layer
-            if isinstance(layer, FusedMLP):
-                yield from layer.modules()
+        yield from te_linears(module)
+        for fused in fused_modules(module):
+            yield from fused.modules()  # of a fused MLP: its linear layers
 
     # ---- a step
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
-        return self._in_both(super().forward_context())
-
     @contextmanager
-    def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
+        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
+        autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()
         with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
@@ -283,12 +279,11 @@ class FP8TE(LowPrecision):
     # ---- state
 
     def _scaled_layers(self) -> list[tuple[str, Any]]:
-        """By the number of the module that was set up, and the fqn in it."""
+        """Name every layer by the number of the module that was set up, and by its fqn there."""
         from lightning_lowprec.te.convert import scaled_layers
 
-        modules = dict.fromkeys(self.modules.prepared)  # one that was set up again is one
-        found = [(i, *entry) for i, m in enumerate(modules) for entry in scaled_layers(m)]
-        return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
+        modules = dict.fromkeys(self.modules.prepared)  # a module that was set up again counts once
+        return [(f"{i}.{fqn}".rstrip("."), layer) for i, m in enumerate(modules) for fqn, layer in scaled_layers(m)]
 
     @override
     def state_dict(self) -> dict[str, Any]:

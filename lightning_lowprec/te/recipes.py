@@ -39,20 +39,19 @@ _GROUPED_ALIGNMENT: Final = 128
 """The default ``quantization_alignment`` of a CustomRecipe: enough for grouped GEMMs of every format."""
 
 
-def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
+def make_recipe(recipe: Any, **options: Any) -> Any:
     """Return a recipe object of Transformer Engine.
 
     Args:
         recipe: one of ``KINDS``; a mapping of a recipe's fields, with ``"recipe"`` naming the kind; or a recipe object,
             which is returned unchanged.
         options: more fields; None means not given.
-        purpose: for the error when Transformer Engine is missing (``"FP8TE"``).
 
     Raises:
         ValueError: a kind, field or value that the recipe does not have.
         ImportError: Transformer Engine is not installed, or does not import.
     """
-    module = require("transformer_engine.common.recipe", purpose)
+    module = require("transformer_engine.common.recipe", "FP8TE")
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(recipe, module.Recipe):
         if given:
@@ -126,14 +125,12 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
         ValueError: the function returned a request (``DelayedScalingRequest``) in the place of a quantizer.
     """
     for fqn, layer in layers:
-        for role in transformer_engine.quantizer_roles(layer):
-            made = recipe.qfactory(role)
-            if transformer_engine.is_quantizer_request(made):
-                raise ValueError(
-                    f"The `qfactory` of the CustomRecipe returns a {type(made).__name__} for {fqn!r} ({role}): scales"
-                    " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales"
-                    " by the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
-                )
+        for role, request in transformer_engine.requests_for_state(layer, recipe.qfactory):
+            raise ValueError(
+                f"The `qfactory` of the CustomRecipe returns a {type(request).__name__} for {fqn!r} ({role}): scales"
+                " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales by"
+                " the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
+            )
 
 
 def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:

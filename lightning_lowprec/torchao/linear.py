@@ -34,6 +34,10 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import EPS
 
+from lightning_lowprec.conversion import in_place
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.private.torchao import codes_of, set_scale
+
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
@@ -55,13 +59,9 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
-        tokens = input.numel() // self.in_features
-        padding = -tokens % TOKEN_ALIGNMENT
-        if padding == 0:
+        if input.numel() // self.in_features % TOKEN_ALIGNMENT == 0:
             return super().forward(input)
-        rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
-        output: Tensor = super().forward(rows)[:tokens]
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return cut_rows(super().forward(pad_rows(input, TOKEN_ALIGNMENT)), input)
 
     @property
     def wire_format(self) -> TorchAOWire:
@@ -88,8 +88,7 @@ class TorchAOWire:
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
         """(...) any float -> (...) float8."""
         coded = hp_tensor_and_scale_to_float8(values, scale, self.dtype, self.mm_config, GemmInputRole.WEIGHT)
-        codes: Tensor = coded._data
-        return codes
+        return codes_of(coded)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """A Float8TrainingTensor."""
@@ -98,8 +97,7 @@ class TorchAOWire:
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The codes have come to the same memory."""
-        assert isinstance(whole, Float8TrainingTensor)
-        whole._scale = scale
+        set_scale(whole, scale)
 
 
 def linear_config(
@@ -137,29 +135,18 @@ def convert(model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *
 
 
 def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool) -> None:
-    """Make ``linear`` an FP8Linear of this configuration."""
-    donor = _donor(config)
-    linear.__class__ = FP8Linear
-    linear.__dict__.update({name: getattr(donor, name) for name in _added(donor)}, fp8_eval=fp8_eval)
+    """Make ``linear`` an FP8Linear of this configuration, in place."""
+    with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
+        made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
+    in_place.become(linear, FP8Linear, {**vars(made), "fp8_eval": fp8_eval})
 
 
 def revert(model: nn.Module) -> None:
-    """Turn every FP8Linear back into the Linear it was, in place."""
+    """Make every FP8Linear of ``model`` a Linear again, in place."""
     for linear in fp8_linears(model):
-        for name in (*_added(_donor(linear.config)), "fp8_eval"):
-            del linear.__dict__[name]
-        linear.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def _donor(config: Float8LinearConfig) -> Float8Linear:
-    with torch.device("meta"):  # its constructor derives from the config what its forward needs
-        return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-
-
-def _added(donor: Float8Linear) -> set[str]:
-    return donor.__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
+        in_place.revert(linear)
 
 
 def fp8_linears(model: nn.Module) -> list[FP8Linear]:
-    """The layers of ``model`` that are converted already."""
+    """Return the layers of ``model`` that are converted."""
     return [module for module in model.modules() if isinstance(module, FP8Linear)]

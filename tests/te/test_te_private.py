@@ -47,5 +47,5 @@ def test_an_attribute_that_no_code_mentions(monkeypatch):
 
     monkeypatch.setattr(te, "Linear", Other)
     words = moved()
-    assert "`_fp8_workspaces` of transformer_engine.pytorch.Linear" in words
-    assert "`quantizers` of transformer_engine.pytorch.Linear" not in words
+    assert "transformer_engine.pytorch.Linear()._fp8_workspaces" in words
+    assert "transformer_engine.pytorch.Linear().quantizers" not in words

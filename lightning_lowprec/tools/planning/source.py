@@ -93,7 +93,7 @@ def _from_config(config: Any, origin: str) -> Source:
     with torch.device("meta"):
         if factory is not None:
             model = factory(config)
-        elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = transformers.AutoModel.from_config(config)
