@@ -1,11 +1,12 @@
 """Private and undocumented names of Transformer Engine (2.20) that this package uses.
 
-Transformer Engine is imported inside the functions. The classes of :mod:`lightning_lowprec.te` that derive from its
-layers also override some of its methods and set some of its attributes; :func:`moved` looks for these names as well.
+Transformer Engine is imported inside the functions. :func:`moved` also looks for the methods and attributes that the
+classes of :mod:`lightning_lowprec.te` override and set.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowprec.extras import INSTALL
+from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private.names import missing
 
 _SCALES: Final = ("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers")
@@ -52,13 +54,8 @@ _NAMES: Final = {
 
 SHARDING_CACHES: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
 """Attributes in which a layer keeps, from its first forward on, whether FSDP2 gathers its weight."""
-SET_BY_FORWARD: Final = (
-    "activation_dtype",
-    "fp8_parameters",
-    "allow_different_data_and_param_types",
-    "forwarded_at_least_once",
-    *SHARDING_CACHES,
-)
+_DTYPES: Final = ("activation_dtype", "allow_different_data_and_param_types", "fp8_parameters")
+SET_BY_FORWARD: Final = (*_DTYPES, "forwarded_at_least_once", *SHARDING_CACHES)
 """Attributes that a layer gets in its forward, not in its constructor."""
 _META_KEYS: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
@@ -70,8 +67,10 @@ def moved() -> list[str]:
     return missing(f"transformer_engine.pytorch.{owner}.{name}" for owner, names in _NAMES.items() for name in names)
 
 
+@functools.cache
 def check_names() -> None:
-    """Raise ImportError if the installed Transformer Engine has moved a private name that this package uses."""
+    """Raise ImportError if Transformer Engine or torch has moved a private name that this package uses for FP8TE."""
+    torch_names.check(torch_names.TRANSFORMER_ENGINE)
     if lost := moved():
         raise ImportError(
             f"Transformer Engine {version('transformer_engine')} has no {', '.join(lost)} (used by lightning-lowprec)."
@@ -85,11 +84,6 @@ def manager() -> Any:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager
-
-
-def is_in_autocast() -> bool:
-    """Return whether any ``te.autocast`` surrounds the caller, with FP8 enabled or not."""
-    return bool(manager().quantization_state.autocast_depth)
 
 
 def weight_quantizer(linear: Any) -> Any:
@@ -118,11 +112,11 @@ def is_sharded_by_fsdp2(module: nn.Module) -> bool:
 
     try:
         _get_module_fsdp_state(module)
+        return True
     except RuntimeError:
         return False
     finally:
         module.__dict__.pop("_te_cached_parent_fsdp_state", None)  # deepcopy and pickle would take it along
-    return True
 
 
 def scale_state(layer: Any, mode: str) -> Any:
@@ -152,11 +146,6 @@ def register_scales(layers: Iterable[Any]) -> None:
             manager().add_fp8_tensors_to_global_buffer(layer.fp8_meta)
 
 
-def let_no_layer_renew_backward_scales() -> None:
-    """Tell all layers, inside ``te.autocast``, that another layer was the first to run: only the first one renews."""
-    manager().quantization_state.is_first_fp8_module = False
-
-
 def amax_of_this_step(*, forward: bool) -> list[list[Tensor]]:
     """Return the newest amax of all registered layers: of inputs and weights, or else of gradients."""
     buffers = manager().quantization_state.global_amax_buffer
@@ -171,14 +160,13 @@ def buffer_places() -> set[str]:
 def copied_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes that a copy of ``layer`` needs in the place of the layer's own.
 
-    The copy has the same scales, in buffers that are made and registered at its first forward; a copy that counted as
-    registered would never renew its scales. It has no quantised weight.
+    The copy has the same scales, and registers them at its first forward; a copy that counted as registered would never
+    renew its scales. It has no quantised weight.
     """
     from transformer_engine.common.recipe import CustomRecipe
 
-    left = buffer_places()
-    if isinstance(layer.fp8_meta.get("recipe"), CustomRecipe):  # its function may not pickle, and it has no scales
-        left |= {"recipe", *_META_KEYS.values()}
+    is_custom = isinstance(layer.fp8_meta.get("recipe"), CustomRecipe)  # it may not pickle, and has no scales
+    left = buffer_places() | ({"recipe", *_META_KEYS.values()} if is_custom else set())
     return {
         "fp8_meta": {key: value for key, value in layer.fp8_meta.items() if key not in left},
         "quantizers": {"scaling_fwd": [], "scaling_bwd": []},

@@ -1,7 +1,4 @@
-"""Convert the layers of a model to Transformer Engine's, in place; convert them again with other settings; revert them.
-
-Importing this module imports no Transformer Engine; converting a model does.
-"""
+"""Convert the layers of a model to Transformer Engine's, in place, also again with other options; revert them."""
 
 from __future__ import annotations
 
@@ -32,11 +29,6 @@ class Choice:
     fusion: fusion.Fusion | None = None
     """The layers that became single calls; None if fusion was not asked for."""
 
-    @property
-    def converts(self) -> bool:
-        """Whether anything runs in FP8."""
-        return bool(self.linears.converted or (self.fusion is not None and self.fusion.fused))
-
     def summary(self) -> str:
         """Return one line about the Linears, the norms and the fusion."""
         text = self.linears.summary()
@@ -51,14 +43,8 @@ class Choice:
 def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
-    Args:
-        model: on any device, meta too.
-        options: ``keep`` and ``only`` may name norms and experts as well as Linears.
-        alignment: the number of which a Linear's features must be multiples.
-        norms: whether norms convert at all.
-
     Raises:
-        ValueError: a name or pattern that matches neither a Linear nor a norm nor experts.
+        ValueError: a name or pattern in the options that matches neither a Linear nor a norm nor experts.
     """
     from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
 
@@ -96,19 +82,7 @@ def convert_model(
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
 ) -> Choice:
-    """Convert ``model`` in place; layers that were converted before keep their scales.
-
-    Args:
-        model: on any device, meta too.
-        recipe: a recipe object of Transformer Engine.
-        layers: the layers that convert.
-        norms: whether norms convert.
-        fuse: whether norms with the layers behind them, MLPs and experts become single calls where recognised.
-        fp8_eval: whether evaluation runs in FP8 too.
-        weight_cache: whether quantised weights are kept; see :func:`lightning_lowprec.te.linear.convert_linear`.
-
-    Returns:
-        The layers that were converted and the layers that were kept.
+    """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
 
     Raises:
         ValueError: a name in the options that matches nothing, or a CustomRecipe that asks for delayed scaling.
@@ -159,10 +133,7 @@ def convert_model(
 
 
 def revert(model: nn.Module) -> None:
-    """Give ``model`` torch's own layers back, in place; a model that was never converted imports no Transformer Engine.
-
-    Layers of Transformer Engine that the user built stay.
-    """
+    """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
         fusion.unfuse(model)
@@ -180,10 +151,7 @@ def _revert_layers(model: nn.Module) -> None:
 
 
 def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer of Transformer Engine that may keep scales, with its fqn.
-
-    These are our layers, layers of Transformer Engine that the user built, and the engines of fused layers.
-    """
+    """Yield all layers of Transformer Engine that may keep scales: ours, the user's, and engines of fused layers."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     for fqn, module in model.named_modules():

@@ -1,13 +1,10 @@
 """Make LayerNorms and RMSNorms Transformer Engine's, in place.
 
-The kernels of Transformer Engine are faster than torch's and compute in float32 inside. Under autocast they round
-input, weight and output to the autocast dtype, where torch's LayerNorm returns float32.
+The kernels of Transformer Engine compute in float32 inside. Under autocast they round input, weight and output to the
+autocast dtype, where torch's LayerNorm returns float32.
 
-An RMSNorm of another library is recognised by its results, not by its name alone: a copy runs on a small input, and the
-output is compared with the formula. So a norm with ``1 + weight`` (Gemma) is not taken for a norm with ``weight``
-(Llama), and a module that computes anything else is kept.
-
-Importing this module imports Transformer Engine.
+An RMSNorm of another library is recognised by its results: a copy runs on a small input, and the output is compared
+with the formulas of Llama (``weight``) and Gemma (``1 + weight``). A module that computes anything else is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from lightning_lowprec.te.linear import check_input, outside_inference_mode
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
-"""Names of the attribute eps of an RMSNorm in transformers, torch and other libraries."""
+"""The names of eps in the RMSNorms of transformers, torch and other libraries."""
 NO_NORM: Final = "no norm"
 """The answer of :func:`reason_to_keep` for a module that is no norm."""
 Formula = Literal["weight", "1 + weight"]
@@ -40,8 +37,7 @@ class _Norm:
         check_input(input)
         if input.numel() == 0:
             return input.clone()
-        output: Tensor = super().forward(input)  # type: ignore[misc]
-        return output
+        return super().forward(input)  # type: ignore[misc, no-any-return]
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the first forward (an override); Transformer Engine looks at weight and bias here."""
@@ -132,15 +128,11 @@ def norm_formula(norm: nn.Module) -> Formula | None:
         except Exception:  # an RMSNorm of one input does not raise
             return None
     normed = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
-    factors: dict[Formula, Tensor] = {"weight": gamma, "1 + weight": 1 + gamma}
-    for formula, factor in factors.items():
-        if isinstance(found, Tensor) and found.shape == x.shape and _equal(found, normed * factor):
-            return formula
-    return None
-
-
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found.float(), expected, rtol=1e-4, atol=1e-4)
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        return None
+    if torch.allclose(found.float(), normed * gamma, rtol=1e-4, atol=1e-4):
+        return "weight"
+    return "1 + weight" if torch.allclose(found.float(), normed * (1 + gamma), rtol=1e-4, atol=1e-4) else None
 
 
 def _epsilon(norm: nn.Module) -> str | None:
@@ -148,12 +140,7 @@ def _epsilon(norm: nn.Module) -> str | None:
 
 
 def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
-    """Make the norms named by ``fqns`` Transformer Engine's, and give all other norms their own class back.
-
-    Args:
-        model: changed in place.
-        fqns: of norms that :func:`reason_to_keep` has no reason to keep.
-    """
+    """Make the norms named by ``fqns`` Transformer Engine's, and give all other norms their own class back."""
     for fqn, module in list(model.named_modules()):
         if fqn in fqns and not isinstance(module, _Norm):
             _convert(module)

@@ -11,7 +11,7 @@ from lightning_lowprec.conversion.in_place import revert
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate
 from lightning_lowprec.te.fusion.modules import UNIT, FusedModule, FusedNorm, FusedReader, fuse_module
-from lightning_lowprec.te.fusion.plan import Fusion, FusionRow, decide
+from lightning_lowprec.te.fusion.plan import Fusion, FusionRow, Rules, decide
 from lightning_lowprec.te.support import pytorch
 
 
@@ -53,13 +53,13 @@ def fuse(
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
     )
-    found = decide(
-        model,
-        may_convert=may_convert,
+    rules = Rules(
+        may_convert=frozenset(may_convert),
         kept_norms=kept_norms,
         feature_alignment=feature_alignment,
         whole_mlp=whole_mlp,
     )
+    found = decide(model, rules)
     changes = [change for candidate, row in found if row.kept is None for change in _changes(candidate, row, options)]
     with unchanged(model):
         for module, role, unit in changes:
@@ -79,17 +79,13 @@ def fused_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def engines(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of Transformer Engine that compute, by name; ``model.modules()`` does not contain them.
+    """Return the modules of Transformer Engine that compute and keep the scales; ``model.modules()`` has none of them.
 
     The names are ``"model.layers.0.input_layernorm"`` for a norm with the layers behind it, and ``"...experts.up"`` and
-    ``"...experts.down"`` for experts. The engines keep the scales (``fp8_meta``).
+    ``"...experts.down"`` for experts.
     """
-    found = {}
-    for fqn, module in model.named_modules():
-        if UNIT in module.__dict__:
-            for name, engine in module.__dict__[UNIT].engines().items():
-                found[".".join(filter(None, (fqn, name)))] = engine
-    return found
+    units = {fqn: module.__dict__[UNIT] for fqn, module in model.named_modules() if UNIT in module.__dict__}
+    return {f"{fqn}{name}".lstrip("."): engine for fqn, unit in units.items() for name, engine in unit.engines.items()}
 
 
 def _changes(

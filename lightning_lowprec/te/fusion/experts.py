@@ -3,8 +3,6 @@
 transformers stacks the experts of a layer in two Parameters, which stay; the engines borrow views of them, one per
 expert. The router is not touched and stays in high precision. So does the activation between the GEMMs, which is the
 model's own.
-
-Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ class ExpertsUnit:
         dtype = experts.gate_up_proj.dtype
         self.up = build(GroupedEngine, experts, count, width, doubled, bias=False, params_dtype=dtype)
         self.down = build(GroupedEngine, experts, count, inner, width, bias=False, params_dtype=dtype)
-
-    def engines(self) -> dict[str, Any]:
-        """The engines of the first and the second GEMM."""
-        return {"up": self.up, "down": self.down}
+        self.engines = {".up": self.up, ".down": self.down}
 
     @outside_of_graphs
     def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

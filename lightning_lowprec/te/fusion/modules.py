@@ -44,10 +44,7 @@ class DeferredNormOutput:
     shape = property(lambda self: self._x.shape)
     dtype = property(lambda self: self._x.dtype)
     device = property(lambda self: self._x.device)
-
-    def size(self, *dim: int) -> Any:
-        """Return the size of the norm's input, as ``Tensor.size`` does."""
-        return self._x.size(*dim)
+    size = property(lambda self: self._x.size)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse any other attribute of a Tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,40 +70,27 @@ class Rules:
     """The conditions under which candidates are fused; see :func:`~lightning_lowprec.te.fusion.fuse`."""
 
     may_convert: Collection[str]
-    kept_norms: Collection[str]
-    feature_alignment: int
-    whole_mlp: bool
-    shared: frozenset[int]
+    kept_norms: Collection[str] = ()
+    feature_alignment: int = 16
+    whole_mlp: bool = True
+    shared: frozenset[int] = frozenset()
     """The ids of the modules and Parameters that the model uses in several places."""
 
 
-def decide(
-    model: nn.Module,
-    *,
-    may_convert: Collection[str],
-    kept_norms: Collection[str] = (),
-    feature_alignment: int = 16,
-    whole_mlp: bool = True,
-) -> list[tuple[NormCandidate | ExpertsCandidate, FusionRow]]:
-    """Decide about all candidates; the arguments are those of :func:`~lightning_lowprec.te.fusion.fuse`."""
+def decide(model: nn.Module, rules: Rules) -> list[tuple[NormCandidate | ExpertsCandidate, FusionRow]]:
+    """Decide about all candidates."""
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     uses += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    rules = Rules(
-        may_convert=frozenset(may_convert),
-        kept_norms=frozenset(kept_norms),
-        feature_alignment=feature_alignment,
-        whole_mlp=whole_mlp,
-        shared=frozenset(key for key, count in uses.items() if count > 1),
-    )
+    rules = replace(rules, shared=frozenset(key for key, count in uses.items() if count > 1))
     return [(candidate, _row(candidate, rules)) for candidate in candidates(model)]
 
 
 def plan_fusion(model: nn.Module, **limits: Any) -> Fusion:
     """Return the result that :func:`~lightning_lowprec.te.fusion.fuse` would have, and leave the model unchanged.
 
-    This needs no Transformer Engine, and a model on meta will do. The arguments are those of :func:`decide`.
+    This needs no Transformer Engine, and a model on meta will do. ``limits`` are the fields of :class:`Rules`.
     """
-    return Fusion(tuple(row for _, row in decide(model, **limits)))
+    return Fusion(tuple(row for _, row in decide(model, Rules(**limits))))
 
 
 def _row(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> FusionRow:
@@ -125,7 +112,7 @@ def _row(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> FusionRow
 
 def _of_norm(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
     """Reasons that concern the norm and the linear layers behind it."""
-    norm = candidate.norm
+    norm, kind = candidate.norm, type(candidate.norm)
     linears = list(candidate.linears.values())
     yield from _of_linears(candidate.linears, norm, rules)
     if candidate.fqn in rules.kept_norms:
@@ -134,11 +121,11 @@ def _of_norm(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
         yield "a norm without weight"
     elif tuple(norm.weight.shape) != (linears[0].in_features,):
         yield "the norm is over more than the features"
-    elif type(norm) is nn.LayerNorm and norm.bias is None:
+    elif kind is nn.LayerNorm and norm.bias is None:
         yield "a LayerNorm without bias"
-    elif type(norm) is nn.RMSNorm and norm.eps is None:
+    elif kind is nn.RMSNorm and norm.eps is None:
         yield "an RMSNorm whose eps depends on the dtype"
-    yield from _of_calls(norm, *linears, *filter(None, [candidate.inside]))
+    yield from _of_calls(norm, *linears, candidate.inside)
 
 
 def _of_mlp(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
@@ -154,9 +141,9 @@ def _of_mlp(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
         yield "its linear layers have biases here and none there"
 
 
-def _of_calls(*modules: nn.Module) -> Iterator[str]:
+def _of_calls(*modules: nn.Module | None) -> Iterator[str]:
     """Reasons of modules whose hooks or replaced forward would not run any more, or would see another tensor."""
-    for module in modules:
+    for module in filter(None, modules):
         name = type(module).__name__
         if any(value for key, value in vars(module).items() if key.endswith("_hooks") and "state_dict" not in key):
             yield f"hooks on its {name} would see no normalised tensor"

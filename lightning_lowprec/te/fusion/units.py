@@ -3,8 +3,6 @@
 An engine is a fused module that is built on the meta device and has no weights. At each forward it borrows the live
 Parameters (gathered, if FSDP2 shards them) and gives them back. The engine keeps only the scales of its FP8 tensors. It
 is no submodule of the model.
-
-Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -91,11 +89,7 @@ class GroupedEngine(_Engine, te.GroupedLinear):  # type: ignore[misc]
 
 
 def build(cls: type[Any], owner: nn.Module, *args: Any, **options: Any) -> Any:
-    """Build an engine without storage, for weights of ``owner``.
-
-    Raises:
-        RuntimeError: Transformer Engine found no CUDA.
-    """
+    """Build an engine without storage, for weights of ``owner``."""
     engine = cls(*args, device="meta", **options)
     engine.__dict__.update(owner=owner, param_init_meta={})  # no submodule; no closures, which do not pickle
     engine.drop_parameters()
@@ -103,33 +97,29 @@ def build(cls: type[Any], owner: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 class NormUnit:
-    """Computes a norm, and one GEMM for all linear layers that read its output; or the norm and a whole MLP.
-
-    Args:
-        candidate: the norm and the layers, which were found to be fit for this.
-        options: of the model.
-        whole_mlp: whether the MLP behind the norm is computed too.
-    """
+    """Computes a norm, and one GEMM for all linear layers that read its output; or the norm and a whole MLP."""
 
     def __init__(self, candidate: NormCandidate, options: Options, *, whole_mlp: bool) -> None:
         self.options = options
         self.linears: list[Any] = list(candidate.linears.values())
-        self.down: Any = next(iter(candidate.down.values())) if whole_mlp else None
+        self.down: Any = None
         self.readers: list[Any] = [candidate.inside] if whole_mlp else self.linears
         """The modules that read the norm's output."""
         norm, first = candidate.norm, self.linears[0]
-        shared = {
+        shared: dict[str, Any] = {
             "normalization": "LayerNorm" if isinstance(norm, nn.LayerNorm) else "RMSNorm",
             "eps": norm.eps if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) else norm.variance_epsilon,
             "bias": first.bias is not None,
             "params_dtype": first.weight.dtype,
         }
         if whole_mlp:
+            (self.down,) = candidate.down.values()
             shared["activation"] = activation_name(candidate.activation, gated=len(self.linears) > 1)
             self.engine = build(NormMLPEngine, first, first.in_features, self.down.in_features, **shared)
         else:
             out_features = sum(linear.out_features for linear in self.linears)
             self.engine = build(NormLinearEngine, first, first.in_features, out_features, **shared)
+        self.engines = {"": self.engine}
 
     @outside_of_graphs
     def __call__(self, norm: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -161,7 +151,3 @@ class NormUnit:
         save_parts(output, joined, weights)
         sizes = [linear.out_features for linear in self.linears] if self.down is None else [self.down.out_features]
         return torch.split(cut_rows(output, x), sizes, dim=-1)
-
-    def engines(self) -> dict[str, Any]:
-        """Return the only engine."""
-        return {"": self.engine}
