@@ -54,8 +54,13 @@ _NAMES: Final = {
 
 SHARDING_CACHES: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
 """Attributes in which a layer keeps, from its first forward on, whether FSDP2 gathers its weight."""
-_DTYPES: Final = ("activation_dtype", "allow_different_data_and_param_types", "fp8_parameters")
-SET_BY_FORWARD: Final = (*_DTYPES, "forwarded_at_least_once", *SHARDING_CACHES)
+SET_BY_FORWARD: Final = (
+    "activation_dtype",
+    "allow_different_data_and_param_types",
+    "forwarded_at_least_once",
+    "fp8_parameters",
+    *SHARDING_CACHES,
+)
 """Attributes that a layer gets in its forward, not in its constructor."""
 _META_KEYS: Final = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 

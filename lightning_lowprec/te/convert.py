@@ -69,7 +69,7 @@ def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
 
 
 def _stacked_experts(model: nn.Module) -> list[str]:
-    return [matmul.fqn for matmul in matmuls(model) if matmul.kind == "stacked experts"]
+    return [matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == "stacked experts"]
 
 
 def convert_model(
