@@ -21,6 +21,7 @@ MASTERS: Final = "float32 masters"
 LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
+COMPILATION: Final = "compiled models"
 FSDP2: Final = "'fsdp2'"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
@@ -74,6 +75,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
+    COMPILATION: ("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 

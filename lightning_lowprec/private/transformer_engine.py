@@ -1,7 +1,6 @@
 """Private and undocumented names of Transformer Engine (2.20) that this package uses.
 
-Transformer Engine is imported inside the functions. :func:`moved` also looks for the methods and attributes that the
-classes of :mod:`lightning_lowprec.te` override and set.
+Transformer Engine is imported inside the functions. :func:`moved` also looks for names that our classes override.
 """
 
 from __future__ import annotations

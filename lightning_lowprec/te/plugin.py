@@ -268,7 +268,6 @@ class FP8TE(LowPrecision):
 
 
 def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
-    """Raise ValueError for options that contradict each other, or the recipe."""
     if fuse not in ("auto", False):
         raise ValueError(f"`fuse={fuse!r}` is not valid; expected 'auto' or False.")
     if kind == "delayed" and layers.first_last_layers_bf16:
