@@ -21,6 +21,7 @@ MASTERS: Final = "float32 masters"
 LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
+COMPILATION: Final = "compiled models"
 FSDP2: Final = "'fsdp2'"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
@@ -82,6 +83,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
+    COMPILATION: ("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 
@@ -193,6 +195,11 @@ def version_of(tensor: Tensor) -> int:
 def reset_shards(module: nn.Module) -> None:
     """Let FSDP2 take the current parameters of ``module`` as its shards."""
     module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the user compiled ``module`` itself, by ``torch.compile`` or ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -12,13 +12,12 @@ first forward and registers them in buffers of the process:
 Transformer Engine would renew the backward scales when the first layer runs backward. If that layer gets no backward
 (its output is detached, or its branch unused), no backward scale would ever change; so :class:`DelayedScales` renews
 them behind every optimizer step.
-
-Importing this module imports no Transformer Engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -27,90 +26,78 @@ from torch import Tensor, nn
 
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.private.transformers import CHECKPOINT_FUNCTION
 
 SCALES: Final = "scales"
 """Key of the scales in a plugin's state."""
 REUSED: Final = "weights_are_reused"
 """Key of whether quantised weights were used again within a step: the amax of such a weight is seen once per step."""
 _MODES: Final = ("forward", "backward")
-_TENSORS: Final = ("scale", "amax_history")
-
-Layers = list[tuple[str, Any]]
+Layers = Iterable[tuple[str, Any]]
 """Names and layers of Transformer Engine."""
 LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
 
 
 class DelayedScales:
-    """The delayed scales of all models that a plugin has set up.
-
-    Args:
-        recipe: delayed scaling.
-        layers: finds all layers of the plugin. The function walks over models, so it is called only where needed.
-    """
+    """The delayed scales of all models that a plugin has set up; ``layers`` walks over the models to find layers."""
 
     def __init__(self, recipe: Any, layers: Callable[[], Layers]) -> None:
         self.recipe = recipe
         self.layers = layers
         self._loaded: Mapping[str, Any] = {}
-        self._loaded_reuse = False
         self._unregistered = False
 
     def expect(self) -> None:
         """Register the layers in the next forward; call this when layers were converted, on a GPU."""
         self._unregistered = True
 
-    def enter(self) -> None:
-        """Begin a forward, inside Transformer Engine's autocast.
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Surround a forward, inside Transformer Engine's autocast, which renews the scales when it ends.
 
         Ranks reduce amax in the order in which layers were registered. Left alone, layers register in their first
-        forward: an expert without tokens on one rank would be missing there, and every later layer of that rank would
-        get the amax of another layer.
+        forward, and an expert without tokens on one rank would give every later layer there the amax of another layer.
         """
         if self._unregistered:
             with torch.inference_mode(False):
                 transformer_engine.register_scales(layer for _, layer in self.layers())
             self._unregistered = False
-        transformer_engine.let_no_layer_renew_backward_scales()
-
-    def leave(self) -> None:
-        """End a forward, still inside Transformer Engine's autocast, which renews the scales when it ends."""
+        # the first layer to run would renew the backward scales: let all layers believe that another one was first
+        transformer_engine.manager().quantization_state.is_first_fp8_module = False
+        yield
         if torch.is_grad_enabled():
             drop_nonfinite(forward=True)
 
     def after_step(self) -> None:
         """Renew the scales of gradients, on every rank, after an optimizer has stepped or skipped its step."""
         drop_nonfinite(forward=False)
-        transformer_engine.reduce_and_renew_backward_scales()
+        transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
 
     def state(self) -> dict[str, Any]:
         """Return the scales as plain tensors, which ``torch.load(weights_only=True)`` reads; {} before any forward."""
         self.restore()  # scales that were loaded and not used yet
-        layers = self.layers()
-        found = saved_scales(layers)
-        return {SCALES: found, REUSED: any(cache.used_again for cache in _caches(layers))} if found else {}
+        found = saved_scales(self.layers())
+        return {SCALES: found, REUSED: any(cache.used_again for cache in self._caches())} if found else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a plugin's state, for layers that may not be set up yet."""
-        self._loaded = dict(state.get(SCALES, {}))
-        self._loaded_reuse = bool(state.get(REUSED, False))
+        self._loaded = state if state.get(SCALES) else {}
 
     def restore(self) -> None:
         """Give the layers the scales that were loaded, if the layers are set up."""
-        layers = self.layers() if self._loaded else []
+        layers = list(self.layers()) if self._loaded else []
         if not layers:
             return
-        left = restore_scales(layers, self._loaded, self.recipe)
-        for cache in _caches(layers):
-            cache.used_again = self._loaded_reuse
+        left = restore_scales(layers, self._loaded[SCALES], self.recipe)
+        for cache in self._caches():
+            cache.used_again = bool(self._loaded.get(REUSED, False))
         if left:
             rank_zero_info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
         self._loaded = {}
 
-
-def _caches(layers: Layers) -> list[Any]:
-    found = (getattr(layer, "weight_cache", None) for _, layer in layers)
-    return [cache for cache in found if cache is not None]
+    def _caches(self) -> list[Any]:
+        return [layer.weight_cache for _, layer in self.layers() if getattr(layer, "weight_cache", None) is not None]
 
 
 @torch.no_grad()
@@ -119,74 +106,53 @@ def drop_nonfinite(*, forward: bool) -> None:
 
     Transformer Engine keeps a scale unchanged while the largest amax of its history is not finite: for 1024 steps, with
     a history of 1024. All layers of the process are handled together: few kernels, no synchronisation.
-
-    Args:
-        forward: True for the amax of inputs and weights, False for the amax of gradients.
     """
     for rows in transformer_engine.amax_of_this_step(forward=forward):
         flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         copy_all_(rows, list(torch.split(flat, [len(row) for row in rows])))
 
 
-def saved_scales(layers: Iterable[tuple[str, Any]]) -> dict[str, LayerScales]:
+def saved_scales(layers: Layers) -> dict[str, LayerScales]:
     """Return the scales of every layer that has scales, by name; {} with recipes that keep no scales."""
     found = {}
     for name, layer in layers:
         states = {mode: transformer_engine.scale_state(layer, mode) for mode in _MODES}
-        if all(state is not None for state in states.values()):
+        if None not in states.values():
             found[name] = {
                 f"{mode}.{tensor}": getattr(state, tensor).detach().cpu().clone()
                 for mode, state in states.items()
-                for tensor in _TENSORS
+                for tensor in ("scale", "amax_history")
             }
     return found
 
 
 @torch.inference_mode(False)  # validation may come first, and training cannot write to tensors of inference mode
 @torch.no_grad()
-def restore_scales(layers: Iterable[tuple[str, Any]], state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
-    """Give layers the scales that :func:`saved_scales` returned; the next forward uses them.
+def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
+    """Give layers the scales that :func:`saved_scales` returned; return the names for which there is no layer.
 
-    Args:
-        layers: names and layers of Transformer Engine; some may not have run yet.
-        state: by name. A history longer than the recipe's is cut; a shorter one is filled up with zeros.
-        recipe: delayed scaling, with which the layers will run.
-
-    Returns:
-        The names in ``state`` for which there is no layer.
+    A history that is longer than the recipe's is cut; a shorter one is filled up with zeros.
     """
-    left = dict(state)
-    for name, layer in layers:
-        entry = left.pop(name, None)
-        if entry is None:
-            continue
+    found = dict(layers)
+    for name in state.keys() & found.keys():
+        layer = found[name]
         for mode in _MODES:
-            scale, history = entry[f"{mode}.scale"], entry[f"{mode}.amax_history"]
+            scale, history = state[name][f"{mode}.scale"], state[name][f"{mode}.amax_history"]
             target = transformer_engine.scale_state(layer, mode)
             if target is None:
-                count, device = scale.numel(), _device_of(layer)
-                target = transformer_engine.make_scale_state(layer, mode, recipe, count, device)
+                owner = getattr(layer, "owner", layer)  # the engine of a fused layer has no parameters
+                device = next((parameter.device for parameter in owner.parameters()), None)
+                target = transformer_engine.make_scale_state(layer, mode, recipe, scale.numel(), device)
             target.scale.copy_(scale)
             history = history[: len(target.amax_history)]
             target.amax_history.zero_()
             target.amax_history[: len(history)].copy_(history)
-    return list(left)
-
-
-def _device_of(layer: Any) -> torch.device | None:
-    owner: nn.Module = getattr(layer, "owner", layer)  # the engine of a fused layer has no parameters
-    return next((parameter.device for parameter in owner.parameters()), None)
-
-
-# ---- gradient checkpointing of transformers: torch's checkpoint cannot restore delayed scales
-
-FUNCTION: Final = "_gradient_checkpointing_func"
-"""Where transformers (4.35 to 5) keeps the checkpoint function of a module after `gradient_checkpointing_enable()`."""
+    return [name for name in state if name not in found]
 
 
 @final
 class TECheckpoint:
-    """``checkpoint(function, *args)`` of Transformer Engine, in the place of another checkpoint function."""
+    """Transformer Engine's ``checkpoint(function, *args)``, in the place of one that cannot restore delayed scales."""
 
     def __init__(self, replaced: Callable[..., Any]) -> None:
         self.replaced = replaced
@@ -200,10 +166,10 @@ class TECheckpoint:
 
 
 def checkpoint_by_te(model: nn.Module, *, wanted: bool) -> None:
-    """Replace the checkpoint functions of ``model`` by Transformer Engine's, or put the replaced functions back."""
+    """Replace transformers' checkpoint functions in ``model`` by Transformer Engine's, or put them back."""
     for module in model.modules():
-        function = module.__dict__.get(FUNCTION)
+        function = module.__dict__.get(CHECKPOINT_FUNCTION)
         if wanted and function is not None and not isinstance(function, TECheckpoint):
-            module.__dict__[FUNCTION] = TECheckpoint(function)
+            module.__dict__[CHECKPOINT_FUNCTION] = TECheckpoint(function)
         elif not wanted and isinstance(function, TECheckpoint):
-            module.__dict__[FUNCTION] = function.replaced
+            module.__dict__[CHECKPOINT_FUNCTION] = function.replaced

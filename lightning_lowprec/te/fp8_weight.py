@@ -3,7 +3,7 @@
     weight = codes * inv_scale
 
 No optimizer updates such a weight: it was gathered from shards that are updated, or it does not train and is stored in
-FP8 alone. (MS-AMP's shards, which are codes with a master beside them, are another class.)
+FP8 alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any, Final, Self, final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
+from lightning_lowprec.private import torch as private
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
@@ -25,25 +24,22 @@ _OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parame
 
 
 class Fp8Weight(Tensor):
-    """A tensor subclass that has codes and a scale, and looks like a tensor of ``dtype``.
-
-    Args:
-        codes: (...) float8_e4m3fn.
-        inv_scale: (1,) float32.
-        dtype: the dtype that the weight shows, and that its gradients have.
-    """
+    """A tensor subclass that has codes and a scale, and looks like a tensor of ``dtype``; so do its gradients."""
 
     codes: Tensor
+    """(...) float8_e4m3fn."""
     inv_scale: Tensor
+    """(1,) float32."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Make a tensor without storage, and hang codes and scale at it."""
-        made: Self = make_wrapper_subclass(cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device)
+        size, strides, device = codes.size(), codes.stride(), codes.device
+        made: Self = private.make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
         made.codes, made.inv_scale = codes, inv_scale
         return made
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = private.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -53,13 +49,13 @@ class Fp8Weight(Tensor):
         kwargs = kwargs or {}
         if func in _ALIASES:
             return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
-        if func is _aten._to_copy.default:
+        if func is private.MOVING_OPERATIONS[0]:
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in pytree.tree_leaves(written_arguments(func, args, kwargs)):
+        for target in private.tree_leaves(private.written_arguments(func, args, kwargs)):
             if isinstance(target, Fp8Weight):
                 return target.write(func, *args[1:])
-        return func(*pytree.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
+        return func(*private.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
 
     def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Return a weight of the same class, with the user's attributes, which ``module.to`` would lose in a swap."""
@@ -68,26 +64,21 @@ class Fp8Weight(Tensor):
         return made
 
     def write(self, func: Any, *args: Any) -> Any:
-        """Refuse an operation that would change the weight.
-
-        The error is no TypeError: on a TypeError, torch's ``+=`` would compute a new tensor instead.
-        """
+        """Refuse an operation that would change the weight."""
+        # no TypeError: on a TypeError, torch's `+=` would compute a new tensor instead
         raise RuntimeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
 
-    def _set_data(self, tensor: Tensor) -> None:
-        self.write(_aten.copy_.default, tensor)
-
     # torch's setter would change the size and the dtype that the weight shows, and leave the codes
-    data = property(lambda self: self.detach(), _set_data)
+    data = property(lambda self: self.detach(), lambda self, tensor: self.write(_aten.copy_.default, tensor))
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Copy the codes and the scale; ``clone()`` returns the values instead, which can be written to."""
         made: Any = self.alike(self.codes.clone(), self.inv_scale.clone(), self.dtype)
-        memo[id(self)] = (
-            nn.Parameter(made, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else made
-        )
-        copied: Self = memo[id(self)]
-        return copied
+        is_parameter = isinstance(self, nn.Parameter)
+        if is_parameter:
+            made = nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        return made  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
         """Return the exact values: (...) float32."""
@@ -141,12 +132,7 @@ def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def store_in_fp8(layer: Any, device: torch.device) -> None:
-    """Store the layer's weight, which does not train, in FP8 alone; the Parameter stays the same object.
-
-    Args:
-        layer: changed in place.
-        device: the device of the layer's forward; the weight moves there now and is quantised there.
-    """
+    """Store the layer's weight, which does not train, in FP8 alone, on ``device``; the Parameter stays the same."""
     weight = layer.weight
     _swap(weight, FrozenWeight(*_encode(weight.detach().to(device)), weight.dtype))
 

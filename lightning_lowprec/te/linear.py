@@ -25,8 +25,6 @@ and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.
         | for_gemm: the same memory as Transformer Engine's tensor
         v
     GEMMs as above -> gradient -- reduce-scatter --> gradient of the shard -> optimizer step -> shard
-
-Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -40,7 +38,10 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.in_place import become, revert
+from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -52,35 +53,17 @@ from lightning_lowprec.te.wire_format import for_gemm
 
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
-    if not input.is_cuda and not transformer_engine.is_exporting():
+    if not input.is_cuda and not is_in_onnx_export_mode():
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
         )
 
 
-def change_class(layer: Any, cls: type[nn.Module], donor: nn.Module) -> None:
-    """Change the class of a layer in place, and add the attributes that the constructor of ``donor`` has set."""
-    own_class = type(layer)
-    added = donor.__dict__.keys() - layer.__dict__.keys() - layer._parameters.keys()
-    layer.__class__ = cls
-    layer.__dict__.update({name: donor.__dict__[name] for name in added})
-    layer.__dict__.update(own_class=own_class, added_attributes=frozenset(added))
-
-
-def restore_class(layer: Any, also_added: Collection[str] = ()) -> None:
-    """Undo :func:`change_class`, and remove ``also_added``, attributes that were added later."""
-    own_class = layer.own_class
-    for name in (*layer.added_attributes, *also_added, "own_class", "added_attributes"):
-        layer.__dict__.pop(name, None)
-    layer.__class__ = own_class
-
-
 def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     """Run ``forward`` under ``no_grad`` where the caller is in inference mode.
 
-    The first forward of a layer of Transformer Engine makes buffers that training writes to, and tensors that are made
-    in inference mode cannot be written to.
+    The first forward makes buffers that training writes to; tensors of inference mode cannot be written to.
     """
 
     @functools.wraps(forward)
@@ -93,38 +76,22 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     return wrapped
 
 
-def _warn_outside_of_autocast() -> None:
-    """Warn, since Transformer Engine computes in high precision here without a word.
-
-    Inside of ``te.autocast(enabled=False)`` there is no warning: the user has asked for high precision.
-    """
-    if not transformer_engine.is_in_autocast() and not transformer_engine.is_exporting():
-        warnings.warn(
-            "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
-            " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric calls"
-            " other methods than `forward` (`training_step`, marked ones) without any precision.",
-            stacklevel=4,
-        )
-
-
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 
     fp8_eval: bool
-    """Whether evaluation runs in FP8 too."""
     token_alignment: int
-    """The number of which the rows of a GEMM must be multiples; missing rows are padded with zeros."""
+    """The number of which the rows of the recipe's GEMMs must be multiples."""
     weight_cache: WeightCache | None
     wire_format: WireFormat | None
     """How FSDP2 may gather the weight; None: in high precision."""
-    # attributes that Transformer Engine sets
+    # set by Transformer Engine
     fp8: bool
     """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
     activation_dtype: torch.dtype
     _fp8_workspaces: dict[str, Any]
     """Quantised weights that are kept."""
-    quantizers: dict[str, Any]
 
     @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
@@ -132,10 +99,16 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         check_input(input)
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
-        if self.fp8 and not transformer_engine.fp8_is_enabled() and is_in_backward():
+        if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():
             return self._recompute(input)
-        if torch.is_grad_enabled() and self.training:
-            _warn_outside_of_autocast()
+        in_autocast = transformer_engine.manager().quantization_state.autocast_depth or is_in_onnx_export_mode()
+        if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
+            warnings.warn(
+                "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
+                " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric"
+                " calls other methods than `forward` (`training_step`, marked ones) without any precision.",
+                stacklevel=3,
+            )
         return self._multiply(input, self._is_first_microbatch(input))
 
     def _recompute(self, input: Tensor) -> Tensor:
@@ -153,8 +126,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
         if input.numel() // self.in_features % self.token_alignment == 0:
-            output: Tensor = te.Linear.forward(self, input, is_first_microbatch)
-            return output
+            return te.Linear.forward(self, input, is_first_microbatch)  # type: ignore[no-any-return]
         rows = pad_rows(input, self.token_alignment)
         return cut_rows(te.Linear.forward(self, rows, is_first_microbatch), input)
 
@@ -209,79 +181,51 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return {**self.__dict__, **transformer_engine.copied_attributes(self), "weight_cache": cache}
 
 
-def convert_linears(model: nn.Module, fqns: Collection[str], **options: Any) -> None:
-    """Make the Linears named by ``fqns`` TELinears, and all other TELinears Linears again.
-
-    Args:
-        model: changed in place. A TELinear that stays one keeps its scales.
-        fqns: ``""`` is the model itself.
-        options: see :func:`convert_linear`.
-    """
-    for fqn, module in list(model.named_modules()):
-        if fqn in fqns:
-            convert_linear(module, fqn=fqn, **options)
-        elif isinstance(module, TELinear):
-            revert_linear(module)
-
-
-def revert_linears(model: nn.Module) -> None:
-    """Make every TELinear of ``model`` a Linear again, in place."""
-    for layer in te_linears(model):
-        revert_linear(layer)
-
-
-def convert_linear(
-    linear: nn.Module,
+def convert_linears(
+    model: nn.Module,
+    fqns: Collection[str],
     *,
     fp8_eval: bool,
     token_alignment: int,
     weight_cache: bool | Literal["always"],
     wire_format: WireFormat | None = None,
     custom: bool = False,
-    fqn: str = "",
 ) -> None:
-    """Make a Linear a TELinear, in place; of a TELinear, change the options.
+    """Make the Linears named by ``fqns`` TELinears with these options, and all other TELinears Linears again.
 
-    Args:
-        linear: exactly ``nn.Linear``, on any device, meta too; or a TELinear.
-        fp8_eval: whether evaluation runs in FP8 too.
-        token_alignment: the number of which the rows of the recipe's GEMMs must be multiples.
-        weight_cache: use quantised weights again between optimizer steps (:class:`WeightCache`). ``"always"`` keeps
-            them whether or not there is accumulation, and uses them for evaluation.
-        wire_format: how FSDP2 may gather the weight; None: in high precision.
-        custom: whether the recipe is a CustomRecipe: then torch adds the bias. Transformer Engine's own backward of a
-            bias quantises ``grad_output`` in the same kernel, which takes Transformer Engine's own quantizers only.
-        fqn: the name of the layer that a CustomRecipe's function is given, as the role's ``name``.
+    With a custom recipe torch adds the bias: Transformer Engine's own backward of a bias quantises ``grad_output`` in
+    the same kernel, which takes Transformer Engine's own quantizers only.
     """
-    store_in_full(linear)
-    if not isinstance(linear, TELinear):
-        donor = te.Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            params_dtype=linear.weight.dtype,
-            device="meta",
-            name=fqn or None,
-        )
-        change_class(linear, TELinear, donor)
-    for name in transformer_engine.SHARDING_CACHES:
-        linear.__dict__.pop(name, None)
-    cache = WeightCache(always=weight_cache == "always") if weight_cache else None
-    linear.__dict__.update(
-        param_init_meta={},  # Transformer Engine's holds closures, which do not pickle
-        fp8_eval=fp8_eval,
-        token_alignment=token_alignment,
-        wire_format=wire_format,
-        weight_cache=cache,
-        gemm_bias_unfused_add=custom and linear.bias is not None,
-        _fp8_workspaces={},  # weights that were kept under other options may never be used again
-    )
+    for layer in te_linears(model):
+        store_in_full(layer)
+    for fqn, linear in list(linears(model).items()):
+        if fqn not in fqns:
+            if isinstance(linear, TELinear):
+                revert(linear)
+            continue
+        bias = linear.bias is not None
+        attributes: dict[str, Any] = {
+            "fp8_eval": fp8_eval,
+            "token_alignment": token_alignment,
+            "wire_format": wire_format,
+            "weight_cache": WeightCache(always=weight_cache == "always") if weight_cache else None,
+            "gemm_bias_unfused_add": custom and bias,
+            "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
+            "_fp8_workspaces": {},  # weights that were kept under other options may never be used again
+        }
+        if not isinstance(linear, TELinear):
+            sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+            made = te.Linear(*sizes, bias=bias, params_dtype=dtype, device="meta", name=fqn or None)
+            become(linear, TELinear, vars(made), later=(*attributes, *transformer_engine.SET_BY_FORWARD))
+        for name in transformer_engine.SHARDING_CACHES:
+            vars(linear).pop(name, None)
+        vars(linear).update(attributes)
 
 
 def revert_linear(linear: nn.Module) -> None:
     """Make a TELinear a Linear again, in place."""
     store_in_full(linear)
-    restore_class(linear, (*TELinear.__annotations__, *transformer_engine.SET_BY_FORWARD))
+    revert(linear)
 
 
 def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
@@ -300,8 +244,8 @@ def te_linears(model: nn.Module) -> list[TELinear]:
 def _is_usable(workspace: Any, input: Tensor) -> bool:
     """Return whether a kept weight can be used; Transformer Engine checks its own quantised tensors only.
 
-    The quantizer of a CustomRecipe may make something that is no tensor. A graph that awaits its backward may own its
-    ``data``; its transpose ``data_t`` is missing if no input has needed a gradient so far.
+    A CustomRecipe may make something that is no tensor. A graph that awaits its backward may own its ``data``; its
+    transpose ``data_t`` is missing if no input has needed a gradient so far.
     """
     if workspace is None or isinstance(workspace, Tensor):
         return True

@@ -1,13 +1,10 @@
 """Make LayerNorms and RMSNorms Transformer Engine's, in place.
 
-The kernels of Transformer Engine are faster than torch's and compute in float32 inside. Under autocast they round
-input, weight and output to the autocast dtype, where torch's LayerNorm returns float32.
+The kernels of Transformer Engine compute in float32 inside. Under autocast they round input, weight and output to the
+autocast dtype, where torch's LayerNorm returns float32.
 
-An RMSNorm of another library is recognised by its results, not by its name alone: a copy runs on a small input, and the
-output is compared with the formula. So a norm with ``1 + weight`` (Gemma) is not taken for a norm with ``weight``
-(Llama), and a module that computes anything else is kept.
-
-Importing this module imports Transformer Engine.
+An RMSNorm of another library is recognised by its results: a copy runs on a small input, and the output is compared
+with the formulas of Llama (``weight``) and Gemma (``1 + weight``). A module that computes anything else is kept.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ from typing import Any, Final, Literal
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from lightning_lowprec.te.linear import change_class, check_input, outside_inference_mode, restore_class
+from lightning_lowprec.conversion.in_place import become, revert
+from lightning_lowprec.te.linear import check_input, outside_inference_mode
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
-"""Names of the attribute eps of an RMSNorm in transformers, torch and other libraries."""
+"""The names of eps in the RMSNorms of transformers, torch and other libraries."""
 NO_NORM: Final = "no norm"
 """The answer of :func:`reason_to_keep` for a module that is no norm."""
 Formula = Literal["weight", "1 + weight"]
@@ -40,8 +37,7 @@ class _Norm:
         check_input(input)
         if input.numel() == 0:
             return input.clone()
-        output: Tensor = super().forward(input)  # type: ignore[misc]
-        return output
+        return super().forward(input)  # type: ignore[misc, no-any-return]
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the first forward (an override); Transformer Engine looks at weight and bias here."""
@@ -116,29 +112,27 @@ def reason_to_keep(norm: nn.Module) -> str | None:
 @torch.no_grad()
 def norm_formula(norm: nn.Module) -> Formula | None:
     """Return the factor with which an RMSNorm multiplies, found by a run on a small input; None if it is no RMSNorm."""
-    weight = norm._parameters.get("weight")
-    epsilon = _epsilon(norm)
-    others = [p for name, p in (*norm.named_parameters(), *norm.named_buffers()) if name != "weight"]
-    if weight is None or weight.dim() != 1 or epsilon is None or others or norm._modules:
+    weight, epsilon = norm._parameters.get("weight"), _epsilon(norm)
+    others = [*norm.children(), *norm.buffers(), *(p for p in norm.parameters() if p is not weight)]
+    if weight is None or weight.dim() != 1 or epsilon is None or others:
         return None
-    probe = object.__new__(type(norm))
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         gamma = torch.randn(weight.numel(), generator=generator)
         x = torch.randn(3, weight.numel(), generator=generator)
+        probe = object.__new__(type(norm))
         # a large eps shows its place in the formula
-        probe.__dict__.update(norm.__dict__ | {"_parameters": {"weight": Parameter(gamma)}, epsilon: 0.5})
+        vars(probe).update(vars(norm) | {"_parameters": {"weight": nn.Parameter(gamma)}, epsilon: 0.5})
         try:
             found = type(norm).forward(probe, x)  # without hooks
         except Exception:  # an RMSNorm of one input does not raise
             return None
-    plain = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
+    normed = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
-    for name, factor in (("weight", gamma), ("1 + weight", 1 + gamma)):
-        if torch.allclose(found.float(), plain * factor, rtol=1e-4, atol=1e-4):
-            return name  # type: ignore[return-value]
-    return None
+    if torch.allclose(found.float(), normed * gamma, rtol=1e-4, atol=1e-4):
+        return "weight"
+    return "1 + weight" if torch.allclose(found.float(), normed * (1 + gamma), rtol=1e-4, atol=1e-4) else None
 
 
 def _epsilon(norm: nn.Module) -> str | None:
@@ -149,25 +143,21 @@ def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
     """Make the norms named by ``fqns`` Transformer Engine's, and give all other norms their own class back."""
     for fqn, module in list(model.named_modules()):
         if fqn in fqns and not isinstance(module, _Norm):
-            convert_norm(module)
+            _convert(module)
         elif fqn not in fqns and isinstance(module, _Norm):
-            restore_class(module)
+            revert(module)
 
 
 def revert_norms(model: nn.Module) -> None:
     """Give every converted norm of ``model`` its own class back, in place."""
-    for module in model.modules():
-        if isinstance(module, _Norm):
-            restore_class(module)
+    convert_norms(model, ())
 
 
-def convert_norm(norm: nn.Module) -> None:
-    """Make a norm Transformer Engine's, in place; :func:`reason_to_keep` must have no reason to keep it."""
+def _convert(norm: Any) -> None:
     if type(norm) is nn.LayerNorm:
-        change_class(norm, TELayerNorm, te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta"))
+        become(norm, TELayerNorm, vars(te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")))
         return
-    weight = norm._parameters["weight"]
-    shape = norm.normalized_shape if weight is None else weight.shape
+    shape = norm.normalized_shape if norm.weight is None else norm.weight.shape
     centred = type(norm) is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
-    eps = norm.__dict__[str(_epsilon(norm))]
-    change_class(norm, TERMSNorm, te.RMSNorm(shape, eps=eps, zero_centered_gamma=centred, device="meta"))
+    made = te.RMSNorm(shape, eps=getattr(norm, str(_epsilon(norm))), zero_centered_gamma=centred, device="meta")
+    become(norm, TERMSNorm, vars(made))

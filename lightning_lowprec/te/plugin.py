@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
@@ -19,26 +18,22 @@ from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.options import (
-    BASE_DTYPES,
-    FP8Choices,
-    FP8Options,
-    LossScaleChoices,
-    LossScaleOptions,
-)
+from lightning_lowprec.precision.options import BASE_DTYPES, FP8Choices, FP8Options, LossScaleChoices, LossScaleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
+from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
+from lightning_lowprec.te.fusion import fused_modules
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
 NAMES: Final[Mapping[tuple[str, str], str]] = {
-    ("delayed", "HYBRID"): "fp8-hybrid-te",
-    ("delayed", "E4M3"): "fp8-e4m3-te",
-    ("current", "HYBRID"): "fp8-current",
-    ("block", "E4M3"): "fp8-block",
-    ("mxfp8", "E4M3"): "mxfp8",
-    ("nvfp4", "E4M3"): "nvfp4",
+    ("delayed", "hybrid"): "fp8-hybrid-te",
+    ("delayed", "e4m3"): "fp8-e4m3-te",
+    ("current", "hybrid"): "fp8-current",
+    ("block", "e4m3"): "fp8-block",
+    ("mxfp8", "e4m3"): "mxfp8",
+    ("nvfp4", "e4m3"): "nvfp4",
 }
 """The name for ``precision=`` of each kind of recipe and format."""
 
@@ -84,7 +79,7 @@ class FP8TE(LowPrecision):
     """
 
     backend: ClassVar[str | None] = BACKEND
-    choice: Any = None
+    choice: Choice | None = None
     """What was converted and what was kept, of the module that was set up last."""
 
     def __init__(
@@ -108,16 +103,16 @@ class FP8TE(LowPrecision):
         masters = take(MasterOptions, options).resolve(running.base)
         super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
         require(support.MODULE, "FP8TE")
-        fields: dict[str, Any] = {
-            "fp8_format": fp8_format,
-            "margin": margin,
-            "amax_history_len": amax_history_len,
-            "amax_compute_algo": amax_compute_algo,
-            "reduce_amax": reduce_amax,
-            "fp8_dpa": fp8_dpa or None,
-            "fp8_mha": fp8_mha or None,
-        }
-        self.recipe: Any = recipes.make_recipe(recipe, fields, "FP8TE")
+        self.recipe: Any = recipes.make_recipe(
+            recipe,
+            fp8_format=fp8_format,
+            margin=margin,
+            amax_history_len=amax_history_len,
+            amax_compute_algo=amax_compute_algo,
+            reduce_amax=reduce_amax,
+            fp8_dpa=fp8_dpa or None,
+            fp8_mha=fp8_mha or None,
+        )
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
@@ -131,7 +126,7 @@ class FP8TE(LowPrecision):
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
-        name = NAMES.get((self.kind, self.recipe.fp8_format.name), f"fp8-te-{self.kind}")
+        name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if self.base == "fp16" else "")
 
     @property
@@ -154,8 +149,7 @@ class FP8TE(LowPrecision):
             return None
         if device.type != "cuda":
             return f"{reason}. 'fp8-hybrid-torchao' emulates FP8 on CPU"
-        least = self.kind in ("delayed", "current", recipes.CUSTOM)
-        works = "'bf16-mixed'" if least else "'fp8-current', 'fp8-hybrid-te'"
+        works = "'bf16-mixed'" if self.kind in ("delayed", "current", "custom") else "'fp8-current', 'fp8-hybrid-te'"
         return f"{reason}. Use {works}, or another GPU"
 
     @override
@@ -163,13 +157,10 @@ class FP8TE(LowPrecision):
         """FP8 kernels of Transformer Engine."""
         return f"FP8 kernels of Transformer Engine on {describe(device)}"
 
-    # ---- sharding
-
     @override
     def gathers(self, options: Any) -> str | None:
         """One scale per weight can be gathered."""
-        unable = gather_refusal(self.recipe)
-        if unable is not None:
+        if unable := gather_refusal(self.recipe):
             return f"`recipe={self.kind!r}` {unable}"
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
@@ -178,24 +169,20 @@ class FP8TE(LowPrecision):
         """The layers, and how they compute."""
         return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms, self.fuse
 
-    # ---- layers
-
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         fp8.check_runs(self, device)
-        from lightning_lowprec.te.convert import Settings, convert_model
-
         backends.revert_all(module, except_for=BACKEND)
-        settings = Settings(
-            recipe=self.recipe,
-            layers=self.layers,
+        found = convert_model(
+            module,
+            self.recipe,
+            self.layers,
             norms=self.norms,
             fuse=self.fuse == "auto",
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
-        found = convert_model(module, settings)
-        self._check_choice(module, found)
+        self._check_conversion(module, found)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
@@ -212,19 +199,14 @@ class FP8TE(LowPrecision):
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
-        from lightning_lowprec.te.convert import choose
-
         alignment = recipes.alignment_of(self.recipe)
-        layers = choose(module, self.layers, alignment=alignment, with_norms=self.norms).linears.converted
+        layers = choose(module, self.layers, alignment=alignment, norms=self.norms).linears.converted
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in layers}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
-    def _check_choice(self, module: Module, found: Any) -> None:
-        from lightning_lowprec.te.convert import scaled_layers
-
-        own = [fqn for fqn, _ in scaled_layers(module)]
-        if not found.converts and not own:
+    def _check_conversion(self, module: Module, found: Choice) -> None:
+        if not any(scaled_layers(module)):
             none = f"none of the {len(found.linears.rows)} linear layers of {type(module).__name__}"
             multiple = recipes.alignment_of(self.recipe)
             raise fp8.nothing_converts(self.precision, none, found.linears, multiple=multiple)
@@ -239,56 +221,35 @@ class FP8TE(LowPrecision):
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        from lightning_lowprec.te.fusion.modules import FusedMLP, FusedModule
-        from lightning_lowprec.te.linear import TELinear
+        from lightning_lowprec.te.linear import te_linears
 
-        for layer in module.modules():
-            if isinstance(layer, (TELinear, FusedModule)):
-                yield layer
-            if isinstance(layer, FusedMLP):
-                yield from layer.modules()
-
-    # ---- a step
+        yield from te_linears(module)
+        for fused in fused_modules(module):
+            yield from fused.modules()  # of a fused MLP: its linear layers
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
-        return self._in_both(super().forward_context())
-
     @contextmanager
-    def _in_both(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
+        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
+        autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()
-        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe):
-            if self.scales is not None:
-                self.scales.enter()
+        renewal = nullcontext() if self.scales is None else self.scales.in_forward()
+        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
             yield
-            if self.scales is not None:
-                self.scales.leave()
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Any,
-        model: LightningModule | None = None,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step; then renew the delayed scales of gradients."""
-        output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.scales is not None:
             self.scales.after_step()
         return output
 
-    # ---- state
-
     def _scaled_layers(self) -> list[tuple[str, Any]]:
-        """By the number of the module that was set up, and the fqn in it."""
-        from lightning_lowprec.te.convert import scaled_layers
-
-        modules = dict.fromkeys(self.modules.prepared)  # one that was set up again is one
-        found = [(i, *entry) for i, m in enumerate(modules) for entry in scaled_layers(m)]
-        return [(f"{i}.{fqn}".rstrip("."), layer) for i, fqn, layer in found]
+        """Name every layer by the number of the module that was set up, and by its fqn there."""
+        modules = dict.fromkeys(self.modules.prepared)  # a module that was set up again counts once
+        return [(f"{i}.{fqn}".rstrip("."), layer) for i, m in enumerate(modules) for fqn, layer in scaled_layers(m)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -307,7 +268,6 @@ class FP8TE(LowPrecision):
 
 
 def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
-    """Raise ValueError for options that contradict each other, or the recipe."""
     if fuse not in ("auto", False):
         raise ValueError(f"`fuse={fuse!r}` is not valid; expected 'auto' or False.")
     if kind == "delayed" and layers.first_last_layers_bf16:

@@ -27,32 +27,24 @@ _CLASSES: Final[dict[Kind, str]] = {
     "nvfp4": "NVFP4BlockScaling",
 }
 CUSTOM: Final = "custom"
-"""The kind of a ``CustomRecipe``."""
-_FORMATS: Final = {"hybrid": "HYBRID", "e4m3": "E4M3"}
-_BACKWARD_OVERRIDES: Final = {(False, False, False): None, (False, True, True): "high_precision"}
-"""``backward_override`` by ``override_linear_precision``: whether (fprop, dgrad, wgrad) run in high precision."""
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
 EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
 """The same number for the rows of each expert in a grouped GEMM."""
-_GROUPED_ALIGNMENT: Final = 128
-"""The default ``quantization_alignment`` of a CustomRecipe: enough for grouped GEMMs of every format."""
 
 
-def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
+def make_recipe(recipe: Any, **options: Any) -> Any:
     """Return a recipe object of Transformer Engine.
 
     Args:
-        recipe: one of ``KINDS``; a mapping of a recipe's fields, with ``"recipe"`` naming the kind; or a recipe object,
-            which is returned unchanged.
+        recipe: one of ``KINDS``, a mapping of fields with ``"recipe"`` naming the kind, or a recipe object.
         options: more fields; None means not given.
-        purpose: for the error when Transformer Engine is missing (``"FP8TE"``).
 
     Raises:
         ValueError: a kind, field or value that the recipe does not have.
         ImportError: Transformer Engine is not installed, or does not import.
     """
-    module = require("transformer_engine.common.recipe", purpose)
+    module = require("transformer_engine.common.recipe", "FP8TE")
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(recipe, module.Recipe):
         if given:
@@ -72,7 +64,7 @@ def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
         raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
     cls = getattr(module, _CLASSES[recipe])
     fields = _replace_fields_of_1x(recipe, given)
-    _check_names(recipe, cls, fields, module)
+    _check_names(recipe, fields, module)
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
@@ -84,8 +76,7 @@ def make_recipe(recipe: Any, options: Mapping[str, Any], purpose: str) -> Any:
 
 def _with_scale_flags(made: Any) -> Any:
     """Apply ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only."""
-    flags = {"use_power_2_scales": True, "use_f32_scales": False}
-    for flag, power_2_scale in flags.items():
+    for flag, power_2_scale in (("use_power_2_scales", True), ("use_f32_scales", False)):
         if hasattr(made, flag):
             wanted = getattr(made, flag) == power_2_scale
             for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
@@ -95,45 +86,38 @@ def _with_scale_flags(made: Any) -> Any:
 
 def kind_of(recipe: Any) -> str:
     """Return the kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or else the name of the class."""
-    name = type(recipe).__name__
-    if name == "CustomRecipe":
-        return CUSTOM
-    return next((kind for kind, cls in _CLASSES.items() if cls == name), name)
+    kinds = {cls: kind for kind, cls in _CLASSES.items()} | {"CustomRecipe": CUSTOM}
+    return kinds.get(type(recipe).__name__, type(recipe).__name__)
 
 
 def alignment_of(recipe: Any) -> int:
     """Return the number of which tokens, in_features and out_features of a Linear must be multiples.
 
-    Args:
-        recipe: an object of Transformer Engine. A CustomRecipe has the number as ``quantization_alignment``; if the
-            user has not set it, the number is 32, enough for every format of Transformer Engine.
+    A CustomRecipe has the number as ``quantization_alignment``; if the user has not set it, the number is 32, enough
+    for every format of Transformer Engine.
     """
     kind = kind_of(recipe)
     if kind != CUSTOM:
         return ALIGNMENT.get(kind, 16)
-    return 32 if recipe.quantization_alignment == _GROUPED_ALIGNMENT else math.lcm(16, recipe.quantization_alignment)
+    number = recipe.quantization_alignment
+    return 32 if number == 128 else math.lcm(16, number)  # 128 is the default, for grouped GEMMs of every format
 
 
 def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
     """Refuse a CustomRecipe that asks for scales with a history: they would neither be saved nor renewed.
 
-    Args:
-        recipe: a CustomRecipe. Its function is called for the roles of every layer, as the first forward will do again.
-            A role has a ``module_type``, a ``tensor_type`` and a ``name``.
-        layers: the fqns and the layers of Transformer Engine that will run with the recipe.
+    The recipe's function is called for the roles of every layer, as the first forward will do again.
 
     Raises:
         ValueError: the function returned a request (``DelayedScalingRequest``) in the place of a quantizer.
     """
     for fqn, layer in layers:
-        for role in transformer_engine.quantizer_roles(layer):
-            made = recipe.qfactory(role)
-            if transformer_engine.is_quantizer_request(made):
-                raise ValueError(
-                    f"The `qfactory` of the CustomRecipe returns a {type(made).__name__} for {fqn!r} ({role}): scales"
-                    " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales"
-                    " by the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
-                )
+        for role, request in transformer_engine.requests_for_state(layer, recipe.qfactory):
+            raise ValueError(
+                f"The `qfactory` of the CustomRecipe returns a {type(request).__name__} for {fqn!r} ({role}): scales"
+                " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales by"
+                " the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
+            )
 
 
 def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,31 +128,27 @@ def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]
             f"`interval={interval!r}` is gone: Transformer Engine 2.x renews the scales at every step. Leave it out."
         )
     override = fields.pop("override_linear_precision", None)
-    if override is None:
+    if override is None or tuple(override) == (False, False, False):  # for fprop, dgrad, wgrad
         return fields
-    if tuple(override) not in _BACKWARD_OVERRIDES:
+    if tuple(override) != (False, True, True):
         raise ValueError(
             f"`override_linear_precision={override!r}` is not valid; expected (False, True, True) or (False, False,"
             " False): Transformer Engine 2.x has high precision for both backward GEMMs or none. For the weight"
             " gradient alone in high precision use `precision='fp8-rowwise-gw-hp'`; for whole layers `keep=[...]`."
         )
-    backward = _BACKWARD_OVERRIDES[tuple(override)]
-    if backward is not None and kind == "delayed":
+    if kind == "delayed":
         raise ValueError(
             f"`override_linear_precision={override!r}` is not valid with delayed scaling, which has no backward"
             " GEMMs in high precision. Use `recipe='current'`."
         )
-    return fields if backward is None else fields | {"backward_override": backward}
+    return fields | {"backward_override": "high_precision"}
 
 
-def _check_names(kind: Kind, cls: type, fields: Mapping[str, Any], module: Any) -> None:
-    known = {field.name for field in dataclasses.fields(cls)}
-    for name in fields:
-        if name in known:
-            continue
-        elsewhere = [
-            other for other, c in _CLASSES.items() if name in {f.name for f in dataclasses.fields(getattr(module, c))}
-        ]
+def _check_names(kind: Kind, fields: Mapping[str, Any], module: Any) -> None:
+    names = {kind: [f.name for f in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
+    known = names[kind]
+    for name in fields.keys() - set(known):
+        elsewhere = [other for other, others in names.items() if name in others]
         if elsewhere:
             raise ValueError(
                 f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
@@ -181,11 +161,11 @@ def _check_names(kind: Kind, cls: type, fields: Mapping[str, Any], module: Any) 
 def _format(value: Any, formats: Any) -> Any:
     if isinstance(value, formats):
         return value
-    name = _FORMATS.get(str(value).lower())
-    if name is None:
-        also = " (weights and activations in e5m2 do not train)" if str(value).lower() == "e5m2" else ""
-        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: {', '.join(_FORMATS)}{also}.")
-    return formats[name]
+    name = str(value).lower()
+    if name not in ("hybrid", "e4m3"):
+        also = " (weights and activations in e5m2 do not train)" if name == "e5m2" else ""
+        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
+    return formats[name.upper()]
 
 
 def _named(fields: Mapping[str, Any]) -> str:

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from lightning_lowprec.extras import INSTALL, import_refusal, require
+from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe, every_gpu_has_fp8
-from lightning_lowprec.private.torch import TRANSFORMER_ENGINE, check
 from lightning_lowprec.private.transformer_engine import check_names
 
 MODULE = "transformer_engine.pytorch"
 
 
-def is_installed() -> bool:
-    """Return whether Transformer Engine is installed, working or broken; nothing is imported."""
-    return find_spec("transformer_engine") is not None
-
-
-def status() -> str:
-    """Return one line: whether Transformer Engine imports; if not, the reason and the command that installs it."""
-    if not is_installed():
-        return f"not installed: `{INSTALL['transformer_engine']}`"
-    refusal = import_refusal(MODULE, "FP8TE")
-    return refusal.splitlines()[0] if refusal is not None else "imports"
-
-
 def runs_here() -> bool:
-    """Return whether Transformer Engine is installed and every GPU of this machine has FP8; False without a GPU.
-
-    Raises:
-        ImportError: it is installed and there are such GPUs, but it does not import.
-    """
-    if not is_installed() or not torch.cuda.is_available() or not every_gpu_has_fp8():
+    """Return whether Transformer Engine is installed and every GPU has FP8; raise ImportError if it is broken then."""
+    if find_spec("transformer_engine") is None or not torch.cuda.is_available() or not every_gpu_has_fp8():
         return False
     pytorch("FP8 by Transformer Engine, which is installed and therefore preferred,")
     return True
@@ -49,39 +30,26 @@ def pytorch(purpose: str) -> Any:
         ImportError: Transformer Engine is installed, but does not import or lacks private names that we use.
     """
     module = require(MODULE, purpose)
-    _check_names()
+    check_names()
     return module
 
 
-@functools.cache
-def _check_names() -> None:
-    check_names()
-    check(TRANSFORMER_ENGINE)
-
-
 def device_refusal(kind: str, device: torch.device) -> str | None:
-    """Return the reason why ``device`` cannot run a kind of recipe, or None.
-
-    Args:
-        kind: see :func:`~lightning_lowprec.te.recipes.kind_of`.
-        device: of the model.
-    """
+    """Return the reason why ``device`` cannot run a kind of recipe (see ``recipes.kind_of``), or None."""
     refusal = import_refusal(MODULE, f"The recipe {kind!r}")
     if refusal is not None:
         return refusal.rstrip(".")
     if device.type != "cuda":
         return f"Transformer Engine computes on NVIDIA GPUs only, and this is {device.type}"
     te = pytorch(kind)
-    check = {
-        "delayed": te.is_fp8_available,
-        "current": te.is_fp8_available,
+    checks = {
         "block": te.is_fp8_block_scaling_available,
         "mxfp8": te.is_mxfp8_available,
         "nvfp4": te.is_nvfp4_available,
-    }.get(kind, te.is_fp8_available)
+    }
     try:
         with torch.cuda.device(device):
-            available, reason = check(return_reason=True)
+            available, reason = checks.get(kind, te.is_fp8_available)(return_reason=True)
     except RuntimeError as error:  # raised without a driver
         return str(error).splitlines()[0].rstrip(".")
     return None if available else f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}"

@@ -18,26 +18,22 @@ from __future__ import annotations
 from typing import final
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_lowprec.private.torch import version_of
 
 
-@final
 class Steps:
-    """Count the steps of all optimizers of this process."""
+    """The steps of all optimizers of this process."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Count a step; torch calls this hook after every ``step``."""
-        self.count += 1
+    count = 0
 
 
-STEPS = Steps()
-register_optimizer_step_post_hook(STEPS)
+def _count_step(*_: object) -> None:
+    Steps.count += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 @final
@@ -45,10 +41,7 @@ class WeightCache:
     """The choice of ``is_first_microbatch`` for one layer, which learns whether weights are used more than once.
 
     Without accumulation no weight is used twice: then nothing is kept and no memory is spent. Otherwise the codes and
-    their transpose take 2 bytes per parameter.
-
-    Args:
-        always: keep every quantised weight, and use it in evaluation too (FP8 parameters).
+    their transpose take 2 bytes per parameter. ``always`` keeps every quantised weight, for evaluation too.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -61,12 +54,9 @@ class WeightCache:
     def is_first_microbatch(self, weight: Tensor, *, training: bool = True) -> bool | None:
         """Return the argument for a forward with gradients, or for any forward if weights are always kept.
 
-        Args:
-            weight: of the layer.
-            training: whether the layer is in training mode. When a model begins to evaluate, averaged weights are put
-                in place through ``data``, which changes no version; they are taken away when the evaluation ends.
+        The mode counts because averaged weights, which change no version, may be in place during evaluation.
         """
-        steps = -1 if self.always and not weight.requires_grad else STEPS.count
+        steps = -1 if self.always and not weight.requires_grad else Steps.count
         now = (id(weight), weight.data_ptr(), version_of(weight), steps, training)
         if now != self._seen:
             self._seen = now

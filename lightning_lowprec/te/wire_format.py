@@ -7,9 +7,8 @@ The float32 shards are the masters, four bytes per element; optimizers and check
 Engine's own FP8 parameters take five: e4m3 shards next to float32 masters in the optimizer.) The weight is quantised
 once, before the gather, and not again.
 
-Delayed scaling uses the same scale here, from the weight itself: the amax is known before anything is sent, and a
-history or a margin could only make the scale worse. The history of the amax is kept nevertheless, for a run that goes
-on without FSDP2.
+Delayed scaling uses the same scale here: the amax is known before anything is sent, and a history or a margin could
+only make the scale worse. The history of the amax is kept, for a run that goes on without FSDP2.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ from lightning_lowprec.te.fp8_weight import Fp8Weight
 
 @final
 class TEWireFormat:
-    """The arithmetic of Transformer Engine's recipes that have one scale per tensor.
-
-    Args:
-        power_of_two: whether scales are powers of two.
-        least_amax: a smaller amax counts as this one.
-    """
+    """The arithmetic of Transformer Engine's recipes that have one scale per tensor, as FSDP2 asks for it."""
 
     dtype = E4M3.dtype
 
@@ -53,17 +47,13 @@ class TEWireFormat:
         return saturating_cast(values.float() * scale, E4M3)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gathered weight, an :class:`Fp8Weight`."""
-        return Fp8Weight(codes, _inverse(scale), dtype)
+        """Return the gathered weight."""
+        return Fp8Weight(codes, scale.reciprocal().reshape(1), dtype)
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Update the scale in place, where autograd may hold it; new codes are already in the same memory."""
         assert isinstance(whole, Fp8Weight)
-        whole.inv_scale.copy_(_inverse(scale))
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return scale.reciprocal().reshape(1)
+        whole.inv_scale.copy_(scale.reciprocal())
 
 
 def wire_format_of(recipe: Any) -> TEWireFormat | None:
@@ -85,15 +75,17 @@ def gather_refusal(recipe: Any) -> str | None:
     return None
 
 
-class _AsFloat8Tensor(torch.autograd.Function):
-    """Make a tensor of Transformer Engine that shares the memory of an Fp8Weight; the gradient passes through.
+class _ForGemm(torch.autograd.Function):
+    """Make a tensor of Transformer Engine that shares the memory of an Fp8Weight, or without a quantizer the values.
 
-    The transpose, which Hopper needs for the backward GEMM, belongs to this tensor and is freed with the graph. A
-    transpose that belonged to the gathered weight would outlive the gather.
+    The gradient passes through. The transpose, which Hopper needs for the backward GEMM, belongs to the new tensor and
+    is freed with the graph. A transpose that belonged to the gathered weight would outlive the gather.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Fp8Weight, quantizer: Any) -> Tensor:
+        if quantizer is None:
+            return weight.values()
         from transformer_engine.pytorch import Float8Tensor
 
         copied = quantizer.copy()
@@ -115,34 +107,18 @@ class _AsFloat8Tensor(torch.autograd.Function):
         return grad, None
 
 
-class _Values(torch.autograd.Function):
-    """Return the values of an Fp8Weight, float32; the gradient passes through."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Fp8Weight) -> Tensor:
-        return weight.values()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine's tensors do not trace
 def for_gemm(weight: Fp8Weight, quantizer: Any) -> Tensor:
-    """Return the weight as a layer of Transformer Engine takes it.
+    """Return the weight as a layer of Transformer Engine takes it, whose ``quantizer`` is None outside of FP8.
 
-    Args:
-        weight: gathered, or stored in FP8 alone.
-        quantizer: the layer's quantizer of its weight; None outside of FP8.
-
-    Returns:
-        A ``Float8Tensor`` of the same codes, if the quantizer makes such tensors in e4m3; else the values, float32.
+    This is a ``Float8Tensor`` of the same codes, if the quantizer makes such tensors in e4m3; else the values, float32.
     """
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer
 
     if isinstance(quantizer, Float8Quantizer):  # delayed scaling notes the amax of the weight
         torch.mul(weight.inv_scale, E4M3.max, out=quantizer.amax)
-    if isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)) and quantizer.dtype == DType.kFloat8E4M3:
-        whole: Tensor = _AsFloat8Tensor.apply(weight, quantizer)  # type: ignore[no-untyped-call]
-        return whole
-    return _Values.apply(weight)  # type: ignore[no-untyped-call, no-any-return]
+    elif not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        quantizer = None
+    if quantizer is not None and quantizer.dtype != DType.kFloat8E4M3:
+        quantizer = None
+    return _ForGemm.apply(weight, quantizer)  # type: ignore[no-untyped-call, no-any-return]

@@ -25,9 +25,10 @@ from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
+from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.registration import validate_name
 
-LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names)
+LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
 """For each library, the file that knows which of the library's private names this package uses."""
 
 

@@ -26,25 +26,24 @@ def _revert(model: nn.Module) -> None:
         revert(model)
 
 
-def _names() -> dict[str, PrecisionName]:
-    rows = {
-        name: PrecisionName(
-            plugin=FP8TorchAO,
-            options={"recipe": recipe, "fp8_format": fp8_format},
-            summary=_SUMMARIES[name],
-            fp16=recipe == "tensorwise",  # rowwise kernels round through bf16
-            gains=recipe,
-            gathers_fp8=recipe == "tensorwise",
-        )
-        for (recipe, fp8_format), name in NAMES.items()
-    }
-    return {**rows, "fp8-hybrid-torchao": replace(rows["fp8-tensorwise"], summary="another name of fp8-tensorwise")}
+_NAMES: Final = {
+    name: PrecisionName(
+        plugin=FP8TorchAO,
+        options={"recipe": recipe, "fp8_format": fp8_format},
+        summary=_SUMMARIES[name],
+        fp16=recipe == "tensorwise",  # rowwise kernels round through bf16
+        gains=recipe,
+        gathers_fp8=recipe == "tensorwise",
+    )
+    for (recipe, fp8_format), name in NAMES.items()
+}
+_HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
 
 
 BACKEND: Final = Backend(
     name=NAME,
     title="torchao",
-    names=_names(),
+    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID},
     suffix="-torchao",
     module="torchao.float8",
     distribution="torchao",

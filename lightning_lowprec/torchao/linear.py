@@ -1,15 +1,15 @@
-"""Linear layers whose three GEMMs run in FP8 through torchao, with the scales computed from each tensor.
+"""Linear layers whose three GEMMs run in FP8 through torchao; scales are computed from each tensor.
 
     output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
     grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
     grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
 
-Conversion changes the class of the Linear in place: hooks, flags, parameters, their order and ties stay what they
-are. (torchao's own swap builds a new module and loses hooks and the eval flag.)
+Conversion changes the class of the Linear in place: hooks, flags, parameters, their order and ties stay. (torchao's own
+swap builds a new module and loses hooks and the eval flag.)
 
-The kernels want every inner dimension to be a multiple of 16. K and N are the plan's business; M, the number of
-tokens, is inner in ``grad_weight`` and comes with each batch: zero rows are appended and cut off again. They change
-no amax and add nothing to any sum, so the result is that of the unpadded batch.
+The kernels need inner dimensions that are multiples of 16. The plan checks K and N. M, the number of tokens, is an
+inner dimension of ``grad_weight``: zero rows are appended to a batch and cut off again. Zero rows change no amax and
+add nothing to any sum, so the result is that of the batch without them.
 
 Importing this module imports torchao (about 3 s).
 """
@@ -34,6 +34,10 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import EPS
 
+from lightning_lowprec.conversion import in_place
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.private.torchao import codes_of, set_scale
+
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
@@ -42,7 +46,6 @@ class FP8Linear(Float8Linear):
     """A Linear with FP8 GEMMs, for any batch, under autocast of any device."""
 
     fp8_eval: bool
-    """Whether evaluation runs in FP8 too."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
@@ -55,23 +58,19 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
-        tokens = input.numel() // self.in_features
-        padding = -tokens % TOKEN_ALIGNMENT
-        if padding == 0:
+        if input.numel() // self.in_features % TOKEN_ALIGNMENT == 0:
             return super().forward(input)
-        rows = F.pad(input.reshape(tokens, self.in_features), (0, 0, 0, padding))
-        output: Tensor = super().forward(rows)[:tokens]
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return cut_rows(super().forward(pad_rows(input, TOKEN_ALIGNMENT)), input)
 
     @property
     def wire_format(self) -> TorchAOWire:
-        """How FSDP2 may gather the weight (see ``layers.wire``)."""
+        """How FSDP2 may gather the weight."""
         return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype)
 
 
 @dataclass(frozen=True)
 class TorchAOWire:
-    """torchao's arithmetic, and the tensor that its matmuls know as quantised already."""
+    """torchao's arithmetic, and the tensor that its matmuls take for one that is quantised already."""
 
     mm_config: LinearMMConfig
     """torchao's settings of the three GEMMs, the same for all layers of a model."""
@@ -79,7 +78,7 @@ class TorchAOWire:
     least_amax: ClassVar[float] = EPS
 
     def scales(self, amax: Tensor) -> Tensor:
-        """``FMAX / amax``, in float64: so eager and compiled code agree."""
+        """Return ``FMAX / amax``, computed in float64: so eager and compiled code agree."""
         scales = torch.finfo(self.dtype).max / amax.to(torch.float64)
         if amax.dtype == torch.float16:
             scales = scales.clamp(max=torch.finfo(torch.float16).max)
@@ -88,18 +87,16 @@ class TorchAOWire:
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
         """(...) any float -> (...) float8."""
         coded = hp_tensor_and_scale_to_float8(values, scale, self.dtype, self.mm_config, GemmInputRole.WEIGHT)
-        codes: Tensor = coded._data
-        return codes
+        return codes_of(coded)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """A Float8TrainingTensor."""
+        """Return the gathered weight."""
         whole: Tensor = Float8TrainingTensor(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """The codes have come to the same memory."""
-        assert isinstance(whole, Float8TrainingTensor)
-        whole._scale = scale
+        """Update the scale; new codes are already in the same memory."""
+        set_scale(whole, scale)
 
 
 def linear_config(
@@ -109,14 +106,7 @@ def linear_config(
     emulate: bool,
     round_scales_to_power_of_2: bool | None,
 ) -> Float8LinearConfig:
-    """torchao's configuration of one recipe.
-
-    Args:
-        recipe: torchao's name.
-        fp8_format: dtype of ``grad_output``: e5m2 (``"hybrid"``, tensorwise only) or e4m3.
-        emulate: dequantise and multiply in float32 instead of calling FP8 kernels.
-        round_scales_to_power_of_2: None keeps the recipe's own choice (True for the rowwise ones).
-    """
+    """Return torchao's configuration of a recipe; the arguments are those of ``FP8TorchAO``."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     if recipe == "tensorwise" and fp8_format == "e4m3":
         # a fresh CastConfig: torchao writes the target dtype into the one it is given
@@ -130,36 +120,25 @@ def linear_config(
 
 
 def convert(model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool) -> None:
-    """Turn the Linears named by ``fqns`` into FP8Linear, in place."""
+    """Make the Linears named by ``fqns`` FP8Linears, in place."""
     convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
         configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval)
 
 
 def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool) -> None:
-    """Make ``linear`` an FP8Linear of this configuration."""
-    donor = _donor(config)
-    linear.__class__ = FP8Linear
-    linear.__dict__.update({name: getattr(donor, name) for name in _added(donor)}, fp8_eval=fp8_eval)
+    """Make ``linear`` an FP8Linear of this configuration, in place."""
+    with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
+        made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
+    in_place.become(linear, FP8Linear, {**vars(made), "fp8_eval": fp8_eval})
 
 
 def revert(model: nn.Module) -> None:
-    """Turn every FP8Linear back into the Linear it was, in place."""
+    """Make every FP8Linear of ``model`` a Linear again, in place."""
     for linear in fp8_linears(model):
-        for name in (*_added(_donor(linear.config)), "fp8_eval"):
-            del linear.__dict__[name]
-        linear.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def _donor(config: Float8LinearConfig) -> Float8Linear:
-    with torch.device("meta"):  # its constructor derives from the config what its forward needs
-        return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-
-
-def _added(donor: Float8Linear) -> set[str]:
-    return donor.__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys()
+        in_place.revert(linear)
 
 
 def fp8_linears(model: nn.Module) -> list[FP8Linear]:
-    """The layers of ``model`` that are converted already."""
+    """Return the layers of ``model`` that are converted."""
     return [module for module in model.modules() if isinstance(module, FP8Linear)]

@@ -16,6 +16,7 @@ from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.selection import repeated_stacks
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions
 from lightning_lowprec.precision import fp8
@@ -29,6 +30,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.private.torch import is_compiled
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
@@ -176,14 +178,22 @@ class FP8TorchAO(LowPrecision):
             )
 
     def _compile(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao.compile import compile_blocks, is_compiled
+        """Compile every block of a stack of equal blocks in place: they share code, and all fqns stay.
 
-        if self.compile is False or (self.compile == "auto" and (device.type != "cuda" or is_compiled(module))):
+        FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
+        """
+        from lightning_lowprec.torchao.linear import fp8_linears
+
+        if self.compile is False:
             return
-        options = self.compile if isinstance(self.compile, Mapping) else {}
-        count = compile_blocks(module, options)
-        if count:
-            rank_zero_info(f"{self.precision}: compiling {count} repeated blocks; the first steps are slow.")
+        if self.compile == "auto" and (device.type != "cuda" or any(map(is_compiled, module.modules()))):
+            return
+        stacks = repeated_stacks(module, having=fp8_linears(module)).values()
+        blocks = [block for stack in stacks for block in stack]
+        for block in blocks:
+            block.compile(**(self.compile if isinstance(self.compile, Mapping) else {}))
+        if blocks:
+            rank_zero_info(f"{self.precision}: compiling {len(blocks)} repeated blocks; the first steps are slow.")
         elif self.compile == "auto":
             rank_zero_info(
                 f"{self.precision}: found no repeated blocks to compile. FP8 is slow without `torch.compile`: compile"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.te import support
 from tests.toy_backend import BACKEND as TOY
 
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
@@ -42,7 +42,7 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
 }
-if support.is_installed():  # else no name says so: nothing is skipped
+if find_spec("transformer_engine"):  # else no name says so: nothing is skipped
     EXTRA |= {
         "FP8TE-bf16": partial(fp8_te),
         "FP8TE-fp16": partial(fp8_te, base="fp16"),

@@ -72,7 +72,7 @@ def test_a_route_by_hand():
     assert plan.splits == [4, 0, 4, 4]
     assert plan.choice.tolist() == [1, 2, 5, 0, 4, 3]  # of [2, 0, 0, 3, 2, 0]: expert 0 thrice, 2 twice, 3 once
     assert plan.row.tolist() == [0, 1, 2, 4, 5, 8]
-    rows = gather(torch.tensor([[1.0], [2.0], [3.0]]), plan)
+    rows = gather(torch.tensor([[1.0], [2.0], [3.0]]), plan, 2)
     assert rows.flatten().tolist() == [1, 2, 3, 0, 1, 3, 0, 0, 2, 0, 0, 0]
     outputs = combine(10 * rows, torch.tensor([[0.5, 0.25], [1.0, 2.0], [1.0, 1.0]]), plan)
     assert outputs.flatten().tolist() == [7.5, 60, 60]

@@ -57,7 +57,7 @@ def test_evaluation_in_high_precision_is_that_of_the_model(pretend_gpu, onnx_for
     plugin = FP8TE(fp8_eval=False)
     fabric_for(plugin).setup(model)
     onnx_forward(model.eval())
-    with plugin._in_both(torch.autocast("cpu", enabled=False)):
+    with plugin.forward_context(), torch.autocast("cpu", enabled=False):
         found = model(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -5,7 +5,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from lightning_lowprec.private.transformer_engine import moved
+from lightning_lowprec.private.transformer_engine import check_names, moved
 from lightning_lowprec.te import support
 from lightning_lowprec.te.fusion import fuse
 from tests.te.subjects import Net
@@ -14,9 +14,9 @@ from tests.te.subjects import Net
 @pytest.fixture
 def unchecked():
     """The check runs once per process; here it runs again."""
-    support._check_names.cache_clear()
+    check_names.cache_clear()
     yield
-    support._check_names.cache_clear()
+    check_names.cache_clear()
 
 
 def test_the_installed_version_has_all_names():
@@ -47,5 +47,5 @@ def test_an_attribute_that_no_code_mentions(monkeypatch):
 
     monkeypatch.setattr(te, "Linear", Other)
     words = moved()
-    assert "`_fp8_workspaces` of transformer_engine.pytorch.Linear" in words
-    assert "`quantizers` of transformer_engine.pytorch.Linear" not in words
+    assert "transformer_engine.pytorch.Linear()._fp8_workspaces" in words
+    assert "transformer_engine.pytorch.Linear().quantizers" not in words

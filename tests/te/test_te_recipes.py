@@ -7,7 +7,7 @@ from lightning_lowprec.te.recipes import KINDS, kind_of, make_recipe
 
 
 def make(recipe, **options):
-    return make_recipe(recipe, options, "FP8TE")
+    return make_recipe(recipe, **options)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def test_what_is_not_finite_stays_so(bad):
 
 
 def test_of_a_recipe():
-    assert wire_format_of(make_recipe("delayed", {}, "test")).power_of_two is False
-    current = wire_format_of(make_recipe({"recipe": "current", "use_power_2_scales": True}, {}, "test"))
+    assert wire_format_of(make_recipe("delayed")).power_of_two is False
+    current = wire_format_of(make_recipe({"recipe": "current", "use_power_2_scales": True}))
     assert (current.power_of_two, current.least_amax) == (True, 0.0)
     custom = CustomRecipe(qfactory=current_scaling_ref_factory)
-    for recipe in (make_recipe("block", {}, "test"), NVFP4BlockScaling(), custom):
+    for recipe in (make_recipe("block"), NVFP4BlockScaling(), custom):
         assert wire_format_of(recipe) is None
         assert "no single scale" in gather_refusal(recipe)

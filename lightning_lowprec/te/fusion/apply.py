@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
+from lightning_lowprec.conversion.in_place import revert
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate
-from lightning_lowprec.te.fusion.families import activation_name
-from lightning_lowprec.te.fusion.modules import (
-    UNIT,
-    FusedLinear,
-    FusedMLP,
-    FusedModule,
-    FusedNorm,
-    fuse_module,
-    unfuse_module,
-)
-from lightning_lowprec.te.fusion.plan import Fusion, Kind, decide
+from lightning_lowprec.te.fusion.modules import UNIT, FusedModule, FusedNorm, FusedReader, fuse_module
+from lightning_lowprec.te.fusion.plan import Fusion, FusionRow, Rules, decide
 from lightning_lowprec.te.support import pytorch
 
 
@@ -61,25 +53,24 @@ def fuse(
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
     )
-    found = decide(
-        model,
-        may_convert=may_convert,
+    rules = Rules(
+        may_convert=frozenset(may_convert),
         kept_norms=kept_norms,
         feature_alignment=feature_alignment,
         whole_mlp=whole_mlp,
     )
-    units = {row.fqn: _build(candidate, row.kind, options) for candidate, row in found if row.kept is None}
+    found = decide(model, rules)
+    changes = [change for candidate, row in found if row.kept is None for change in _changes(candidate, row, options)]
     with unchanged(model):
-        for candidate, row in found:
-            if row.kept is None:
-                _apply(candidate, row.kind, units[row.fqn])
+        for module, role, unit in changes:
+            fuse_module(module, role, unit)
     return Fusion(tuple(row for _, row in found))
 
 
 def unfuse(model: nn.Module) -> None:
     """Undo :func:`fuse`, in place; the scales of the engines are lost. A model that is not fused is left alone."""
-    for module in model.modules():
-        unfuse_module(module)
+    for module in fused_modules(model):
+        revert(module)
 
 
 def fused_modules(model: nn.Module) -> list[nn.Module]:
@@ -88,41 +79,26 @@ def fused_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def engines(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of Transformer Engine that compute, by name; ``model.modules()`` does not contain them.
+    """Return the modules of Transformer Engine that compute and keep the scales; ``model.modules()`` has none of them.
 
     The names are ``"model.layers.0.input_layernorm"`` for a norm with the layers behind it, and ``"...experts.up"`` and
-    ``"...experts.down"`` for experts. The engines keep the scales (``fp8_meta``).
+    ``"...experts.down"`` for experts.
     """
-    found = {}
-    for fqn, module in model.named_modules():
-        if UNIT in module.__dict__:
-            for name, engine in module.__dict__[UNIT].engines().items():
-                found[".".join(filter(None, (fqn, name)))] = engine
-    return found
+    units = {fqn: module.__dict__[UNIT] for fqn, module in model.named_modules() if UNIT in module.__dict__}
+    return {f"{fqn}{name}".lstrip("."): engine for fqn, unit in units.items() for name, engine in unit.engines.items()}
 
 
-def _build(candidate: NormCandidate | ExpertsCandidate, kind: Kind, options: Any) -> Any:
-    from lightning_lowprec.te.fusion.experts import ExpertsUnit
+def _changes(
+    candidate: NormCandidate | ExpertsCandidate, row: FusionRow, options: Any
+) -> Iterator[tuple[nn.Module, type[FusedModule], Any]]:
+    """Yield the modules of a candidate, the classes that they become, and the unit of the module that holds it."""
+    from lightning_lowprec.te.fusion.experts import ExpertsUnit, FusedExperts
     from lightning_lowprec.te.fusion.units import NormUnit
 
     if isinstance(candidate, ExpertsCandidate):
-        return ExpertsUnit(candidate.experts, options)
-    linears = list(candidate.linears.values())
-    if kind == "norm+linear" or candidate.activation is None:
-        return NormUnit(candidate.norm, linears, options)
-    activation = activation_name(candidate.activation, gated=len(linears) > 1)
-    return NormUnit(candidate.norm, linears, options, next(iter(candidate.down.values())), activation)
-
-
-def _apply(candidate: NormCandidate | ExpertsCandidate, kind: Kind, unit: Any) -> None:
-    from lightning_lowprec.te.fusion.experts import FusedExperts
-
-    if isinstance(candidate, ExpertsCandidate):
-        fuse_module(candidate.experts, FusedExperts, unit)
+        yield candidate.experts, FusedExperts, ExpertsUnit(candidate.experts, options)
         return
-    fuse_module(candidate.norm, FusedNorm, unit)
-    if kind == "norm+MLP" and candidate.mlp is not None:
-        fuse_module(candidate.mlp, FusedMLP)
-    else:
-        for linear in candidate.linears.values():
-            fuse_module(linear, FusedLinear)
+    unit = NormUnit(candidate, options, whole_mlp=row.kind == "norm+MLP")
+    yield candidate.norm, FusedNorm, unit
+    for reader in unit.readers:
+        yield reader, FusedReader, None

@@ -23,14 +23,10 @@ def join_weights(parts: Sequence[Tensor]) -> Tensor:
 
 
 def save_parts(output: Tensor, joined: Tensor, parts: Sequence[Tensor]) -> None:
-    """Make the autograd function that computed ``output`` keep ``parts`` for its backward instead of ``joined``.
+    """Make the autograd function that computed ``output`` from ``joined`` keep ``parts`` for its backward instead.
 
-    Nothing is changed where other hooks handle the saved tensors already (activation checkpointing, offloading).
-
-    Args:
-        output: the result of a ``torch.autograd.Function`` that has just run.
-        joined: ``join_weights(parts)``, an argument of the function.
-        parts: the Parameters. To change them in place before the backward raises, as for any saved tensor.
+    To change the parts in place before the backward raises, as for any saved tensor. Nothing is changed where other
+    hooks handle the saved tensors already (activation checkpointing, offloading).
     """
     node = output.grad_fn
     if node is None or len(parts) == 1:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate, candidates
-from lightning_lowprec.te.fusion.families import activation_name
+from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate, activation_name, candidates
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Kind = Literal["norm+linear", "norm+MLP", "grouped experts"]
@@ -68,112 +67,91 @@ class Fusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The conditions under which candidates are fused."""
+    """The conditions under which candidates are fused; see :func:`~lightning_lowprec.te.fusion.fuse`."""
 
-    may_convert: frozenset[str]
-    """Fqns of the Linears, and of the stacked Parameters of experts, that may run in FP8."""
-    kept_norms: frozenset[str]
-    feature_alignment: int
-    """The number of which the features of the recipe's GEMMs must be multiples."""
-    whole_mlp: bool
-    """Whether the recipe runs a norm and an MLP as one (it does not with ``backward_override``)."""
-    shared: frozenset[int]
+    may_convert: Collection[str]
+    kept_norms: Collection[str] = ()
+    feature_alignment: int = 16
+    whole_mlp: bool = True
+    shared: frozenset[int] = frozenset()
     """The ids of the modules and Parameters that the model uses in several places."""
 
 
-def decide(
-    model: nn.Module,
-    *,
-    may_convert: Collection[str],
-    kept_norms: Collection[str] = (),
-    feature_alignment: int = 16,
-    whole_mlp: bool = True,
-) -> list[tuple[NormCandidate | ExpertsCandidate, FusionRow]]:
-    """Decide about all candidates; the arguments are those of :func:`~lightning_lowprec.te.fusion.fuse`."""
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    places += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    rules = Rules(
-        may_convert=frozenset(may_convert),
-        kept_norms=frozenset(kept_norms),
-        feature_alignment=feature_alignment,
-        whole_mlp=whole_mlp,
-        shared=frozenset(key for key, count in places.items() if count > 1),
-    )
+def decide(model: nn.Module, rules: Rules) -> list[tuple[NormCandidate | ExpertsCandidate, FusionRow]]:
+    """Decide about all candidates."""
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses += Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    rules = replace(rules, shared=frozenset(key for key, count in uses.items() if count > 1))
     return [(candidate, _row(candidate, rules)) for candidate in candidates(model)]
 
 
 def plan_fusion(model: nn.Module, **limits: Any) -> Fusion:
     """Return the result that :func:`~lightning_lowprec.te.fusion.fuse` would have, and leave the model unchanged.
 
-    This needs no Transformer Engine, and a model on meta will do. The arguments are those of :func:`decide`.
+    This needs no Transformer Engine, and a model on meta will do. ``limits`` are the fields of :class:`Rules`.
     """
-    return Fusion(tuple(row for _, row in decide(model, **limits)))
+    return Fusion(tuple(row for _, row in decide(model, Rules(**limits))))
 
 
 def _row(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> FusionRow:
-    reason = _refusal(candidate, rules)
     if isinstance(candidate, ExpertsCandidate):
-        names = tuple(f"{candidate.fqn}.{name}".lstrip(".") for name in ("gate_up_proj", "down_proj"))
-        return FusionRow(fqn=candidate.fqn, kind="grouped experts", linears=names, kept=reason)
-    note = _mlp_refusal(candidate, rules) if reason is None else None
-    if candidate.mlp is None or candidate.activation is None or note is not None:
-        return FusionRow(
-            fqn=candidate.fqn, kind="norm+linear", linears=tuple(candidate.linears), kept=reason, note=note
-        )
-    linears = (*candidate.linears, *candidate.down)
-    return FusionRow(fqn=candidate.fqn, kind="norm+MLP", linears=linears, kept=reason)
+        prefix = f"{candidate.fqn}." if candidate.fqn else ""
+        names = (f"{prefix}gate_up_proj", f"{prefix}down_proj")
+        kept = next(_of_experts(candidate.experts, names, rules), None)
+        return FusionRow(fqn=candidate.fqn, kind="grouped experts", linears=names, kept=kept)
+    kept = next(_of_norm(candidate, rules), None)
+    note = next(_of_mlp(candidate, rules), None) if candidate.down and kept is None else None
+    if note is not None or not candidate.down:
+        linears = tuple(candidate.linears)
+        return FusionRow(fqn=candidate.fqn, kind="norm+linear", linears=linears, kept=kept, note=note)
+    return FusionRow(fqn=candidate.fqn, kind="norm+MLP", linears=(*candidate.linears, *candidate.down), kept=kept)
 
 
-def _refusal(candidate: NormCandidate | ExpertsCandidate, rules: Rules) -> str | None:
-    """Return the reason why nothing is fused; None: a norm is fused at least with the linear layers behind it."""
-    if isinstance(candidate, ExpertsCandidate):
-        return next(_experts(candidate, rules), None)
+# Each of these functions yields the reasons why something is not fused.
+
+
+def _of_norm(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
+    """Reasons that concern the norm and the linear layers behind it."""
+    norm, kind = candidate.norm, type(candidate.norm)
     linears = list(candidate.linears.values())
-    bypassed = _bypassed([candidate.norm, *linears, *candidate.between])
-    return next(chain(_linears(candidate.linears, candidate.norm, rules), _norm(candidate, rules), bypassed), None)
-
-
-def _mlp_refusal(candidate: NormCandidate, rules: Rules) -> str | None:
-    """Return the reason why a norm is fused without the whole MLP, or None; also None if there is no MLP."""
-    if candidate.mlp is None or candidate.activation is None:
-        return None
-    first, (fqn, down) = next(iter(candidate.linears.values())), next(iter(candidate.down.items()))
-    if not rules.whole_mlp:
-        return "the recipe's backward is not that of LayerNormMLP"
-    if activation_name(candidate.activation, gated=len(candidate.linears) > 1) is None:
-        return f"Transformer Engine has no activation equal to {type(candidate.activation).__name__}"
-    reason = next(chain(_bypassed([down, candidate.activation]), _linears({fqn: down}, candidate.norm, rules)), None)
-    if reason is None and (down.bias is None) != (first.bias is None):
-        return "its linear layers have biases here and none there"
-    return reason
-
-
-def _bypassed(modules: list[nn.Module]) -> Iterator[str]:
-    """Yield the hooks and replaced forwards that would not run any more, or would see another tensor."""
-    for module in modules:
-        name = type(module).__name__
-        if any(value for key, value in vars(module).items() if key.endswith("_hooks") and "state_dict" not in key):
-            yield f"hooks on its {name} would see no normalised tensor"
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
-            yield f"the forward of its {name} is replaced on the instance"
-
-
-def _norm(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
-    norm, kind = cast(Any, candidate.norm), type(candidate.norm)
-    width = next(iter(candidate.linears.values())).in_features
+    yield from _of_linears(candidate.linears, norm, rules)
     if candidate.fqn in rules.kept_norms:
         yield "its norm is kept as it is"
     if norm._parameters.get("weight") is None:
         yield "a norm without weight"
-    elif tuple(norm.weight.shape) != (width,):
+    elif tuple(norm.weight.shape) != (linears[0].in_features,):
         yield "the norm is over more than the features"
     elif kind is nn.LayerNorm and norm.bias is None:
         yield "a LayerNorm without bias"
     elif kind is nn.RMSNorm and norm.eps is None:
         yield "an RMSNorm whose eps depends on the dtype"
+    yield from _of_calls(norm, *linears, candidate.inside)
 
 
-def _linears(linears: dict[str, Any], norm: Any, rules: Rules) -> Iterator[str]:
+def _of_mlp(candidate: NormCandidate, rules: Rules) -> Iterator[str]:
+    """Reasons that concern the whole MLP behind the norm."""
+    first, down = next(iter(candidate.linears.values())), next(iter(candidate.down.values()))
+    if not rules.whole_mlp:
+        yield "the recipe's backward is not that of LayerNormMLP"
+    if activation_name(candidate.activation, gated=len(candidate.linears) > 1) is None:
+        yield f"Transformer Engine has no activation equal to {type(candidate.activation).__name__}"
+    yield from _of_calls(down, candidate.activation)
+    yield from _of_linears(candidate.down, candidate.norm, rules)
+    if (down.bias is None) != (first.bias is None):
+        yield "its linear layers have biases here and none there"
+
+
+def _of_calls(*modules: nn.Module | None) -> Iterator[str]:
+    """Reasons of modules whose hooks or replaced forward would not run any more, or would see another tensor."""
+    for module in filter(None, modules):
+        name = type(module).__name__
+        if any(value for key, value in vars(module).items() if key.endswith("_hooks") and "state_dict" not in key):
+            yield f"hooks on its {name} would see no normalised tensor"
+        if "forward" in vars(module) or is_compiled(module):
+            yield f"the forward of its {name} is replaced on the instance"
+
+
+def _of_linears(linears: dict[str, Any], norm: nn.Module, rules: Rules) -> Iterator[str]:
     for fqn, linear in linears.items():
         name = fqn.rpartition(".")[2]
         if fqn not in rules.may_convert:
@@ -183,12 +161,12 @@ def _linears(linears: dict[str, Any], norm: Any, rules: Rules) -> Iterator[str]:
         elif linear.in_features % rules.feature_alignment or linear.out_features % rules.feature_alignment:
             yield f"features of {name} are no multiples of {rules.feature_alignment}"
         else:
-            yield from _parameters([*linear.parameters(), *norm.parameters()], rules)
-    if len({linear.bias is None for linear in linears.values() if type(linear) is nn.Linear}) > 1:
+            yield from _of_parameters([*linear.parameters(), *norm.parameters()], rules)
+    if len({linear.bias is None for linear in linears.values()}) > 1:
         yield "some of its linear layers have a bias"
 
 
-def _parameters(parameters: list[nn.Parameter], rules: Rules) -> Iterator[str]:
+def _of_parameters(parameters: list[nn.Parameter], rules: Rules) -> Iterator[str]:
     if len({(p.dtype, p.device) for p in parameters}) > 1 or parameters[0].dtype not in DTYPES:
         yield "its weights have several dtypes or devices, or one that is not fp32, bf16 or fp16"
     if any(id(p) in rules.shared for p in parameters):
@@ -197,15 +175,14 @@ def _parameters(parameters: list[nn.Parameter], rules: Rules) -> Iterator[str]:
         yield "its weights are sharded already"
 
 
-def _experts(candidate: ExpertsCandidate, rules: Rules) -> Iterator[str]:
-    experts: Any = candidate.experts
-    names = ("gate_up_proj", "down_proj")
-    kept = [name for name in names if f"{candidate.fqn}.{name}".lstrip(".") not in rules.may_convert]
-    if kept:
-        yield f"{kept[0]} is kept in high precision"
+def _of_experts(experts: Any, names: tuple[str, str], rules: Rules) -> Iterator[str]:
+    for name in names:
+        if name not in rules.may_convert:
+            yield f"{name.rpartition('.')[2]} is kept in high precision"
     if not experts.has_gate or experts.has_bias or experts.is_transposed:
         yield "its experts are ungated, have biases, or are stored transposed"
-    yield from _bypassed([experts])
-    if any(size % rules.feature_alignment for name in names for size in getattr(experts, name).shape[1:]):
+    yield from _of_calls(experts)
+    parameters = [experts.gate_up_proj, experts.down_proj]
+    if any(size % rules.feature_alignment for parameter in parameters for size in parameter.shape[1:]):
         yield f"features are no multiples of {rules.feature_alignment}"
-    yield from _parameters([experts.gate_up_proj, experts.down_proj], rules)
+    yield from _of_parameters(parameters, rules)

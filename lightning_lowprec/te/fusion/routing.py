@@ -10,14 +10,13 @@ Pure tensor arithmetic, on any device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The order of the rows of a batch."""
 
     splits: list[int]
@@ -26,12 +25,6 @@ class Route:
     """[S], the index in ``top_k_index.reshape(-1)`` of each pair of token and expert, sorted by expert."""
     row: Tensor
     """[S], the row of each pair."""
-    top_k: int
-
-    @property
-    def rows(self) -> int:
-        """The number of rows, P."""
-        return sum(self.splits)
 
 
 def route(top_k_index: Tensor, num_experts: int, alignment: int) -> Route:
@@ -50,13 +43,13 @@ def route(top_k_index: Tensor, num_experts: int, alignment: int) -> Route:
     choice = torch.sort(experts, stable=True).indices[:here]
     skipped = torch.cumsum(padded - counts, 0) - (padded - counts)  # zero rows before each expert's first
     row = torch.arange(here, device=experts.device) + skipped[experts[choice]]
-    return Route(splits=splits, choice=choice, row=row, top_k=top_k_index.shape[-1])
+    return Route(splits, choice, row)
 
 
-def gather(tokens: Tensor, plan: Route) -> Tensor:
+def gather(tokens: Tensor, plan: Route, top_k: int) -> Tensor:
     """[T, K] -> [P, K]. Rows of zeros change no amax, stay zero in experts without biases, and get no gradient."""
-    rows = tokens.new_zeros(plan.rows, tokens.shape[-1])
-    return rows.index_copy(0, plan.row, tokens[plan.choice // plan.top_k])
+    rows = tokens.new_zeros(sum(plan.splits), tokens.shape[-1])
+    return rows.index_copy(0, plan.row, tokens[plan.choice // top_k])
 
 
 def combine(outputs: Tensor, top_k_weights: Tensor, plan: Route) -> Tensor:
@@ -81,16 +74,10 @@ def mix_experts(
 ) -> Tensor:
     """Run all experts on their tokens: [T, K], [T, k], [T, k] -> [T, K], dtype of ``tokens``.
 
-    Args:
-        tokens: hidden states.
-        top_k_index: see :func:`route`.
-        top_k_weights: the factors of the experts' outputs.
-        num_experts: E.
-        alignment: see :func:`route`.
-        expert: computes all experts at once: rows [P, K] and their splits -> [P, K].
+    ``expert`` computes all experts at once: rows [P, K] and their splits -> [P, K]. For the rest see :func:`route`.
     """
     plan = route(top_k_index, num_experts, alignment)
-    if not plan.rows:  # no token, or none for the experts of this rank
+    if not any(plan.splits):  # no token, or none for the experts of this rank
         return torch.zeros_like(tokens)
-    outputs = expert(gather(tokens, plan), plan.splits)
+    outputs = expert(gather(tokens, plan, top_k_index.shape[-1]), plan.splits)
     return combine(outputs, top_k_weights, plan).to(tokens.dtype)
