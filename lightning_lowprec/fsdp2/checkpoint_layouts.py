@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import atomic, checkpoint, optimizer_state
+from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.shard import is_sharded
+from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, StoredFolder, open_checkpoint
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -22,67 +24,46 @@ MODEL_KEYS: Final = ("state_dict", "model")
 
 
 def save_state(path: Path, state: Mapping[str, Any], *, full: bool, filter: Filter | None) -> None:
-    """Save the ``state`` of a Fabric user: one sharded model, its optimizers, and anything else.
-
-    Raises:
-        ValueError: ``state`` has no sharded model, or several.
-    """
+    """Save the ``state`` of a Fabric user: one sharded model, its optimizers, and anything else."""
     _, model = one_model(state, "save")
-    filter = filter or {}
     shards: State = {}
     rest: State = {}
     for key, value in state.items():
         if isinstance(value, Module):
-            shards[key] = _filtered(checkpoint.model_state(value, full=full), filter.get(key))
+            shards[key] = checkpoint.model_state(value, full=full)
         elif isinstance(value, Optimizer):
-            shards[key] = _filtered(optimizer_state.collect(model, value, full=full), filter.get(key))
+            shards[key] = optimizer_state.collect(model, value, full=full)
         else:
-            converted = value.state_dict() if _stateful(value) else value
-            rest[key] = _filtered(converted, filter.get(key)) if isinstance(converted, Mapping) else converted
-    if full:
-        checkpoint.save_file(path, {**shards, **rest})
-    else:
-        checkpoint.save_folder(path, shards, rest)
+            rest[key] = value.state_dict() if _stateful(value) else value
+    for key, keep in (filter or {}).items():
+        for part in (shards, rest):
+            if isinstance(part.get(key), Mapping):
+                part[key] = {name: value for name, value in part[key].items() if keep(name, value)}
+    checkpoint.save(path, shards, rest, full=full)
 
 
 def load_state(path: Path, state: State, *, strict: bool, weights_only: bool) -> State:
-    """Load the entries of ``state`` in place, and return the rest of the checkpoint.
-
-    Raises:
-        KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
-        ValueError: ``state`` has no sharded model, or several; or the checkpoint belongs to another model.
-    """
+    """Load the entries of ``state`` in place, and return the rest of the checkpoint."""
     key, model = one_model(state, "load")
-    optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-    if path.is_dir():
-        rest = checkpoint.read_file(path / atomic.META, weights_only)
-        _check_keys(state.keys() - optimizers.keys() - {key}, rest, strict)
-        checkpoint.load_folder(path, model, (key,), optimizers, strict=strict)
-    else:
-        rest = checkpoint.read_file(path, weights_only)
-        _check_keys(state.keys() if strict else {key}, rest, strict=True)
-        stored = {name: rest.pop(name) for name in optimizers if name in rest}
-        checkpoint.load_whole(model, rest.pop(key), optimizers, stored, strict=strict)
-    for name in state.keys() - optimizers.keys() - {key}:
-        if name not in rest:
-            continue
-        value = rest.pop(name)
+    stored = open_checkpoint(path, weights_only)
+    _check_keys(path, state if strict else [key], stored.keys)
+    optimizers = {k: value for k, value in state.items() if isinstance(value, Optimizer) and k in stored.keys}
+    checkpoint.load(stored, model, key, optimizers, strict=strict)
+    for name in [name for name in state if name in stored.rest]:
+        value = stored.rest.pop(name)
         if hasattr(state[name], "load_state_dict"):
             state[name].load_state_dict(value)
         else:
             state[name] = value
-    return dict(rest)
+    return stored.rest
 
 
 def load_raw(path: Path, model: Module, *, strict: bool) -> None:
-    """Load a file that holds a state dict and nothing else.
-
-    Raises:
-        ValueError: ``path`` is a folder.
-    """
-    if path.is_dir():
+    """Load a file that holds a state dict and nothing else."""
+    stored = open_checkpoint(path, weights_only=True)
+    if isinstance(stored, StoredFolder):
         raise ValueError(f"{str(path)!r} is a folder; `fabric.load_raw` loads the file of a full state dict.")
-    checkpoint.load_whole(model, checkpoint.read_file(path), {}, {}, strict=strict)
+    checkpoint.load(StoredFile({"model": stored.rest}), model, "model", {}, strict=strict)
 
 
 def one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
@@ -106,41 +87,32 @@ def one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
 
 def save_trainer(path: Path, dumped: State, *, full: bool) -> None:
     """Save the checkpoint that the Trainer has collected, in Lightning's layout."""
-    if full:
-        checkpoint.save_file(path, dumped)
-        return
-    shards = {"state_dict": dumped.pop("state_dict")}
-    shards |= {f"optimizer_{i}": state for i, state in enumerate(dumped.pop("optimizer_states", []))}
-    checkpoint.save_folder(path, shards, dumped)
+    shards: State = {}
+    if not full:
+        shards = {"state_dict": dumped.pop("state_dict")}
+        shards |= {f"optimizer_{i}": state for i, state in enumerate(dumped.pop("optimizer_states", []))}
+    checkpoint.save(path, shards, dumped, full=full)
 
 
 def load_trainer(path: Path, model: Module, optimizers: list[Optimizer], *, strict: bool, weights_only: bool) -> State:
-    """Load model and optimizers from a checkpoint of the Trainer, and return the rest.
-
-    Raises:
-        KeyError: the checkpoint lacks something that the Trainer restores.
-        ValueError: the checkpoint belongs to another model, or has other optimizers.
-    """
-    if path.is_dir():
-        rest: State = checkpoint.read_file(path / atomic.META, weights_only)
-        named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-        checkpoint.load_folder(path, model, MODEL_KEYS, named, strict=strict)
-        return rest
-    rest = checkpoint.read_file(path, weights_only)
-    if "state_dict" not in rest:
-        raise KeyError(f"{str(path)!r} holds no 'state_dict', so it is no checkpoint of the Trainer.")
-    stored = rest.pop("optimizer_states", None)
-    if optimizers and stored is None:
+    """Load model and optimizers from a checkpoint of the Trainer, and return the rest."""
+    stored = open_checkpoint(path, weights_only)
+    states = stored.rest.pop("optimizer_states", None) or []  # in a file
+    if optimizers:
+        stored.rest.update({f"optimizer_{i}": state for i, state in enumerate(states)})
+    saved = [key for key in stored.keys if re.fullmatch(r"optimizer_\d+", key)]
+    if optimizers and not saved:
         raise KeyError(
             f"{str(path)!r} holds the model alone (`save_weights_only=True`?), and the Trainer was asked to resume from"
             " it. Load the weights in your own code, or resume from a checkpoint with optimizer states."
         )
-    if optimizers and len(stored) != len(optimizers):
-        raise ValueError(f"{str(path)!r} has the state of {len(stored)} optimizers, the model has {len(optimizers)}.")
-    numbered = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    states = dict(zip(numbered, stored or [], strict=False)) if optimizers else {}
-    checkpoint.load_whole(model, rest.pop("state_dict"), numbered, states, strict=strict)
-    return rest
+    if optimizers and len(saved) != len(optimizers):
+        raise ValueError(f"{str(path)!r} has the state of {len(saved)} optimizers, the model has {len(optimizers)}.")
+    key = next((key for key in MODEL_KEYS if key in stored.keys), MODEL_KEYS[0])
+    _check_keys(path, [key], stored.keys)
+    named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+    checkpoint.load(stored, model, key, named, strict=strict)
+    return stored.rest
 
 
 def check_storage_options(value: Any) -> None:
@@ -156,14 +128,10 @@ def _stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _filtered(values: Any, keep: Callable[[str, Any], bool] | None) -> Any:
-    return values if keep is None else {key: value for key, value in values.items() if keep(key, value)}
-
-
-def _check_keys(wanted: Any, have: Mapping[str, Any], strict: bool) -> None:
-    missing = sorted(set(wanted) - have.keys())
-    if strict and missing:
+def _check_keys(path: Path, wanted: Collection[str], have: Collection[str]) -> None:
+    missing = sorted(set(wanted) - set(have))
+    if missing:
         raise KeyError(
-            f"The checkpoint holds nothing under {', '.join(map(repr, missing))}; it holds:"
-            f" {', '.join(map(str, have))}. Ask for less, or pass `strict=False`."
+            f"{str(path)!r} holds nothing under {', '.join(map(repr, missing))}; it holds: {', '.join(have)}. Ask for"
+            " less, or pass `strict=False`."
         )

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, torchao_optimizers
+from lightning_lowprec.fsdp2 import checkpoint_layouts, torchao_optimizers
 from lightning_lowprec.fsdp2.meshes import clip_grad_norm
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.base import LowPrecision
@@ -101,10 +101,10 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
             FileNotFoundError: there is no checkpoint.
         """
-        found = checkpoint.locate(Path(self.broadcast(path)))
+        path = Path(self.broadcast(path))
         if isinstance(state, Module):
-            checkpoint_layouts.load_raw(found, state, strict=strict)
+            checkpoint_layouts.load_raw(path, state, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise ValueError(f"`state={type(state).__name__}` is not valid; expected a model, or a dict with one.")
-        return checkpoint_layouts.load_state(found, state, strict=strict, weights_only=weights_only is not False)
+        return checkpoint_layouts.load_state(path, state, strict=strict, weights_only=weights_only is not False)

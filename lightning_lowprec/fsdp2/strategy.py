@@ -142,12 +142,12 @@ class FSDP2Base:
         world_size = strategy.num_nodes * strategy.num_processes
         tensor = options.tensor_parallel_size
         shards(world_size, copies, tensor, options.shards)  # raises before the process group exists
-        names.set_parallel_sizes(self, world_size // tensor, tensor)
+        names.set_names(self, data_parallel_size=world_size // tensor, tensor_parallel_size=tensor)
         if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
-            names.set_process_group_backend(self, OFFLOADING)
+            names.set_names(self, process_group_backend=OFFLOADING)
         parent.setup_environment()
         if copies > 1:  # a mesh of three dimensions in place of Lightning's
-            names.set_device_mesh(self, make_mesh(strategy.root_device, world_size, copies, tensor))
+            names.set_names(self, device_mesh=make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
 class _Known(NamedTuple):

@@ -20,7 +20,7 @@ from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, opti
 from lightning_lowprec.fsdp2.meshes import clip_grad_norm
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.refusals import refuse_averaging
-from lightning_lowprec.private.lightning import note_sigterm, set_device_mesh
+from lightning_lowprec.private.lightning import note_sigterm, set_names
 
 
 class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
@@ -30,7 +30,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start the processes and make their mesh, which the LightningModule gets too."""
         super().setup_environment()
-        set_device_mesh(self.lightning_module, self.device_mesh)
+        set_names(self.lightning_module, device_mesh=self.device_mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -133,12 +133,11 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             KeyError: the checkpoint lacks something that the Trainer restores.
             FileNotFoundError: there is no checkpoint.
         """
-        found = checkpoint.locate(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return checkpoint_layouts.load_trainer(
-            found,
+            Path(self.broadcast(checkpoint_path)),
             self.model,
             self.optimizers if fitting else [],
             strict=self.lightning_module.strict_loading,
