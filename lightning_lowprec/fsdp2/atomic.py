@@ -40,12 +40,7 @@ def kept(path: Path) -> Path:
 
 
 def find(path: Path) -> Path:
-    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames.
-
-    Raises:
-        FileNotFoundError: neither is there.
-        ValueError: the path is a folder without a sharded checkpoint.
-    """
+    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames."""
     found = path if path.exists() else kept(path)
     if not found.exists():
         raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
@@ -66,10 +61,6 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     Args:
         path: the checkpoint to create or to replace; the same on all ranks, in a folder that all ranks see.
         folder: True: all ranks write into a folder, which exists already. False: rank 0 writes a file.
-
-    Raises:
-        IsADirectoryError: ``path`` is a folder that holds something else and no checkpoint.
-        RuntimeError: another rank failed.
     """
     on_rank_zero(lambda: _prepare(path, folder))
     error: Exception | None = None

@@ -85,6 +85,15 @@ def load(
         optimizer_state.load(optimizers[name], state_dict)
 
 
+def check_storage_options(value: Any) -> None:
+    """Raise TypeError if the user gave storage options."""
+    if value is not None:
+        raise TypeError(
+            f"`storage_options={value!r}` is not valid with 'fsdp2', which writes checkpoints by itself and not through"
+            " a CheckpointIO; leave it out."
+        )
+
+
 def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str, Tensor], values: State) -> None:
     """Turn masters into float32 weights, or float32 weights into masters; drop masters that have no place."""
     state = state_dict["state"]

@@ -22,11 +22,7 @@ TENSOR: Final = "tensor_parallel"
 
 
 def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected: int | None = None) -> int:
-    """Return the number of ranks over which one copy of the model is sharded.
-
-    Raises:
-        ValueError: the sizes do not divide the world, or the result is not ``expected``.
-    """
+    """Return the number of ranks over which one copy of the model is sharded."""
     if world_size % (replicate * tensor_parallel_size):
         raise ValueError(
             f"`replicate={replicate}` times `tensor_parallel_size={tensor_parallel_size}` does not divide the number of"
@@ -97,9 +93,6 @@ def clip_grad_norm(
 
     Returns:
         The norm of all gradients together, a plain scalar tensor.
-
-    Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     groups = by_mesh(p for p in parameters if p.grad is not None)
     norms = [_whole(get_total_norm([p.grad for p in group if p.grad is not None], norm_type)) for group in groups]

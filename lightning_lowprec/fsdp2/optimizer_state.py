@@ -75,9 +75,6 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
     """Return a stored state dict by fqn, with the parameter groups that ``optimizer`` has now.
 
     The stored parameters have names or numbers. Numbers count along the groups, as everywhere in torch.
-
-    Raises:
-        ValueError: the optimizer holds other parameters, or groups them in another way.
     """
     fqns = _fqns(model, optimizer)
     groups = stored["param_groups"]

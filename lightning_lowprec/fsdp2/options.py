@@ -142,11 +142,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
-    """Return the modules that ``choice`` means by fqn, without the model itself.
-
-    Raises:
-        ValueError: the classes or the predicate match nothing.
-    """
+    """Return the modules that ``choice`` means by fqn, without the model itself."""
     if isinstance(choice, str):
         return blocks(model)
     modules = {fqn: module for fqn, module in model.named_modules() if fqn and _matches(choice, fqn, module)}

@@ -10,7 +10,8 @@ folders that you trust. Everything else is read with ``weights_only=True``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import atomic, torchao_optimizers
 from lightning_lowprec.fsdp2.optimizer_state import by_fqn, clean, named_parameters, placed, unpacked
@@ -32,11 +34,11 @@ State = dict[str, Any]
 EntryPath = tuple[str | int, ...]
 
 
-class StoredFile:
-    """A single file. Every rank reads its whole tensors, from disk when they are used.
+class StoredCheckpoint(ABC):
+    """A checkpoint with models and optimizers by key.
 
     Args:
-        rest: the content, without the models and optimizers that were loaded already.
+        rest: everything else by key. In a file the models and optimizers too, until they are loaded.
     """
 
     def __init__(self, rest: State) -> None:
@@ -47,12 +49,29 @@ class StoredFile:
         """Return the keys of everything in the checkpoint."""
         return sorted(map(str, self.rest))
 
-    def model(self, key: str, live: Mapping[str, Any]) -> State:
-        """Return the entries of a model, sharded like the entries of its state dict ``live``.
+    def check_keys(self, wanted: Iterable[str]) -> None:
+        """Raise KeyError if the checkpoint lacks a key."""
+        missing = sorted(set(wanted) - set(self.keys))
+        if missing:
+            raise KeyError(
+                f"The checkpoint holds nothing under {', '.join(map(repr, missing))}; it holds: {', '.join(self.keys)}."
+                " Ask for less, or pass `strict=False`."
+            )
 
-        Raises:
-            ValueError: a stored tensor has another shape.
-        """
+    @abstractmethod
+    def model(self, key: str, live: Mapping[str, Any]) -> State:
+        """Return the entries of a model, sharded like the entries of its state dict ``live``, which may be filled."""
+
+    @abstractmethod
+    def optimizer(self, key: str, model: nn.Module, optimizer: Optimizer) -> State:
+        """Return an optimizer's state dict by fqn, sharded like the parameters of ``model``."""
+
+
+class StoredFile(StoredCheckpoint):
+    """A single file. Every rank reads its whole tensors, from disk when they are used."""
+
+    @override
+    def model(self, key: str, live: Mapping[str, Any]) -> State:
         values = {clean(fqn): value for fqn, value in self.rest.pop(key).items()}
         for fqn, value in values.items():
             if isinstance(value, Tensor) and isinstance(live.get(fqn), Tensor):
@@ -60,25 +79,17 @@ class StoredFile:
                 values[fqn] = place(value, live[fqn])
         return values
 
+    @override
     def optimizer(self, key: str, model: nn.Module, optimizer: Optimizer) -> State:
-        """Return an optimizer's state dict by fqn, sharded like the parameters of ``model``.
-
-        Raises:
-            ValueError: the optimizer holds other parameters, or groups them in another way.
-        """
         found = by_fqn(self.rest.pop(key), model, optimizer, key)
         return {**found, "state": placed(found["state"], named_parameters(model))}
 
 
-class StoredFolder:
-    """A folder to which every rank has written its shards, with the methods of :class:`StoredFile`.
-
-    Raises:
-        ValueError: the checkpoint does not say how its entries are nested.
-    """
+class StoredFolder(StoredCheckpoint):
+    """A folder to which every rank has written its shards. Stored entries that the model lacks are not read."""
 
     def __init__(self, path: Path, rest: State) -> None:
-        self.rest = rest
+        super().__init__(rest)
         self._reader = FileSystemReader(path)
         metadata = self._reader.read_metadata()
         paths = metadata.planner_data
@@ -88,28 +99,18 @@ class StoredFolder:
         self._path_of: dict[str, EntryPath] = {entry: tuple(paths.get(entry, (entry,))) for entry in self._stored}
 
     @property
+    @override
     def keys(self) -> list[str]:
-        """Return the keys of everything in the checkpoint."""
         return sorted({*map(str, self.rest), *(str(path[0]) for path in self._path_of.values())})
 
+    @override
     def model(self, key: str, live: Mapping[str, Any]) -> State:
-        """Return the entries of a model; stored entries that ``live`` lacks are not read, and are None.
-
-        Tensors of ``live`` are filled in place if the dtype is the same.
-
-        Raises:
-            ValueError: a stored tensor has another shape.
-        """
         names = {entry: clean(".".join(map(str, path[1:]))) for entry, path in self._path_of.items() if path[0] == key}
         values = self._read({entry: self._like(entry, live[name]) for entry, name in names.items() if name in live})
         return {name: values.get(entry) for entry, name in names.items()}
 
+    @override
     def optimizer(self, key: str, model: nn.Module, optimizer: Optimizer) -> State:
-        """Return an optimizer's state dict by fqn, without the state of parameters that ``model`` lacks.
-
-        Raises:
-            ValueError: the optimizer holds other parameters, or groups them in another way.
-        """
         params = named_parameters(model)
         wanted: State = {}
         for entry, (root, *path) in self._path_of.items():
@@ -156,9 +157,6 @@ class StoredFolder:
         if wanted:
             load(wanted, storage_reader=self._reader, planner=_Planner())
         return wanted
-
-
-StoredCheckpoint = StoredFile | StoredFolder
 
 
 def open_checkpoint(path: Path, weights_only: bool) -> StoredCheckpoint:

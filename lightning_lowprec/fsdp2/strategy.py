@@ -18,14 +18,14 @@ from lightning.pytorch import strategies as trainer
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.fsdp2.forward_hooks import reshard
+from lightning_lowprec.fsdp2 import torchao_optimizers
+from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, disable_foreach, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
@@ -63,7 +63,6 @@ class FSDP2Base:
     strategy_name = "fsdp2"
     parent_arguments: ClassVar[Mapping[str, Any]] = {}
     """More arguments for the constructor of Lightning's ModelParallelStrategy."""
-    takes_checkpoint_io: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         """Show the options in the docstrings of both strategies."""
@@ -82,7 +81,7 @@ class FSDP2Base:
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
-        if checkpoint_io is not None and not self.takes_checkpoint_io:
+        if checkpoint_io is not None and issubclass(type(self), fabric.Strategy):
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
                 " checkpoints themselves. Leave it out, or use the Trainer."
@@ -114,9 +113,7 @@ class FSDP2Base:
     def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> Self:
         """Translate Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, to FSDP2; a log line says the result.
 
-        Raises:
-            TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
-            ValueError: FSDP2 has no equal for a choice; the message names what to use.
+        It raises for choices that FSDP2 has no equal for, and for classes that derive from ``FSDPStrategy``.
         """
         return cls(**translate(strategy))
 
@@ -151,7 +148,7 @@ class FSDP2Base:
 
 
 class _Known(NamedTuple):
-    choices: tuple[Any, ...]
+    precision: tuple[Any, ...]
     options: ShardOptions
     sharded: Sharded
 
@@ -183,11 +180,7 @@ class Sharding:
         gathers_fp8(plugin, self.options)
 
     def meet(self, plugin: Any, device: torch.device) -> None:
-        """Let the precision plugin and the options know of each other; the strategy has its device now.
-
-        Raises:
-            ValueError: see :meth:`check`.
-        """
+        """Check the precision plugin, and let it know the device, which the strategy has now."""
         self.check(plugin)
         if isinstance(plugin, LowPrecision):
             plugin.bind_device(device)
@@ -198,12 +191,12 @@ class Sharding:
     def knows(self, model: Module, plugin: Any) -> bool:
         """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
         known = _sharded.get(model)
-        return known is not None and known.choices == _identity(plugin)
+        return known is not None and known.precision == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
-            self._warn_of_other_options(model)
+            _warn_of_other_options(model, _sharded[model].options, self.options)
             if isinstance(plugin, LowPrecision):
                 plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
@@ -219,20 +212,10 @@ class Sharding:
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)
-        replacements.record()
+        replacements.record(model)
         self._replacements.append(replacements)
         self._unreported.append(sharded)
         _sharded[model] = _Known(_identity(plugin), self.options, sharded)
-
-    def _warn_of_other_options(self, model: Module) -> None:
-        """Warn of options that differ from the options that ``model`` was sharded with."""
-        before, now = vars(_sharded[model].options), vars(self.options)
-        kept = [f"{n}={before[n]!r}" for n in before if n not in NOT_COMPARED and _differ(before[n], now[n])]
-        if kept:
-            rank_zero_warn(
-                f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
-                " for other options build the model anew."
-            )
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update the new parameters."""
@@ -240,16 +223,7 @@ class Sharding:
             replacements.put_into(optimizer)
         if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
-
-    def before_backward(self, model: Module | None, loss: Tensor) -> None:
-        """Prepare a backward pass from ``loss``, which may begin within ``training_step``."""
-        if model is not None and model in _sharded:
-            _sharded[model].sharded.hooks.before_backward(loss)
-
-    def gather_again(self, model: Module | None) -> None:
-        """Gather the root's weights again, if a backward pass or a step within ``training_step`` has just ended."""
-        if model is not None and model in _sharded:
-            _sharded[model].sharded.hooks.gather_again()
+        torchao_optimizers.check(optimizer)
 
     def after_step(self) -> None:
         """Log what was gathered, once after the first step.
@@ -264,15 +238,35 @@ class Sharding:
                 rank_zero_info(f"fsdp2: {line}.")
 
 
+def hooks_of(model: Module | None) -> ForwardHooks:
+    """Return the hooks of a sharded model."""
+    assert model is not None
+    return _sharded[model].sharded.hooks
+
+
+def _warn_of_other_options(model: Module, before: ShardOptions, now: ShardOptions) -> None:
+    """Warn of options that differ from the options that ``model`` was sharded with."""
+    kept = [
+        f"{name}={value!r}"
+        for name, value in vars(before).items()
+        if name not in NOT_COMPARED and _comparable(value) != _comparable(getattr(now, name))
+    ]
+    if kept:
+        rank_zero_warn(
+            f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
+            " for other options build the model anew."
+        )
+
+
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
 """Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
-def _differ(old: Any, new: Any) -> bool:
-    if isinstance(old, Collection) and isinstance(new, Collection) and not isinstance(old, (str, Mapping)):
-        return set(old) != set(new)  # classes
-    functions = [callable(value) and not isinstance(value, type) for value in (old, new)]
-    return not all(functions) and bool(old != new)
+def _comparable(value: Any) -> Any:
+    """Return classes as a set, and the same for all functions, which cannot be compared."""
+    if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
+        return set(value)
+    return callable if callable(value) else value
 
 
 def _identity(plugin: Any) -> tuple[Any, ...]:
@@ -281,11 +275,7 @@ def _identity(plugin: Any) -> tuple[Any, ...]:
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:
-    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards.
-
-    Raises:
-        ValueError: this package does not know the plugin.
-    """
+    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards."""
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
     if type(plugin) in (FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
@@ -298,16 +288,13 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
-    """Return whether float32 or bf16 weights are gathered as float8.
-
-    Raises:
-        ValueError: the options ask for float8, and the precision does not allow it.
-    """
+    """Return whether float32 or bf16 weights are gathered as float8."""
     wanted = options.fp8_all_gather
+    reason = _not_gathered(plugin, options)
     if getattr(plugin, "fp8_params", False):
         if wanted is False:
             raise ValueError("`fp8_all_gather=False` is not possible with `fp8_params=True`. Use 'auto' or True.")
-        if (reason := _not_gathered(plugin, options)) is not None:
+        if reason is not None:
             raise ValueError(f"`fp8_params=True` is not possible under FSDP2: {reason}. Leave it out.")
     if getattr(plugin, "keeps_codes", False):
         if wanted is False:
@@ -315,19 +302,21 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
                 " which are gathered as they are. Use 'auto' or True."
             )
-        if (reason := _in_parts(options)) is not None:
-            raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {reason}.")
+        if (in_parts := _in_parts(options)) is not None:
+            raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {in_parts}.")
         return False  # its weights are codes already
-    if wanted is False:
-        return False
-    reason = _not_gathered(plugin, options)
     if reason is None and wanted is True and getattr(plugin, "fuse", False):
         reason = "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
-    if reason is None:
-        return True
-    if wanted is True:
+    if reason is not None and wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
-    return False
+    return wanted is not False and reason is None
+
+
+def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
+    """Return why the weights are not gathered as float8, or None if they are."""
+    if not isinstance(plugin, LowPrecision):
+        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
+    return plugin.gathers(options) or _in_parts(options)
 
 
 def _in_parts(options: ShardOptions) -> str | None:
@@ -336,10 +325,3 @@ def _in_parts(options: ShardOptions) -> str | None:
     if size is None or isinstance(size, bool):
         return None
     return f"`reshard_after_forward={size}` goes with weights in high precision only; True, False, None go with float8"
-
-
-def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
-    """Return why the weights are not gathered as float8, or None if they are."""
-    if not isinstance(plugin, LowPrecision):
-        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    return plugin.gathers(options) or _in_parts(options)

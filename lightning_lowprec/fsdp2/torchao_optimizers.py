@@ -31,12 +31,7 @@ _CLASSES: Final = {
 
 
 def check(optimizer: Optimizer) -> None:
-    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused.
-
-    Raises:
-        ValueError: torchao's optimizer quantises its state and has parameters in half precision. Its kernels mix them
-            with float32 in a way that fails under FSDP2.
-    """
+    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused."""
     cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
     if cls is None:
         return

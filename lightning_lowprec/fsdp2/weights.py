@@ -14,11 +14,7 @@ Origin = Literal["every rank", "rank 0", "nowhere"]
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return which ranks have the weights; the answer is the same on all ranks.
-
-    Raises:
-        RuntimeError: only a part of the model is on meta, or the ranks differ in another way.
-    """
+    """Return which ranks have the weights; the answer is the same on all ranks."""
     tensors = [*model.parameters(), *model.buffers()]
     on_meta = sum(t.is_meta for t in tensors)
     own = "meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real"
