@@ -25,7 +25,7 @@ from lightning_lowprec.fsdp2.stored_checkpoint import StoredCheckpoint
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
-from lightning_lowprec.private.torch import with_local_tensor
+from lightning_lowprec.private.torch import local_tensor, with_local_tensor
 
 State = dict[str, Any]
 
@@ -36,13 +36,13 @@ def model_state(model: nn.Module, *, full: bool) -> State:
 
 
 def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full: bool) -> None:
-    """Write a checkpoint.
+    """Write a file with everything on rank 0, or a folder, to which all ranks write their shards.
 
     Args:
         path: the same on all ranks.
         shards: the state of models and optimizers by key.
         rest: everything else, which rank 0 writes.
-        full: rank 0 writes one file with everything, else all ranks write their shards to a folder.
+        full: write a file.
     """
     with atomic.replacing(path, folder=not full) as new:
         if not full:
@@ -54,7 +54,7 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
 def load(
     stored: StoredCheckpoint, model: nn.Module, key: str, optimizers: Mapping[str, Optimizer], *, strict: bool
 ) -> None:
-    """Load a sharded model and its optimizers from a checkpoint, written by any number of ranks.
+    """Load a sharded model and its optimizers from a checkpoint that was written by any number of ranks.
 
     Args:
         stored: the checkpoint.
@@ -62,10 +62,6 @@ def load(
         key: the key of the model in the checkpoint.
         optimizers: the optimizers by their keys in the checkpoint.
         strict: raise if the model and the checkpoint do not have the same entries.
-
-    Raises:
-        KeyError: entries of the model are missing or unexpected.
-        ValueError: the shapes or parameters belong to another model.
     """
     live = get_model_state_dict(model)
     values = stored.model(key, live)
@@ -114,6 +110,5 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
 def _reconciled(master: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype not in HALF_DTYPES:
         return weight
-    if not isinstance(weight, DTensor) or not isinstance(master, DTensor):
-        return reconcile(master, weight)
-    return with_local_tensor(reconcile(master.to_local(), weight.to_local()), weight)
+    local = reconcile(local_tensor(master), local_tensor(weight))
+    return with_local_tensor(local, weight) if isinstance(weight, DTensor) else local

@@ -29,14 +29,7 @@ TOGGLES: Final = ("toggle_optimizer", "untoggle_optimizer")
 
 
 def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> ForwardHooks:
-    """Install the hooks on a sharded model.
-
-    Args:
-        model: the root, sharded.
-        scales: the scales of the weights that are gathered as float8, if there are any.
-        methods: names of methods that compute without calling ``model(...)``, such as ``training_step``. They are
-            treated like ``forward``.
-    """
+    """Install the hooks on a sharded model, and on ``methods`` that compute without calling ``model(...)``."""
     hooks = ForwardHooks(model, scales)
     # the first hook runs before FSDP2's own, the second one after it
     model.register_forward_pre_hook(lambda module, args, kwargs: hooks.begin(), prepend=True, with_kwargs=True)
@@ -93,12 +86,7 @@ def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[...
 
 
 class ForwardHooks:
-    """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward.
-
-    Args:
-        model: the root, sharded.
-        scales: the scales of the weights that are gathered as float8, if there are any.
-    """
+    """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward."""
 
     def __init__(self, model: nn.Module, scales: GatherScales | None) -> None:
         self._model = weakref.ref(model)

@@ -34,9 +34,6 @@ _NO_EQUAL: Final = {
 def translate(strategy: Any) -> dict[str, Any]:
     """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line.
 
-    Args:
-        strategy: an ``FSDPStrategy`` of the Trainer or of Fabric, not set up yet.
-
     Raises:
         TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
         ValueError: FSDP2 has no equal for a choice.
@@ -128,21 +125,15 @@ def _checkpointed(kwargs: Mapping[str, Any]) -> Modules | None:
 def _modules(policy: Any, argument: str, option: str) -> Modules | None:
     """Return classes, or a predicate of fqn and module, that choose the same modules as an FSDP1 policy.
 
-    Args:
-        policy: a set of classes, one of torch's policies, or None.
-        argument: its name in FSDPStrategy, for messages.
-        option: its name in FSDP2, for messages.
-
-    Raises:
-        ValueError: a policy by size, or a function of the user's, which FSDP1 calls with sizes.
+    Messages name the ``argument`` of FSDPStrategy and the ``option`` of FSDP2.
     """
     if policy is None:
         return None
     remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"
     given = getattr(policy, "keywords", {})
     function = policy.func if isinstance(policy, partial) else policy
-    if isinstance(policy, (set, wrap.ModuleWrapPolicy)):
-        classes = policy if isinstance(policy, set) else classes_of(policy)
+    classes = classes_of(policy) if isinstance(policy, wrap.ModuleWrapPolicy) else policy
+    if isinstance(classes, set):
         return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
     if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in given:
         return _modules(set(given["transformer_layer_cls"]), argument, option)

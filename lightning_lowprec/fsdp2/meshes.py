@@ -49,11 +49,11 @@ def make_mesh(device: torch.device, world_size: int, replicate: int, tensor_para
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of ``mesh`` for ``fully_shard``: one dimension, or two if there are copies."""
     names = mesh.mesh_dim_names or ()
-    if SHARD not in names:
-        if mesh.ndim <= 2:
-            return mesh  # made and named by the user, without tensor parallelism
+    if SHARD in names:
+        return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
+    if mesh.ndim > 2:
         raise ValueError(f"a mesh with the dimensions {names} has none named {SHARD!r}.")
-    return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
+    return mesh  # made and named by the user, without tensor parallelism
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -89,13 +89,10 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def clip_grad_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes.
-
-    Returns:
-        The norm of all gradients together, a plain scalar tensor.
-    """
+    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
     groups = by_mesh(p for p in parameters if p.grad is not None)
-    norms = [_whole(get_total_norm([p.grad for p in group if p.grad is not None], norm_type)) for group in groups]
+    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     if not norms:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -106,11 +103,6 @@ def clip_grad_norm(
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total, foreach=False)
     return total
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full: Any = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
 
 
 def disable_foreach(optimizer: Optimizer) -> bool:

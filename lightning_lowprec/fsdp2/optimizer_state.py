@@ -38,10 +38,7 @@ def clean(fqn: str) -> str:
 def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     """Return ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
 
-    Args:
-        model: the model whose parameters the optimizer updates.
-        optimizer: with or without masters, which have the name ``master_param``.
-        full: True: whole tensors on the CPU of rank 0, and empty dicts elsewhere. False: DTensors.
+    The tensors are DTensors; if ``full``, they are whole, on the CPU of rank 0, and other ranks get an empty dict.
     """
     state_dict = optimizer.state_dict()
     fqns = _fqns(model, optimizer)

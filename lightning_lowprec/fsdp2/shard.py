@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
 from lightning_lowprec.private.torch import is_batch_norm
+
+SHARDED: Final = (FSDPModule, DTensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,10 @@ def shard(
     fp8_all_gather: bool,
     methods: tuple[str, ...] = (),
 ) -> Sharded:
-    """Shard ``model`` in place.
+    """Shard a converted ``model`` in place; it may be on meta, or on meta on all ranks but 0.
 
     Args:
-        model: converted, on any device, on meta, or on meta on all ranks but 0.
+        model: not sharded yet.
         mesh: see :func:`~lightning_lowprec.fsdp2.meshes.make_mesh`.
         options: the user's choices.
         device: the device of this rank.
@@ -117,8 +119,7 @@ def check_model(model: nn.Module) -> None:
                 f"{fqn or type(model).__name__!r} is wrapped by `FullyShardedDataParallel` (FSDP1), which does not mix"
                 " with FSDP2. Leave the wrapping to the strategy (`wrap=` says what is gathered as one)."
             )
-    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
-    sharded = sharded or [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
+    sharded = [fqn for fqn, part in (*model.named_modules(), *model.named_parameters()) if isinstance(part, SHARDED)]
     if sharded:
         raise TypeError(
             f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
@@ -160,17 +161,15 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
 
 
 def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: ShardOptions) -> None:
-    if options.activation_checkpointing is False:
+    choice = options.activation_checkpointing
+    if choice is False:
         return
-    if options.activation_checkpointing is True:
-        modules = dict(wrapped)
-        if not modules:
-            raise ValueError(
-                f"`activation_checkpointing=True` takes the modules of `wrap`, and `wrap={options.wrap!r}` found no"
-                f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
-            )
-    else:
-        modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
+    modules = wrapped if choice is True else chosen(model, choice, "activation_checkpointing")
+    if not modules:
+        raise ValueError(
+            f"`activation_checkpointing=True` takes the modules of `wrap`, and `wrap={options.wrap!r}` found no"
+            f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
+        )
     for module in modules.values():  # an attribute of the instance keeps every fqn; a wrapping module would not
         module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
 
@@ -201,30 +200,26 @@ def _fully_shard(
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
     }
+    shard_group = partial(
+        fully_shard,
+        mesh=mesh,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=options.reshard_after_forward,
+    )
+    norms: dict[str, nn.Module] = {}
+    if dtypes["param_dtype"] is not None:
+        norms = {fqn: m for fqn, m in model.named_modules() if fqn and is_batch_norm(m) and list(m.parameters())}
+    for fqn in [fqn for fqn in norms if fqn not in wrapped]:  # one group each: they stay float32, like their statistics
+        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
+        shard_group(norms[fqn], mp_policy=policy)
+    for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
+        shard_group(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes))
     # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": offload,
-        "reshard_after_forward": options.reshard_after_forward,
-    }
-    norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
-    for norm in norms.values():  # one group each: they stay float32, like their statistics, and a group has one dtype
-        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
-        fully_shard(norm, mp_policy=policy, **arguments)
-    for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
-        fully_shard(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes), **arguments)
-    fully_shard(model, mp_policy=root, **arguments)
+    shard_group(model, mp_policy=root)
     return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
-
-
-def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    norms = {fqn: module for fqn, module in model.named_modules() if is_batch_norm(module)}
-    return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
-    parameters = any(isinstance(p, DTensor) for p in model.parameters())
-    return parameters or any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(isinstance(part, SHARDED) for part in (*model.modules(), *model.parameters()))

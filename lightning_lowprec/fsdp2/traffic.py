@@ -21,11 +21,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class ByteGather:
-    """The all-gather of one FSDP2 group.
-
-    Args:
-        shards: the shards of this rank that are gathered together.
-    """
+    """The all-gather of one FSDP2 group, the ``shards`` of this rank that are gathered together."""
 
     def __init__(self, shards: Sequence[Tensor] = ()) -> None:
         self.elements = sum(shard.numel() for shard in shards)
@@ -51,11 +47,7 @@ class ByteGather:
 
 
 class Traffic:
-    """The all-gathers of all groups of a sharded model.
-
-    Args:
-        groups: the modules that are gathered as one, by fqn; the root is ``""``.
-    """
+    """The all-gathers of all groups of a sharded model, by the fqn of the module; the root is ``""``."""
 
     def __init__(self, groups: Mapping[str, FSDPModule]) -> None:
         self.gathers: dict[str, ByteGather] = {}

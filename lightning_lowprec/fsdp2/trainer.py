@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -24,6 +24,9 @@ from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private.lightning import note_sigterm, set_names
+
+MODEL_KEYS: Final = ("state_dict", "model")
+"""The keys under which ModelParallelStrategy and FSDPStrategy store the model in a folder."""
 
 
 class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
@@ -112,11 +115,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
-
-        Raises:
-            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
-        """
+        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`."""
         checkpoints.check_storage_options(storage_options)
         shards: dict[str, Any] = {}
         if not self.is_full:
@@ -126,9 +125,9 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model and optimizers from a checkpoint of any precision and number of ranks; return the rest.
+        """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
 
-        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
+        ``weights_only=None`` means True.
 
         Raises:
             ValueError: the checkpoint belongs to another model, or has other optimizers.
@@ -153,7 +152,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             raise ValueError(
                 f"{str(path)!r} has the state of {len(saved)} optimizers, the model has {len(optimizers)}."
             )
-        key = "state_dict" if "state_dict" in stored.keys or "model" not in stored.keys else "model"  # FSDPStrategy's
+        key = next((key for key in MODEL_KEYS if key in stored.keys), MODEL_KEYS[0])
         stored.check_keys([key])
         named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
         checkpoints.load(stored, self.model, key, named, strict=self.lightning_module.strict_loading)

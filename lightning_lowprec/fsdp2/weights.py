@@ -40,12 +40,7 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def send_all(model: nn.Module, device: torch.device) -> None:
-    """Send the weights and buffers of rank 0 to all ranks, in place.
-
-    Args:
-        model: not sharded yet, and on a real device on every rank.
-        device: the device of the process group; other tensors are copied to it and back.
-    """
+    """Send the weights and buffers of rank 0 to all ranks, in place, by way of the process group's ``device``."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(sent, src=0)
@@ -60,41 +55,26 @@ def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[st
         device: the device for parameters that are on meta (CPU for offloaded ones).
         source: the result of :func:`origin`.
         values: the result of :func:`full_values`, on rank 0 if only rank 0 has the weights.
-
-    Raises:
-        RuntimeError: a module with parameters on meta cannot initialise itself.
     """
     if source == "every rank":
         return
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _check_initialisable(model, source)
-        model.to_empty(device=device)
-    if source == "rank 0":
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-        full: dict[str, Any] = dict(values or {})
-        set_model_state_dict(model, full, options=options)
-        _send_buffers(model)
-        return
-    for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if _own(module) and reset is not None:
-            reset()
-
-
-def _check_initialisable(model: nn.Module, source: Origin) -> None:
-    if source != "nowhere":
-        return
-    unable = sorted({type(m).__name__ for m in model.modules() if _own(m) and not hasattr(m, "reset_parameters")})
+    own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in model.modules()}
+    initialised: list[Any] = [m for m, tensors in own.items() if tensors and source == "nowhere"]
+    unable = sorted({type(m).__name__ for m in initialised if not hasattr(m, "reset_parameters")})
     if unable:
         raise RuntimeError(
             f"{type(model).__name__} is on the meta device, and {', '.join(unable)} have parameters or buffers but no"
             " `reset_parameters()` to initialise them. Give them one, or load the weights on rank 0 (on meta on all"
             " others), from where they are sent."
         )
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(tensor.is_meta for tensors in own.values() for tensor in tensors):
+        model.to_empty(device=device)
+    if source == "rank 0":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        set_model_state_dict(model, dict(values or {}), options=options)
+        _send_buffers(model)
+    for module in initialised:
+        module.reset_parameters()
 
 
 @torch.no_grad()
