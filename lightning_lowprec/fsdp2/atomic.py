@@ -56,11 +56,8 @@ def find(path: Path) -> Path:
 def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     """Yield a path to write a checkpoint to; when all ranks are done, rename that path to ``path``.
 
-    All ranks of the default process group enter and leave this context together.
-
-    Args:
-        path: the checkpoint to create or to replace; the same on all ranks, in a folder that all ranks see.
-        folder: True: all ranks write into a folder, which exists already. False: rank 0 writes a file.
+    All ranks of the default process group enter and leave this context together, with the same path. All of them write
+    into a ``folder``, which exists already, or rank 0 writes a file.
     """
     on_rank_zero(lambda: _prepare(path, folder))
     error: Exception | None = None

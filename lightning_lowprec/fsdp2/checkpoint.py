@@ -36,14 +36,7 @@ def model_state(model: nn.Module, *, full: bool) -> State:
 
 
 def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full: bool) -> None:
-    """Write a file with everything on rank 0, or a folder, to which all ranks write their shards.
-
-    Args:
-        path: the same on all ranks.
-        shards: the state of models and optimizers by key.
-        rest: everything else, which rank 0 writes.
-        full: write a file.
-    """
+    """Write ``shards`` (models and optimizers by key) and ``rest``: a file on rank 0, or a folder on all ranks."""
     with atomic.replacing(path, folder=not full) as new:
         if not full:
             save_shards(dict(shards), checkpoint_id=new)
@@ -54,15 +47,7 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
 def load(
     stored: StoredCheckpoint, model: nn.Module, key: str, optimizers: Mapping[str, Optimizer], *, strict: bool
 ) -> None:
-    """Load a sharded model and its optimizers from a checkpoint that was written by any number of ranks.
-
-    Args:
-        stored: the checkpoint.
-        model: sharded.
-        key: the key of the model in the checkpoint.
-        optimizers: the optimizers by their keys in the checkpoint.
-        strict: raise if the model and the checkpoint do not have the same entries.
-    """
+    """Load a sharded model, and optimizers by key, from a checkpoint that was written by any number of ranks."""
     live = get_model_state_dict(model)
     values = stored.model(key, live)
     states = {name: stored.optimizer(name, model, optimizer) for name, optimizer in optimizers.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -22,8 +22,6 @@ from lightning_lowprec.precision.base import LowPrecision
 
 class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
-
-    parent_arguments: ClassVar[Mapping[str, Any]] = {"parallelize_fn": None}  # `setup_module` here does not call it
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -69,13 +67,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save ``state`` completely, or not at all: one sharded model, its optimizers, and anything else.
-
-        Raises:
-            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
-            ValueError: ``state`` has no sharded model, or several.
-            NotImplementedError: ``filter`` is given, and checkpoints are folders.
-        """
+        """Save ``state`` completely, or not at all: one sharded model, its optimizers, and anything else."""
         checkpoint.check_storage_options(storage_options)
         if filter is not None and not self.is_full:
             raise NotImplementedError(
@@ -110,11 +102,6 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Load a checkpoint of any precision and number of ranks into ``state``; return what ``state`` has no key for.
 
         The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
-
-        Raises:
-            ValueError: ``state`` has no sharded model, or several; or the checkpoint belongs to another model.
-            KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
-            FileNotFoundError: there is no checkpoint.
         """
         stored = open_checkpoint(Path(self.broadcast(path)), weights_only is not False)
         if isinstance(state, Module):

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.private.torch import keep_in_forward, prepare_backward_from
 
-TOGGLES: Final = ("toggle_optimizer", "untoggle_optimizer")
-"""The methods of a LightningModule that change ``requires_grad``."""
-
 
 def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> ForwardHooks:
     """Install the hooks on a sharded model, and on ``methods`` that compute without calling ``model(...)``."""
@@ -34,7 +31,7 @@ def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[
     # the first hook runs before FSDP2's own, the second one after it
     model.register_forward_pre_hook(lambda module, args, kwargs: hooks.begin(), prepend=True, with_kwargs=True)
     model.register_forward_hook(lambda module, args, kwargs, output: hooks.end(), with_kwargs=True, always_call=True)
-    for name in TOGGLES:
+    for name in ("toggle_optimizer", "untoggle_optimizer"):  # a LightningModule's
         if hasattr(model, name):
             setattr(model, name, _with_copied_flags(getattr(model, name), hooks))
     for name in methods:

@@ -198,13 +198,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
     A weight that a layer without FP8 shares (tied embeddings) does not change, and neither does a weight that is no
-    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``.
-
-    Returns:
-        The scales; None if ``model`` has no weight to gather as float8.
-
-    Raises:
-        ValueError: a weight does not divide into equal parts.
+    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
     """
     check_even(model, shards)
     layers = _gathered_layers(model)

@@ -32,13 +32,7 @@ _NO_EQUAL: Final = {
 
 
 def translate(strategy: Any) -> dict[str, Any]:
-    """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line.
-
-    Raises:
-        TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
-        ValueError: FSDP2 has no equal for a choice.
-        ImportError: this Lightning stores the choices under other names.
-    """
+    """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line."""
     if type(strategy) not in FSDP1:
         derived = " derives from FSDPStrategy, and what it changes is not known" if isinstance(strategy, FSDP1) else ""
         raise TypeError(
@@ -58,13 +52,17 @@ def translate(strategy: Any) -> dict[str, Any]:
                 f"`FSDPStrategy` was given {value!r}; pass `{name}=` to Trainer or Fabric instead (a plugin by"
                 " `plugins=`)."
             )
-    fsdp = choices["fsdp"]
+    fsdp, checkpointing = choices["fsdp"], choices["activation_checkpointing"] or {}
+    policy = checkpointing.get("auto_wrap_policy")
+    recomputed = _modules(policy, "activation_checkpointing_policy", "activation_checkpointing")
+    if "check_fn" in checkpointing:  # Lightning's deprecated `activation_checkpointing`
+        recomputed = _by_module(checkpointing["check_fn"])
     arguments = {
         **{name: choices.get(name) for name in _CARRIED},
         **_sharding(choices["sharding_strategy"].name, fsdp.get("device_mesh")),
         **_dtypes(choices["mixed_precision"]),
         "wrap": _modules(fsdp.get("auto_wrap_policy"), "auto_wrap_policy", "wrap"),
-        "activation_checkpointing": _checkpointed(choices["activation_checkpointing"] or {}),
+        "activation_checkpointing": recomputed,
         "cpu_offload": choices["cpu_offload"].offload_params or None,
         "sync_module_states": fsdp.get("sync_module_states") or None,
     }
@@ -80,22 +78,18 @@ def _sharding(name: str, mesh: tuple[int, ...] | DeviceMesh | None) -> dict[str,
     options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
     if mesh is None:
         return options | ({"replicate": "nodes"} if hybrid else {})
-    shape = mesh if isinstance(mesh, tuple) else _shape(mesh)
+    if isinstance(mesh, DeviceMesh) and not torch.equal(mesh.mesh.flatten().cpu(), torch.arange(mesh.mesh.numel())):
+        raise ValueError(
+            f"`device_mesh={mesh}` orders the ranks in its own way; FSDP2 here takes them in their order. Use"
+            " `replicate=`, or `lightning_lowprec.parallelize(model, mesh, plugin)` with your own mesh."
+        )
+    shape = mesh if isinstance(mesh, tuple) else tuple(mesh.mesh.shape)
     if len(shape) != (2 if hybrid else 1):
         raise ValueError(
             f"`device_mesh={mesh!r}` does not go with `sharding_strategy={name!r}`; a mesh (copies, shards) goes with"
             " 'HYBRID_SHARD', one of a single dimension with the others."
         )
     return options | {"replicate": shape[0] if hybrid else 1, "shards": shape[-1]}
-
-
-def _shape(mesh: DeviceMesh) -> tuple[int, ...]:
-    if not torch.equal(mesh.mesh.flatten().cpu(), torch.arange(mesh.mesh.numel())):
-        raise ValueError(
-            f"`device_mesh={mesh}` orders the ranks in its own way; FSDP2 here takes them in their order. Use"
-            " `replicate=`, or `lightning_lowprec.parallelize(model, mesh, plugin)` with your own mesh."
-        )
-    return tuple(mesh.mesh.shape)
 
 
 def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
@@ -114,12 +108,6 @@ def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
         "reduce_dtype": chosen.reduce_dtype or chosen.param_dtype,  # as FSDP1 does
         "buffer_dtype": chosen.buffer_dtype,
     }
-
-
-def _checkpointed(kwargs: Mapping[str, Any]) -> Modules | None:
-    if "check_fn" in kwargs:  # Lightning's deprecated `activation_checkpointing`
-        return _by_module(kwargs["check_fn"])
-    return _modules(kwargs.get("auto_wrap_policy"), "activation_checkpointing_policy", "activation_checkpointing")
 
 
 def _modules(policy: Any, argument: str, option: str) -> Modules | None:

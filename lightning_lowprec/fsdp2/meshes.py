@@ -39,11 +39,10 @@ def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected:
 
 def make_mesh(device: torch.device, world_size: int, replicate: int, tensor_parallel_size: int) -> DeviceMesh:
     """Return a mesh ``(data_parallel, tensor_parallel)``, with ``replicate`` in front if there are copies."""
-    shape: tuple[int, ...] = (shards(world_size, replicate, tensor_parallel_size), tensor_parallel_size)
-    names: tuple[str, ...] = (SHARD, TENSOR)
+    sizes = {SHARD: shards(world_size, replicate, tensor_parallel_size), TENSOR: tensor_parallel_size}
     if replicate > 1:
-        shape, names = (replicate, *shape), (REPLICATE, *names)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+        sizes = {REPLICATE: replicate, **sizes}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -75,20 +75,16 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
     """
     fqns = _fqns(model, optimizer)
     groups = stored["param_groups"]
-    if all(isinstance(name, str) for group in groups for name in group["params"]):
-        return _regrouped({clean(k): v for k, v in stored["state"].items()}, groups, fqns, key)
-    if [len(group["params"]) for group in groups] != [len(group) for group in fqns]:
-        raise ValueError(
-            f"{key!r} of the checkpoint has groups of {[len(g['params']) for g in groups]} parameters, and the"
-            f" optimizer has groups of {[len(g) for g in fqns]}. Build it as it was when the checkpoint was saved."
-        )
-    fqn_of = _by_number(groups, fqns)
-    state = {fqn_of[number]: entry for number, entry in stored["state"].items()}
-    return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
-
-
-def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: str) -> StateDict:
-    group_of = {clean(fqn): i for i, group in enumerate(groups) for fqn in group["params"]}
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        if [len(group["params"]) for group in groups] != [len(group) for group in fqns]:
+            raise ValueError(
+                f"{key!r} of the checkpoint has groups of {[len(g['params']) for g in groups]} parameters, and the"
+                f" optimizer has groups of {[len(g) for g in fqns]}. Build it as it was when the checkpoint was saved."
+            )
+        fqn_of = _by_number(groups, fqns)
+        state = {fqn_of[number]: entry for number, entry in stored["state"].items()}
+        return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
+    group_of = {clean(fqn): group for group in groups for fqn in group["params"]}
     held = {fqn for group in fqns for fqn in group}
     if held != group_of.keys():
         only_here, only_there = sorted(held - group_of.keys()), sorted(group_of.keys() - held)
@@ -99,15 +95,15 @@ def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: 
         )
     regrouped = []
     for names in fqns:
-        sources = {group_of[fqn] for fqn in names}
+        sources = {id(group_of[fqn]): group_of[fqn] for fqn in names}
         if len(sources) > 1:
             raise ValueError(
                 f"the parameters of one group of the optimizer ({names[0]!r}, ...) are in {len(sources)} groups of"
                 f" {key!r} in the checkpoint. Build it as it was when the checkpoint was saved."
             )
-        source = groups[sources.pop()] if sources else {}
-        regrouped.append({**source, "params": names})
-    return {"state": {fqn: entry for fqn, entry in state.items() if fqn in held}, "param_groups": regrouped}
+        regrouped.append({**next(iter(sources.values()), {}), "params": names})
+    by_name = {clean(fqn): entry for fqn, entry in stored["state"].items()}
+    return {"state": {fqn: entry for fqn, entry in by_name.items() if fqn in held}, "param_groups": regrouped}
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:

@@ -38,14 +38,16 @@ def place(whole: Tensor, like: Tensor) -> Tensor:
     return placed.to(like.device).clone()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return a tensor to be filled: a DTensor if :func:`is_placed_like` says so, else a whole tensor on every rank."""
-    if not is_placed_like(shape, like):
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, like: Tensor, placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return a tensor to be filled: a DTensor if there are placements for it, else a whole tensor on every rank."""
+    if placements is None and is_placed_like(shape, like) and isinstance(like, DTensor):
+        placements = placements_like(shape, like)
+    if not placements or not isinstance(like, DTensor):
         return torch.empty(tuple(shape), dtype=dtype)
-    assert isinstance(like, DTensor)
-    return torch.distributed.tensor.empty(
-        *shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements_like(shape, like)
-    ).to(like.device)
+    made = torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
+    return made.to(like.device)
 
 
 @torch.no_grad()

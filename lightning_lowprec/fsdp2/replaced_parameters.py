@@ -38,11 +38,8 @@ class ReplacedParameters:
 
         State with the shape of a parameter is sharded as the new parameter is.
         """
-        new_of: dict[int, nn.Parameter] = {}
-        for p in [p for group in optimizer.param_groups for p in group["params"]]:
-            old, new = self._new.get(id(p), (None, p))
-            if old is not None and old() is p:
-                new_of[id(p)] = new
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._new]
+        new_of = {id(p): self._new[id(p)][1] for p in held if self._new[id(p)][0]() is p}
         for group in optimizer.param_groups:
             group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list
         for p in [p for p in optimizer.state if id(p) in new_of]:

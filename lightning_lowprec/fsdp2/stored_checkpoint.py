@@ -11,7 +11,7 @@ folders that you trust. Everything else is read with ``weights_only=True``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -35,11 +36,7 @@ EntryPath = tuple[str | int, ...]
 
 
 class StoredCheckpoint(ABC):
-    """A checkpoint with models and optimizers by key.
-
-    Args:
-        rest: everything else by key. In a file the models and optimizers too, until they are loaded.
-    """
+    """A checkpoint: models, optimizers, and the ``rest`` by key. A file's ``rest`` has all that is not loaded yet."""
 
     def __init__(self, rest: State) -> None:
         self.rest = rest
@@ -95,8 +92,10 @@ class StoredFolder(StoredCheckpoint):
         paths = metadata.planner_data
         if not isinstance(paths, dict):
             raise ValueError(f"{str(path)!r} was not written by a plan that says how its entries are nested.")
-        self._stored: State = dict(metadata.state_dict_metadata)
-        self._path_of: dict[str, EntryPath] = {entry: tuple(paths.get(entry, (entry,))) for entry in self._stored}
+        stored = metadata.state_dict_metadata
+        self._path_of: dict[str, EntryPath] = {entry: tuple(paths.get(entry, (entry,))) for entry in stored}
+        tensors = {entry: of for entry, of in stored.items() if isinstance(of, TensorStorageMetadata)}
+        self._tensors = {entry: (of.size, of.properties.dtype) for entry, of in tensors.items()}
 
     @property
     @override
@@ -106,7 +105,13 @@ class StoredFolder(StoredCheckpoint):
     @override
     def model(self, key: str, live: Mapping[str, Any]) -> State:
         names = {entry: clean(".".join(map(str, path[1:]))) for entry, path in self._path_of.items() if path[0] == key}
-        values = self._read({entry: self._like(entry, live[name]) for entry, name in names.items() if name in live})
+        wanted: State = {entry: 0 for entry, name in names.items() if name in live}
+        for entry in [entry for entry in wanted if entry in self._tensors]:
+            size, dtype = self._tensors[entry]
+            like = live[names[entry]]
+            _check_shape(entry, size, like)
+            wanted[entry] = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
+        values = self._read(wanted)
         return {name: values.get(entry) for entry, name in names.items()}
 
     @override
@@ -114,10 +119,9 @@ class StoredFolder(StoredCheckpoint):
         params = named_parameters(model)
         wanted: State = {}
         for entry, (root, *path) in self._path_of.items():
-            if root == key and path[0] != "state":
-                wanted[entry] = self._memory(entry, lambda size, dtype: torch.empty(size, dtype=dtype))
-            elif root == key and clean(str(path[1])) in params:
-                wanted[entry] = self._state_memory(entry, params[clean(str(path[1]))])
+            like = params.get(clean(str(path[1]))) if root == key and path[0] == "state" else None
+            if root == key and (path[0] != "state" or like is not None):
+                wanted[entry] = self._memory(entry, like) if entry in self._tensors else 0
         nested = _nested({self._path_of[entry][1:]: value for entry, value in self._read(wanted).items()})
         state = {
             fqn: {name: unpacked(value, params[clean(fqn)]) for name, value in values.items()}
@@ -125,33 +129,17 @@ class StoredFolder(StoredCheckpoint):
         }
         return by_fqn({"state": state, "param_groups": nested["param_groups"]}, model, optimizer, key)
 
-    def _like(self, entry: str, like: Any) -> Any:
-        def make(size: torch.Size, dtype: torch.dtype) -> Any:
-            if not isinstance(like, Tensor):
-                return 0
-            _check_shape(entry, size, like)
-            return like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
-
-        return self._memory(entry, make)
-
-    def _state_memory(self, entry: str, like: Tensor) -> Any:
-        *outer, name = self._path_of[entry]
-        prefix = ".".join(map(str, outer))
-
-        def make(size: torch.Size, dtype: torch.dtype) -> Tensor:
-            if f"{prefix}.{torchao_optimizers.CLASS}" not in self._stored:
-                return empty(size, dtype, like)
-            block_size = like.numel() // self._stored[f"{prefix}.scale"].size.numel()
-            if name == "qmap" or not torchao_optimizers.keeps_blocks(block_size, like):
-                return torch.empty(size, dtype=dtype)
-            return torchao_optimizers.empty_rows(size, dtype, like)
-
-        return self._memory(entry, make)
-
-    def _memory(self, entry: str, make: Callable[[torch.Size, torch.dtype], Any]) -> Any:
-        """Return a tensor to read an entry into; 0 for an entry that is no tensor."""
-        stored = self._stored[entry]
-        return make(stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else 0
+    def _memory(self, entry: str, like: Tensor | None) -> Tensor:
+        """Return a tensor to read into; ``like`` is the parameter, if the entry is its state."""
+        size, dtype = self._tensors[entry]
+        prefix, _, name = entry.rpartition(".")
+        if like is None:
+            return torch.empty(size, dtype=dtype)
+        if f"{prefix}.{torchao_optimizers.CLASS}" not in self._path_of:
+            return empty(size, dtype, like)
+        block_size = like.numel() // self._tensors[f"{prefix}.scale"][0].numel()
+        rows = name != "qmap" and torchao_optimizers.keeps_blocks(block_size, like)
+        return empty(size, dtype, like, like.placements if rows and isinstance(like, DTensor) else ())
 
     def _read(self, wanted: State) -> State:
         if wanted:
@@ -163,10 +151,6 @@ def open_checkpoint(path: Path, weights_only: bool) -> StoredCheckpoint:
     """Open the checkpoint that is called ``path`` on rank 0, on all ranks.
 
     If a run was killed while it replaced the checkpoint, the old checkpoint may be used; a log line says so.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: the path is a folder without a sharded checkpoint.
     """
     found = atomic.on_rank_zero(lambda: atomic.find(path))
     if found != path:

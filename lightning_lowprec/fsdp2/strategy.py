@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
+from typing import Any, Final, Literal, NamedTuple, Self, Unpack
 
 import torch
 from lightning.fabric import strategies as fabric
@@ -61,8 +61,6 @@ class FSDP2Base:
     """
 
     strategy_name = "fsdp2"
-    parent_arguments: ClassVar[Mapping[str, Any]] = {}
-    """More arguments for the constructor of Lightning's ModelParallelStrategy."""
 
     def __init_subclass__(cls) -> None:
         """Show the options in the docstrings of both strategies."""
@@ -81,13 +79,15 @@ class FSDP2Base:
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
-        if checkpoint_io is not None and issubclass(type(self), fabric.Strategy):
+        in_fabric = issubclass(type(self), fabric.Strategy)
+        if checkpoint_io is not None and in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
                 " checkpoints themselves. Leave it out, or use the Trainer."
             )
         self.sharding = Sharding(ShardOptions(**options))
         self.state_dict_type = state_dict_type
+        self.is_full = state_dict_type == "full"
         self.arguments: dict[str, Any] = {
             "state_dict_type": state_dict_type,
             "process_group_backend": process_group_backend,
@@ -102,7 +102,7 @@ class FSDP2Base:
             save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
             timeout=timeout,
-            **self.parent_arguments,
+            **({"parallelize_fn": None} if in_fabric else {}),  # ours shards without such a function
         )
         names.check_model_parallel(self)
         self.cluster_environment = cluster_environment
@@ -116,11 +116,6 @@ class FSDP2Base:
         It raises for choices that FSDP2 has no equal for, and for classes that derive from ``FSDPStrategy``.
         """
         return cls(**translate(strategy))
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether checkpoints are single files."""
-        return self.state_dict_type == "full"
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -157,11 +152,7 @@ _sharded: weakref.WeakKeyDictionary[Module, _Known] = weakref.WeakKeyDictionary(
 
 
 class Sharding:
-    """The sharded models of one strategy.
-
-    Args:
-        options: the user's choices.
-    """
+    """The sharded models of one strategy."""
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
@@ -169,12 +160,7 @@ class Sharding:
         self._unreported: list[Sharded] = []
 
     def check(self, plugin: Any) -> None:
-        """Check that ``plugin`` runs under FSDP2.
-
-        Raises:
-            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
-            ImportError: torch has moved a private name that is needed here.
-        """
+        """Raise if ``plugin`` does not run under FSDP2, or not with these options, or not with this torch."""
         check(FSDP2)
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
@@ -226,11 +212,7 @@ class Sharding:
         torchao_optimizers.check(optimizer)
 
     def after_step(self) -> None:
-        """Log what was gathered, once after the first step.
-
-        Raises:
-            RuntimeError: weights were not gathered as float8 although they were to be.
-        """
+        """Log what was gathered, once after the first step; raise if weights were not gathered as float8."""
         unreported, self._unreported = self._unreported, []
         for sharded in unreported:
             line = sharded.traffic.report()

@@ -16,10 +16,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import disable_autograd_cache, local_tensor, with_local_tensor
 
 CLASS: Final = "lowbit_class"
@@ -40,12 +41,10 @@ def check(optimizer: Optimizer) -> None:
     disable_autograd_cache()
     if cls.__name__.startswith("_"):  # its plain AdamW
         return
-    half = [
-        p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)
-    ]
-    if half:
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    for dtype in dtypes.intersection(HALF_DTYPES):
         raise ValueError(
-            f"`{type(optimizer).__name__}` of torchao does not update sharded {half[0].dtype} parameters. Use a"
+            f"`{type(optimizer).__name__}` of torchao does not update sharded {dtype} parameters. Use a"
             " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
         )
 
@@ -94,12 +93,6 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
 def keeps_blocks(block_size: int, like: Tensor) -> bool:
     """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
     return isinstance(like, DTensor) and _rows_of(like) is not None and like.to_local().numel() % block_size == 0
-
-
-def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return a DTensor to be filled with codes or scales, sharded by its first dimension as ``like`` is."""
-    assert isinstance(like, DTensor)
-    return empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:

@@ -128,11 +128,6 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
 
         ``weights_only=None`` means True.
-
-        Raises:
-            ValueError: the checkpoint belongs to another model, or has other optimizers.
-            KeyError: the checkpoint lacks something that the Trainer restores.
-            FileNotFoundError: there is no checkpoint.
         """
         assert self.model is not None
         assert self.lightning_module is not None

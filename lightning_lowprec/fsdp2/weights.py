@@ -33,11 +33,6 @@ def origin(model: nn.Module) -> Origin:
     )
 
 
-def full_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of an unsharded model's state dict, to send them to the other ranks later."""
-    return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-
-
 @torch.no_grad()
 def send_all(model: nn.Module, device: torch.device) -> None:
     """Send the weights and buffers of rank 0 to all ranks, in place, by way of the process group's ``device``."""
@@ -47,15 +42,8 @@ def send_all(model: nn.Module, device: torch.device) -> None:
         tensor.copy_(sent)
 
 
-def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Tensor] | None) -> None:
-    """Give a sharded model its weights.
-
-    Args:
-        model: sharded.
-        device: the device for parameters that are on meta (CPU for offloaded ones).
-        source: the result of :func:`origin`.
-        values: the result of :func:`full_values`, on rank 0 if only rank 0 has the weights.
-    """
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:
+    """Give a sharded model its weights: the ``values`` of rank 0, or those that its modules initialise themselves."""
     if source == "every rank":
         return
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in model.modules()}
@@ -71,23 +59,11 @@ def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[st
         model.to_empty(device=device)
     if source == "rank 0":
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-        set_model_state_dict(model, dict(values or {}), options=options)
-        _send_buffers(model)
+        tensors: dict[str, Any] = {fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}
+        set_model_state_dict(model, tensors, options=options)
+        persistent = set(model.state_dict())
+        for fqn, buffer in model.named_buffers():  # those that no state dict holds, such as rotary tables
+            if fqn not in persistent and not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, src=0)
     for module in initialised:
         module.reset_parameters()
-
-
-@torch.no_grad()
-def _send_buffers(model: nn.Module) -> None:
-    """Send the buffers of rank 0 that no state dict holds, such as rotary tables."""
-    persistent = set(model.state_dict())
-    for fqn, buffer in model.named_buffers():
-        if fqn not in persistent and not isinstance(buffer, DTensor):
-            dist.broadcast(buffer, src=0)
-
-
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point buffers in place."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
