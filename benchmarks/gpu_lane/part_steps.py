@@ -105,7 +105,7 @@ def arithmetic(running: Running, shape: models.Shape, tokens: int, ms: float) ->
     total = found.fp8 + found.high_precision + found.attention
     shapes: dict[str, int] = {}
     for row in rows:
-        if row.kept is None:
+        if row.kept_because is None:
             name = f"{row.in_features}x{row.out_features}"
             shapes[name] = shapes.get(name, 0) + 1
     return {

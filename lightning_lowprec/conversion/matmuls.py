@@ -1,4 +1,4 @@
-"""Every weight of a model that is multiplied with the tokens: Linears, and what does a Linear's work otherwise."""
+"""Every weight of a model that is multiplied with the tokens: Linears, and other layers that do a Linear's work."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Matmul:
     """One weight and its shape as ``[tokens, in_features] @ [in_features, out_features]``."""
 
     fqn: str
-    module: nn.Module
+    """The name of the weight's module; of the parameter for stacked experts; ``""`` if the model is the Linear."""
     kind: str
-    """``"Linear"`` or, if it is something else, what."""
+    """``"Linear"``, or the name of the layer that does a Linear's work."""
     in_features: int
     out_features: int
     per_token: float = 1.0
-    """How many such products a token takes part in: 2 for the experts of a mixture that sends it to 2."""
+    """How many products of this shape a token takes part in: 2 for a mixture that sends each token to 2 experts."""
     stored: int = 1
-    """How many weights of this shape there are: the number of experts."""
+    """How many weights of this shape there are: the number of stacked experts."""
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -28,41 +28,34 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def matmuls(model: nn.Module) -> list[Matmul]:
-    """All of them, in the order of ``named_modules``."""
-    found: list[Matmul] = []
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found.append(
-                Matmul(
-                    fqn=fqn, module=module, kind="Linear",
-                    in_features=module.in_features, out_features=module.out_features,
-                )
-            )  # fmt: skip
-        else:
-            found += _others(model, fqn, module)
-    return found
+def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
+    """Every such weight with its module, in the order of ``named_modules``."""
+    return [(matmul, module) for fqn, module in model.named_modules() for matmul in _of(model, fqn, module)]
 
 
-def _others(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
+def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     name = type(module).__name__
     weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear):
+        return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if name == "Conv1D" and weight is not None and weight.dim() == 2:  # transformers' GPT-2: weight is [in, out]
-        k, n = weight.shape
-        return [Matmul(fqn=fqn, module=module, kind="Conv1D", in_features=k, out_features=n)]
+        return [Matmul(fqn=fqn, kind="Conv1D", in_features=weight.shape[0], out_features=weight.shape[1])]
     if name.endswith("Router") and weight is not None and weight.dim() == 2:
-        n, k = weight.shape
-        return [Matmul(fqn=fqn, module=module, kind="router", in_features=k, out_features=n)]
+        return [Matmul(fqn=fqn, kind="router", in_features=weight.shape[1], out_features=weight.shape[0])]
     if "expert" not in fqn.rpartition(".")[2].lower():
         return []
     parent = model.get_submodule(fqn.rpartition(".")[0])
     choices = (getattr(m, "top_k", None) for m in (parent, *parent.children()))
     top_k = next((value for value in choices if isinstance(value, int)), None)
-    stacks = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
     return [
         Matmul(
-            fqn=f"{fqn}.{parameter}", module=module, kind="stacked experts", in_features=p.shape[2],
-            out_features=p.shape[1], stored=p.shape[0], per_token=float(top_k or p.shape[0]),
+            fqn=f"{fqn}.{parameter}",
+            kind="stacked experts",
+            in_features=p.shape[2],
+            out_features=p.shape[1],
+            per_token=float(top_k or p.shape[0]),
+            stored=p.shape[0],
         )
-        for parameter, p in stacks.items()
-    ]  # fmt: skip
+        for parameter, p in module._parameters.items()
+        if p is not None and p.dim() == 3
+    ]

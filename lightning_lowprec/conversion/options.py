@@ -23,7 +23,7 @@ Frozen = Literal["convert", "keep"]
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 _ARGS: Final = "Args:\n"
-_RAISES: Final = "\n\n    Raises:\n"
+_RAISES: Final = "\n\nRaises:\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +153,11 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
 
 def _described(group: type[Any], without: Collection[str]) -> str:
     """The entries under ``Args:`` of a group's docstring, as they stand there, without those of some fields."""
-    lines = (group.__doc__ or "").partition(_ARGS)[2].rstrip().splitlines()
+    lines = (inspect.getdoc(group) or "").partition(_ARGS)[2].splitlines()
     kept: list[str] = []
     skipping = False
     for line in lines:
-        if line.startswith("        ") and line[8:9] != " ":  # a field's first line
+        if line[4:5] != " ":  # the first line of a field
             skipping = line.partition(":")[0].strip() in without
         if not skipping:
             kept.append(line)
@@ -165,5 +165,5 @@ def _described(group: type[Any], without: Collection[str]) -> str:
 
 
 def _extended(doc: str, entries: list[str]) -> str:
-    head, raises, tail = doc.partition(_RAISES)
-    return "\n".join([head.rstrip(), *entries]) + (raises + tail if raises else "\n    ")
+    head, raises, tail = inspect.cleandoc(doc).partition(_RAISES)
+    return "\n".join([head, *entries]) + raises + tail

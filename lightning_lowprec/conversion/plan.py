@@ -1,14 +1,13 @@
-"""The plan: for every weight that is multiplied with the tokens, whether it converts, and why not.
+"""The plan of a model: for every weight that is multiplied with the tokens, whether it converts, and why not.
 
-A plan is a value: it is made on a meta model without touching weights, prints as a table, compares, and travels as
-JSON. A plugin applies exactly what its plan says.
+A plan is a plain value. It is made without touching weights (a model on the meta device will do), it prints as a table,
+and two plans compare. A plugin applies exactly its plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from torch import nn
 
@@ -19,25 +18,15 @@ from lightning_lowprec.conversion.options import LayerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """One weight."""
+class PlanRow(Matmul):
+    """One weight of the model, and whether it converts."""
 
-    fqn: str
-    """Its module's name in the model (stacked experts: the parameter's); ``""`` if the model is the Linear."""
-    kind: str
-    """``"Linear"``, or what else multiplies with the tokens."""
-    in_features: int
-    out_features: int
-    kept: str | None
-    """The reason why it stays in high precision; None if it converts."""
+    kept_because: str | None
+    """The reason why the weight stays in high precision; None if it converts."""
     gain: float | None
     """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
     trains: bool
-    """Whether its weight has gradients: a frozen one skips the weight gradient's GEMM."""
-    per_token: float
-    """Products of this shape per token; above 1 for stacked experts."""
-    stored: int
-    """Weights of this shape; above 1 for stacked experts."""
+    """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
 
     @property
     def slower(self) -> bool:
@@ -54,20 +43,20 @@ class Plan:
     @property
     def converted(self) -> tuple[str, ...]:
         """The fqns that convert, in the model's order."""
-        return tuple(row.fqn for row in self.rows if row.kept is None)
+        return tuple(row.fqn for row in self.rows if row.kept_because is None)
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
         """The converted rows that FP8 is expected to slow down."""
-        return tuple(row for row in self.rows if row.kept is None and row.slower)
+        return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
     def summary(self) -> str:
         """One line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
-        kept = [row for row in self.rows if row.kept is not None]
+        kept = [row for row in self.rows if row.kept_because is not None]
         if not kept:
             return text
-        reasons = Counter(row.kept for row in kept)
-        first = {reason: next(row.fqn for row in kept if row.kept == reason) for reason in reasons}
+        reasons = Counter(row.kept_because for row in kept)
+        first = {reason: next(row.fqn for row in kept if row.kept_because == reason) for reason in reasons}
         parts = [
             f"{reason} ({first[reason]!r}{f' and {n - 1} more' if n > 1 else ''})" for reason, n in reasons.items()
         ]
@@ -81,17 +70,10 @@ class Plan:
         lines = []
         for row in self.rows:
             shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {'FP8' if row.kept is None else 'kept: ' + row.kept}")
+            lines.append(
+                f"{row.fqn:<{width}}  {shape:>16}  {'FP8' if row.kept_because is None else 'kept: ' + row.kept_because}"
+            )
         return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"rows": [asdict(row) for row in self.rows]}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The plan that ``to_dict`` wrote."""
-        return cls(tuple(PlanRow(**row) for row in data["rows"]))
 
 
 def make_plan(
@@ -118,36 +100,17 @@ def make_plan(
     reasons = selection.by_user(model, options)
     if options.only is None:
         reasons = selection.built_in(model) | reasons
-    rows = (_row(matmul, reasons, options, recipe, alignment, converted_class) for matmul in matmuls(model))
+    rows = []
+    for matmul, module in matmuls(model):
+        gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
+        trains = any(p.requires_grad for p in module.parameters(recurse=False))
+        reason = selection.unsupported(matmul, module, alignment, converted_class) or reasons.get(matmul.fqn)
+        if reason is None and options.frozen == "keep" and not trains:
+            reason = "frozen"
+        if reason is None and _too_small(gain, options.threshold):
+            reason = f"too small to gain (below {options.threshold:g}x)"
+        rows.append(PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=trains))
     return Plan(tuple(rows))
-
-
-def _row(
-    matmul: Matmul,
-    reasons: dict[str, str],
-    options: LayerOptions,
-    recipe: Recipe,
-    alignment: int,
-    converted_class: type[nn.Module] | None,
-) -> PlanRow:
-    gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
-    trains = any(p.requires_grad for p in matmul.module.parameters(recurse=False))
-    reason = selection.unsupported(matmul, alignment, converted_class) or reasons.get(matmul.fqn)
-    if reason is None and options.frozen == "keep" and not trains:
-        reason = "frozen"
-    if reason is None and _too_small(gain, options.threshold):
-        reason = f"too small to gain (below {options.threshold:g}x)"
-    return PlanRow(
-        fqn=matmul.fqn,
-        kind=matmul.kind,
-        in_features=matmul.in_features,
-        out_features=matmul.out_features,
-        kept=reason,
-        gain=gain,
-        trains=trains,
-        per_token=matmul.per_token,
-        stored=matmul.stored,
-    )
 
 
 def _too_small(gain: float | None, threshold: float | None) -> bool:

@@ -20,16 +20,19 @@ LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(
-    matmul: Matmul, alignment: int = FEATURE_ALIGNMENT, converted_class: type[nn.Module] | None = None
+    matmul: Matmul,
+    module: nn.Module,
+    alignment: int = FEATURE_ALIGNMENT,
+    converted_class: type[nn.Module] | None = None,
 ) -> str | None:
     """Why this weight cannot convert, whatever the user wishes, or None.
 
     Args:
-        matmul: the weight and its module.
-        alignment: what its features must be multiples of.
+        matmul: the weight.
+        module: its module.
+        alignment: its features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer can convert.
     """
-    module = matmul.module
     if converted_class is not None and isinstance(module, converted_class):
         return None
     if not isinstance(module, nn.Linear):

@@ -64,7 +64,7 @@ class FSDP2Base:
 
     def __init_subclass__(cls) -> None:
         """Show the options in the docstrings of both strategies."""
-        _, title, options = (FSDP2Base.__doc__ or "").partition("\n\n    Args:\n")
+        _, title, options = (FSDP2Base.__doc__ or "").partition("\n\nArgs:\n")
         cls.__doc__ = f"{cls.__doc__}{title}{options}"
 
     def __init__(

@@ -97,7 +97,7 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, with_norm
     if options.only is not None:
         chosen = {fqn for pattern in options.only for fqn in reasons if matches(pattern, fqn)}
         reasons |= dict.fromkeys(reasons.keys() - chosen, "not in `only`")
-    stacks = [matmul.fqn for matmul in matmuls(model) if matmul.kind == "stacked experts"]
+    stacks = [matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == "stacked experts"]
     linears = _options_for_linears(model, options, [*reasons, *stacks])
     return Choice(linears=make_plan(model, linears, alignment=alignment), norms=reasons)
 

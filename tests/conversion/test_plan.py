@@ -22,7 +22,7 @@ class Decoder(nn.Module):
 
 
 def reasons(model, **kwargs):
-    return {row.fqn: row.kept for row in make_plan(model, LayerOptions(**kwargs)).rows}
+    return {row.fqn: row.kept_because for row in make_plan(model, LayerOptions(**kwargs)).rows}
 
 
 def test_every_linear_has_a_row_and_subclasses_are_kept():

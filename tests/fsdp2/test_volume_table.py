@@ -57,7 +57,7 @@ def test_the_shape_is_that_of_transformers_llama():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) == HIGH.total + ROOT.total
-    converted = [row for row in make_plan(model).rows if row.kept is None]
+    converted = [row for row in make_plan(model).rows if row.kept_because is None]
     assert sum(row.in_features * row.out_features for row in converted) == LINEARS
     assert len(converted) == PRECISIONS["fp8-hybrid"][0].fp8_weights
     in_root = [p.numel() for fqn, p in model.named_parameters() if ".layers." not in fqn]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
 from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.numerics.scaling import sqnr

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
-from lightning_lowprec.names import TABLE
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import moved, precision_names
 
@@ -226,3 +227,11 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
 def test_the_base_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         LowPrecision(None)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])
+def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
+    if TABLE[name].plugin is FP8TE and WITHOUT_TE:
+        assert TABLE[name].gathers_fp8 == (TABLE[name].options.get("recipe", "delayed") in ("delayed", "current"))
+    else:
+        assert TABLE[name].gathers_fp8 == (create(name).gathers(ShardOptions()) is None)

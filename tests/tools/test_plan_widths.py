@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp import adamw as scaled_adamw
+from lightning_lowprec.msamp import adamw_sgd
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
@@ -155,7 +155,7 @@ def test_the_table_says_what_is_seen(name, quiet):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
-    monkeypatch.setitem(scaled_adamw._MOMENTS, "exp_avg", FP16)
+    monkeypatch.setitem(adamw_sgd._ADAMW_MOMENTS, "exp_avg", FP16)
     assert trained("msamp-o3").moments == "fp16"
     monkeypatch.setitem(names.TABLE, "fp8-tensorwise", names.TABLE["fp8-rowwise-gw-hp"])
     assert trained("fp8-tensorwise").grad_weight == "bf16"

@@ -71,7 +71,7 @@ def _show(report: Report, args: Namespace) -> None:
         data = {
             "source": report.title,
             "precision": report.precision,
-            "plan": report.plan.to_dict()["rows"],
+            "plan": [asdict(row) for row in report.plan.rows],
             "flops_per_token": {**asdict(report.flops), "fp8_share": report.flops.fp8_share},
             "bytes": [asdict(row) for row in report.bytes],
         }

@@ -50,8 +50,8 @@ def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUEN
         attention_width: heads x head_dim x layers.
         sequence_length: tokens per sequence; a causal token attends to half of them on average.
     """
-    fp8 = sum(_of(row) for row in plan.rows if row.kept is None)
-    kept = sum(_of(row) for row in plan.rows if row.kept is not None)
+    fp8 = sum(_of(row) for row in plan.rows if row.kept_because is None)
+    kept = sum(_of(row) for row in plan.rows if row.kept_because is not None)
     # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
     attention = 6.0 * sequence_length * attention_width
     return Flops(fp8=fp8, high_precision=kept, attention=attention)
@@ -105,7 +105,7 @@ def footprints(
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept is None)
+    converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept_because is None)
     rows = []
     for name, (size, dtype) in LAYOUT.items():
         in_fp8 = converted if name == "fp8" and fp8_all_gather else 0
@@ -123,7 +123,7 @@ def footprints(
 
 def _as_codes(in_float32: Bytes, plan: Plan, bytes_of_codes: tuple[int, int, int]) -> Bytes:
     """Return the bytes when the plan's weights are kept as codes."""
-    converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept is None]
+    converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept_because is None]
     total = sum(size for size, _ in converted)
     trained = sum(size for size, trains in converted if trains)
     weight, gradient, moments = bytes_of_codes

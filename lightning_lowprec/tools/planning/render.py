@@ -55,7 +55,7 @@ def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
-        groups.setdefault((pattern, row.in_features, row.out_features, row.kept, row.trains), []).append(row)
+        groups.setdefault((pattern, row.in_features, row.out_features, row.kept_because, row.trains), []).append(row)
     return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
 
 
@@ -64,13 +64,13 @@ def _shape(row: PlanRow) -> str:
 
 
 def _verdict(row: PlanRow) -> str:
-    if row.kept is not None:
-        return f"kept: {row.kept}"
+    if row.kept_because is not None:
+        return f"kept: {row.kept_because}"
     return "FP8, slower than bf16" if row.gain is None else f"FP8, about {row.gain:.2f}x"
 
 
 def _tint(row: PlanRow) -> str:
-    return DIM if row.kept else YELLOW if row.slower else GREEN
+    return DIM if row.kept_because else YELLOW if row.slower else GREEN
 
 
 def _costs(report: Report) -> list[str]:

@@ -1,0 +1,122 @@
+"""Options that plugins share: one definition, shown in every constructor, its docstring, `--help` and type checkers."""
+
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
+import jsonargparse
+import pytest
+
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.precision.options import (
+    EmulationChoices,
+    FP8Choices,
+    FP8Options,
+    LossScaleChoices,
+    LossScaleOptions,
+)
+
+GROUPS = {
+    LayerOptions: [LayerChoices],
+    MasterOptions: [MasterChoices],
+    LossScaleOptions: [LossScaleChoices],
+    FP8Options: [FP8Choices, EmulationChoices],
+}
+PLUGINS = {
+    FP8TorchAO: (GROUPS, set()),
+    FP8TE: (GROUPS, {"min_gain", "tokens", "emulate"}),
+    MSAMP: ((LayerOptions, FP8Options, LossScaleOptions), set()),
+    HalfMixed: ((MasterOptions, LossScaleOptions), set()),
+}
+every_plugin = pytest.mark.parametrize("plugin", PLUGINS)
+
+
+def described(cls):
+    """The text of every entry under `Args:` of a class, by name, in one line each."""
+    entries, name = {}, None
+    for line in inspect.getdoc(cls).partition("Args:\n")[2].partition("\n\nRaises:")[0].splitlines():
+        if line[:4] == "    " and line[4:5] not in (" ", ""):
+            name, _, text = line.strip().partition(": ")
+            entries[name] = text
+        else:
+            entries[name] += " " + line.strip()
+    return {name: text.strip() for name, text in entries.items()}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_type_checkers_see_is_the_dataclass(group):
+    seen = {}
+    for choices in GROUPS[group]:
+        seen |= get_type_hints(choices)
+    assert seen == get_type_hints(group)
+
+
+@pytest.mark.parametrize("group", [*GROUPS, ShardOptions])
+def test_every_field_is_described(group):
+    assert list(described(group)) == [field.name for field in fields(group)]
+
+
+@every_plugin
+def test_the_plugins_agree_on_name_type_default_and_words(plugin):
+    groups, without = PLUGINS[plugin]
+    parameters = inspect.signature(plugin).parameters
+    for group in groups:
+        for field in fields(group):
+            if field.name in without:
+                assert field.name not in parameters
+                assert field.name not in described(plugin)
+                continue
+            assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+            assert parameters[field.name].default == field.default
+            assert parameters[field.name].annotation == get_type_hints(group)[field.name]
+            assert described(plugin)[field.name] == described(group)[field.name]
+    assert described(plugin).keys() == parameters.keys()
+
+
+@every_plugin
+def test_the_command_line_shows_every_option_with_its_words(plugin):
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(plugin, "plugin")
+    words = " ".join(parser.format_help().split())
+    for name, text in described(plugin).items():
+        assert f"--plugin.{name}" in words, name
+        first_words = " ".join(text.replace("``", "").split()[:4])
+        assert first_words in words.replace("``", ""), name
+
+
+@every_plugin
+def test_an_unknown_option_raises_as_in_any_constructor(plugin, monkeypatch):
+    with pytest.raises(TypeError, match=rf"{plugin.__name__}.__init__\(\) got an unexpected keyword argument 'kep'"):
+        plugin(kep=["lm_head"])
+
+
+def test_an_option_that_a_plugin_does_not_take_raises():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'min_gain'"):
+        FP8TE(min_gain="auto")
+
+
+def test_shown_options_arrive_and_others_stay_out():
+    @shows(LayerOptions, without=("tokens",))
+    class Some:
+        """Some.
+
+        Args:
+            first: of its own.
+
+        Raises:
+            ValueError: never.
+        """
+
+        def __init__(self, first: int, **options):
+            self.first, self.layers = first, take(LayerOptions, options)
+
+    some = Some(1, keep=["a"])
+    assert (some.first, some.layers) == (1, LayerOptions(keep=["a"]))
+    assert "tokens" not in described(Some)
+    assert described(Some)["first"] == "of its own."
+    assert inspect.getdoc(Some).endswith("Raises:\n    ValueError: never.")
+    with pytest.raises(TypeError, match="'tokens'"):
+        Some(1, tokens=3)

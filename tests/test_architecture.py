@@ -1,0 +1,28 @@
+"""docs/architecture.md names files that are there, and every floor that the layering test holds."""
+
+import re
+
+from tests.test_layering import FLOORS, PACKAGE
+
+ROOT = PACKAGE.parent
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_every_path_is_there():
+    paths = {path for path in re.findall(r"`([\w/]+(?:\.py|/))`", TEXT) if path not in ("callbacks/",)}
+    assert len(paths) > 30
+    assert [path for path in sorted(paths) if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == []
+
+
+def test_every_room_stands_on_its_floor():
+    drawn = TEXT.split("```")[1]
+    floors = re.split(r"floor \d", drawn)[1:]
+    rooms = [set(re.findall(r"(?:^|\s)(\w+)(?:/|\.py)(?=\s|$)", floor)) for floor in floors]
+    assert rooms == [floor - {"callbacks"} for floor in FLOORS]
+
+
+def test_names_in_the_diagrams_are_in_the_code():
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in ("Fp8GatherShard", "Fp8Weight", "MsampShard", "LowPrecision", "linear_config", "wire_format"):
+        assert name in TEXT
+        assert re.search(rf"\b{name}\b", code), name
