@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.conversion.gains import Recipe
@@ -75,6 +75,8 @@ class Backend:
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
     """The fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse such a
     model."""
+    keeps_master: Callable[[Tensor], bool] = lambda param: False
+    """Whether the backend keeps a master of this parameter, so that checkpoints leave it to the backend."""
     shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
     """Called with a model that keeps codes, the number of shards and the ``ShardOptions``, before ``fully_shard``:
     checks all of them and prepares the weights. Returns a function to call with the mesh after ``fully_shard``."""
@@ -165,3 +167,8 @@ def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:
         if fqn is not None:
             return backend, fqn
     return None
+
+
+def keeps_master(param: Tensor) -> bool:
+    """Whether a backend keeps a master of ``param`` by itself, beside those that an optimizer keeps."""
+    return any(backend.keeps_master(param) for backend in registered())

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
-from lightning_lowprec.msamp.weight import coded_weight
+from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
 
 _NAMES: Final = {
     "msamp-o1": PrecisionName(
@@ -49,5 +49,6 @@ BACKEND: Final = Backend(
     names=_NAMES,
     layers_from=("lightning_lowprec.msamp.",),
     coded_weight=coded_weight,
+    keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,
 )

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
+from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
@@ -160,9 +161,7 @@ def same_batches(kind):
 def resumed(kind, state):
     """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
     model, optimizer, _ = sharded(kind, seed=1)
-    checkpoint.load_whole(
-        model, state["model"], {"optimizer": optimizer}, {"optimizer": state["optimizer"]}, strict=True
-    )
+    checkpoint.load(StoredFile(dict(state)), model, "model", {"optimizer": optimizer}, strict=True)
     at_start = saved(model, optimizer)
     train(model, optimizer, range(STEPS, STEPS + 3))
     return {"start": at_start, "end": saved(model, optimizer)}
@@ -174,9 +173,9 @@ def in_a_folder(path):
     train(model, optimizer, range(2))
     shards = {"model": checkpoint.model_state(model, full=False),
               "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
-    checkpoint.save_folder(Path(path), shards, {})
+    checkpoint.save(Path(path), shards, {}, full=False)
     other, its, _ = sharded(seed=1)
-    checkpoint.load_folder(Path(path), other, ["model"], {"optimizer": its}, strict=True)
+    checkpoint.load(open_checkpoint(Path(path), True), other, "model", {"optimizer": its}, strict=True)
     return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
 
 
