@@ -1,6 +1,6 @@
 """The base of every precision plugin, for Trainer and Fabric alike.
 
-A plugin is a thin layer of Lightning's hooks over four parts, each in a file of its own:
+A plugin is a thin layer of Lightning's hooks over four parts, each in a separate file:
 
 * :mod:`~lightning_lowprec.precision.modules`: the modules that were set up, and where the device becomes known;
 * :mod:`~lightning_lowprec.precision.optimizers`: the optimizers and DDP modules around them, and their checks;
