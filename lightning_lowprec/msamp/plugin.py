@@ -213,7 +213,7 @@ class MSAMP(LowPrecision):
         )
         if not isinstance(model, DistributedDataParallel) and self.modules.sharded is None:
             self._replicas.synchronize(model, always=True)
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._will_train else ():
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -208,11 +208,12 @@ class LowPrecision(TrainerPrecision, ABC):
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         self.see_module(model)
-        for optimizer in optimizers:
-            self._prepare_optimizer(optimizer)
-        if self.masters is not None:
-            self.masters.drop_originals()
-        self._check_optimizers(optimizers)
+        if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
+            for optimizer in optimizers:
+                self._prepare_optimizer(optimizer)
+            if self.masters is not None:
+                self.masters.drop_originals()
+            self._check_optimizers(optimizers)
         self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -1,6 +1,7 @@
 """What happens to a plugin and its module between runs: conversion twice, pickling, where layers are made."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -58,6 +59,43 @@ def test_evaluation_gives_the_same_loss_alone_and_inside_fit(name: str) -> None:
     inside = trainer.callback_metrics["loss"].item()
     alone = trainer.validate(module, batches, verbose=False)[0]["loss"]
     assert alone == inside
+
+
+@every_plugin
+@pytest.mark.parametrize("how", ["validate", "test", "predict"])
+def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, how: str) -> None:
+    """`trainer.fit(model)`, then `best = M.load_from_checkpoint(...)` and `trainer.test(best)`."""
+    trainer, fitted, batches = trainer_with(make(name)), net(EvaluatedNet), random_batches(2)
+    trainer.fit(fitted, batches, batches)
+    best = EvaluatedNet()
+    best.load_state_dict(fitted.state_dict())
+    words = {} if how == "predict" else {"verbose": False}
+    of_fitted = getattr(trainer_with(make(name)), how)(fitted, batches, **words)
+    del fitted  # the optimizer still holds its parameters, which no module has any more
+    gc.collect()
+    of_best = getattr(trainer, how)(best, batches, **words)
+    if make(name).masters is None or how == "predict":
+        assert_same_tensors(of_best, of_fitted)
+    else:  # the fitted model has half weights; the other one keeps float32 weights, which autocast rounds
+        assert of_best[0]["loss"] == pytest.approx(of_fitted[0]["loss"], rel=2**-8)
+
+
+@every_plugin
+def test_another_model_is_fitted_by_the_trainer_that_fitted_one(name: str) -> None:
+    """Cross-validation: the second model trains as it does under a Trainer of its own."""
+    trainer, batches = trainer_with(make(name)), random_batches(2)
+    trainer.fit(net(EvaluatedNet), batches, batches)
+    gc.collect()
+    second, alone = net(EvaluatedNet), net(EvaluatedNet)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, batches, batches)
+    trainer_with(make(name)).fit(alone, batches, batches)
+    if make(name).scaler is None:  # a dynamic loss scale goes on, by design
+        assert_same_tensors(values(second), values(alone))
+    assert any(
+        not torch.equal(a, value(b))
+        for a, b in zip(values(second).values(), net(EvaluatedNet).parameters(), strict=True)
+    )
 
 
 @every_plugin
