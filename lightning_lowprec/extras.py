@@ -29,21 +29,15 @@ def require(module: str, purpose: str) -> ModuleType:
     remedy = INSTALL.get(root, f"pip install {root}")
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0] == root:
-            raise ModuleNotFoundError(
-                f"{purpose} needs {root}, which is not installed: `{remedy}`.", name=root
-            ) from error
-        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
     except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
-        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
-
-
-def _broken(purpose: str, root: str, error: BaseException, remedy: str) -> str:
-    return (
-        f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
-        f" Install a version that goes with this torch: `{remedy}`."
-    )
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == root:
+            message = f"{purpose} needs {root}, which is not installed: `{remedy}`."
+            raise ModuleNotFoundError(message, name=root) from error
+        raise ImportError(
+            f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
+            f" Install a version that goes with this torch: `{remedy}`.",
+            name=root,
+        ) from error
 
 
 def import_refusal(module: str, purpose: str) -> str | None:

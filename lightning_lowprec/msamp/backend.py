@@ -38,11 +38,9 @@ _NAMES: Final = {
 def _shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
     from lightning_lowprec.msamp import fsdp2
 
-    fsdp2.check_codes(model, shards)
     fsdp2.check_options(options, model)
-    pending = fsdp2.code_shards(model, shards)
-    assert pending is not None  # the model keeps codes
-    return pending.collect
+    fsdp2.code_shards(model, shards)
+    return lambda mesh: fsdp2.collect(model, mesh)
 
 
 BACKEND: Final = Backend(

@@ -61,18 +61,24 @@ def test_evaluation_gives_the_same_loss_alone_and_inside_fit(name: str) -> None:
     assert alone == inside
 
 
+class NetAfterAnother(EvaluatedNet):
+    """Set up when the model before it is gone: the optimizer still holds parameters that no module has any more."""
+
+    def setup(self, stage: str) -> None:
+        gc.collect()
+
+
 @every_plugin
 @pytest.mark.parametrize("how", ["validate", "test", "predict"])
 def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, how: str) -> None:
     """`trainer.fit(model)`, then `best = M.load_from_checkpoint(...)` and `trainer.test(best)`."""
     trainer, fitted, batches = trainer_with(make(name)), net(EvaluatedNet), random_batches(2)
     trainer.fit(fitted, batches, batches)
-    best = EvaluatedNet()
+    best = NetAfterAnother()
     best.load_state_dict(fitted.state_dict())
     words = {} if how == "predict" else {"verbose": False}
     of_fitted = getattr(trainer_with(make(name)), how)(fitted, batches, **words)
-    del fitted  # the optimizer still holds its parameters, which no module has any more
-    gc.collect()
+    del fitted
     of_best = getattr(trainer, how)(best, batches, **words)
     if make(name).masters is None or how == "predict":
         assert_same_tensors(of_best, of_fitted)
@@ -85,8 +91,7 @@ def test_another_model_is_fitted_by_the_trainer_that_fitted_one(name: str) -> No
     """Cross-validation: the second model trains as it does under a Trainer of its own."""
     trainer, batches = trainer_with(make(name)), random_batches(2)
     trainer.fit(net(EvaluatedNet), batches, batches)
-    gc.collect()
-    second, alone = net(EvaluatedNet), net(EvaluatedNet)
+    second, alone = net(NetAfterAnother), net(EvaluatedNet)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(second, batches, batches)
     trainer_with(make(name)).fit(alone, batches, batches)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp import adamw as scaled_adamw
+from lightning_lowprec.msamp import adamw_sgd
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
@@ -28,6 +28,7 @@ from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.availability import availability
 from lightning_lowprec.tools.cli.main import main
 from lightning_lowprec.tools.planning.widths import Widths, all_names, text, widths
+from tests.masters.master_loops import buffers_of
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 16, 32, 48  # all different, so that the shape of a product tells which of the three it is
@@ -113,9 +114,7 @@ def trained(name):
 
 def _stored_masters(optimizer):
     """The flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
-    registry = getattr(optimizer, "_masters", None)
-    tensors = [] if registry is None else [tensor for store in registry.stores for tensor in store.at_rest()]
-    return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+    return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 
 def gathered(name, plugin, weight):
@@ -155,7 +154,7 @@ def test_the_table_says_what_is_seen(name, quiet):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
-    monkeypatch.setitem(scaled_adamw._MOMENTS, "exp_avg", FP16)
+    monkeypatch.setitem(adamw_sgd._ADAMW_MOMENTS, "exp_avg", FP16)
     assert trained("msamp-o3").moments == "fp16"
     monkeypatch.setitem(names.TABLE, "fp8-tensorwise", names.TABLE["fp8-rowwise-gw-hp"])
     assert trained("fp8-tensorwise").grad_weight == "bf16"
