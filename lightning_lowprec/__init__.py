@@ -1,6 +1,6 @@
 """Low-precision training for PyTorch Lightning and Fabric by changing one word.
 
-Importing this package makes ``precision="fp8-hybrid"`` and the other names known to stock Lightning:
+Import this package, and stock Lightning accepts ``precision="fp8-hybrid"`` and the other names:
 
     import lightning as L
     import lightning_lowprec

@@ -15,11 +15,15 @@ INSTALL = {
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """Import ``module`` (dotted) for ``purpose``, the subject of the error's sentence (``"FP8TorchAO"``).
+    """Import an optional dependency.
+
+    Args:
+        module: the module to import, such as ``"torchao.float8"``.
+        purpose: the part of this package that needs the module, for the error: ``"FP8TorchAO"``.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message has the command that installs it.
-        ImportError: the package is installed, but broken or made for another torch.
+        ImportError: the package is installed, but is broken or does not fit the installed torch.
     """
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
@@ -37,7 +41,7 @@ def require(module: str, purpose: str) -> ModuleType:
 
 
 def import_refusal(module: str, purpose: str) -> str | None:
-    """Import ``module``; return why that fails, or None."""
+    """Import ``module``; return the reason if the import fails, else None."""
     try:
         require(module, purpose)
     except ImportError as error:

@@ -35,20 +35,20 @@ class LossScale:
     initial: float = 2.0**16
     """The scale of the first step."""
     growth_factor: float = 2.0
-    """Multiplies the scale after ``growth_interval`` good steps in a row; 1.0 never grows."""
+    """Multiplies the scale after ``growth_interval`` good steps in a row; with 1.0 the scale never grows."""
     backoff_factor: float = 0.5
-    """Multiplies the scale on a step with a non-finite gradient; 1.0 never backs off."""
+    """Multiplies the scale on a step with a non-finite gradient; with 1.0 the scale never backs off."""
     growth_interval: int = 2000
     """Good steps in a row before the scale grows."""
     hysteresis: int = 1
-    """Overflows until the scale backs off, counted since the scale last grew; then it backs off at every overflow.
+    """The scale backs off at this many overflows since it last grew, and at every later overflow until it grows.
 
-    As in Megatron, whose default is 2.
+    Megatron has the same option, with the default 2.
     """
     floor: float = 1.0
-    """The scale never backs off below this."""
+    """The scale never backs off below this value."""
     patience_at_floor: int = 50
-    """Skipped steps in a row at the floor after which the run stops with an error."""
+    """After this many skipped steps in a row at the floor, the run stops with an error."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -91,7 +91,7 @@ class LossScaler:
     """Scales losses, unscales gradients, and skips the steps whose gradients are not finite.
 
     The scale is a number on the host. The decision to skip needs one read from the device per step, as in
-    ``torch.amp.GradScaler``; all else is plain arithmetic.
+    ``torch.amp.GradScaler``.
     """
 
     def __init__(self, config: LossScale) -> None:
@@ -115,7 +115,7 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
         for optimizer, gradients in self._gradients.items():
-            if gradients.unscaled:  # for clipping, and not stepped: another backward follows
+            if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
                 _multiply_grads(optimizer, self.scale)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
@@ -137,7 +137,7 @@ class LossScaler:
         return gradients.unscaled and any(flag.item() > 0 for flag in gradients.found_inf)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Unscale if that was not done yet, step if all gradients are finite, and update the scale."""
+        """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""
         self.unscale(optimizer)
         skip = self.found_inf(optimizer)
         if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
@@ -181,7 +181,7 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers under the keys of ``torch.amp.GradScaler``: each of the two loads the other's state."""
+        """Return plain numbers under the keys of ``torch.amp.GradScaler``: either class loads the other's state."""
         return {
             "scale": self.scale,
             "growth_factor": self.config.growth_factor,
@@ -221,7 +221,7 @@ def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
 
 
 def _groups_of_grads(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the gradients, of masters too, in lists of one device, dtype and mesh; of a sparse gradient the values."""
+    """Return the gradients (values of sparse ones), of masters too, in lists of one device, dtype and mesh each."""
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
     for param in (*parameters_of(optimizer), *held_masters(optimizer)):
         if param.grad is None:
