@@ -272,13 +272,23 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     """Return whether float32 or bf16 weights are gathered as float8."""
     wanted = options.fp8_all_gather
-    reason = _not_gathered(plugin, options)
-    if getattr(plugin, "fp8_params", False):
+    if not isinstance(plugin, LowPrecision):
+        if wanted is True:
+            precision = getattr(plugin, "precision", None)
+            raise ValueError(
+                f"`fp8_all_gather=True` is not possible: `precision={precision!r}` has no FP8 weights. Use 'auto' or"
+                " False."
+            )
+        return False
+    reason = plugin.gathers(options) or _in_parts(options)
+    if plugin.needs_fp8_gather is not None:
         if wanted is False:
-            raise ValueError("`fp8_all_gather=False` is not possible with `fp8_params=True`. Use 'auto' or True.")
+            raise ValueError(
+                f"`fp8_all_gather=False` is not possible with `{plugin.needs_fp8_gather}`. Use 'auto' or True."
+            )
         if reason is not None:
-            raise ValueError(f"`fp8_params=True` is not possible under FSDP2: {reason}. Leave it out.")
-    if getattr(plugin, "keeps_codes", False):
+            raise ValueError(f"`{plugin.needs_fp8_gather}` is not possible under FSDP2: {reason}. Leave it out.")
+    if plugin.keeps_codes:
         if wanted is False:
             raise ValueError(
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
@@ -287,18 +297,9 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
         if (in_parts := _in_parts(options)) is not None:
             raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {in_parts}.")
         return False  # its weights are codes already
-    if reason is None and wanted is True and getattr(plugin, "fuse", False):
-        reason = "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
     if reason is not None and wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
     return wanted is not False and reason is None
-
-
-def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
-    """Return why the weights are not gathered as float8, or None if they are."""
-    if not isinstance(plugin, LowPrecision):
-        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    return plugin.gathers(options) or _in_parts(options)
 
 
 def _in_parts(options: ShardOptions) -> str | None:

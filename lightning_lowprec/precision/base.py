@@ -54,6 +54,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
     backend_is_chosen: bool = False
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
+    needs_fp8_gather: str | None = None
+    """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     shards_codes: bool = False

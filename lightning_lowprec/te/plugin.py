@@ -122,6 +122,7 @@ class FP8TE(LowPrecision):
         self.fuse: Literal["auto", False] = fuse
         self.weight_cache = weight_cache
         self.fp8_params = fp8_params
+        self.needs_fp8_gather = "fp8_params=True" if fp8_params else None
         _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         if fp8_params and masters is not None:
@@ -162,7 +163,13 @@ class FP8TE(LowPrecision):
         """One scale per weight can be gathered."""
         if unable := gather_refusal(self.recipe):
             return f"`recipe={self.kind!r}` {unable}"
-        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+        if not self.fp8_eval:
+            return "`fp8_eval=False` evaluates with the weights in high precision"
+        if self.fuse and options.fp8_all_gather is True:
+            return (
+                "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
+            )
+        return None
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
