@@ -38,10 +38,8 @@ def test_a_torch_without_a_name_fails_at_set_up(monkeypatch, owner, name):
 
 
 def test_a_torch_that_keeps_its_parameter_groups_elsewhere(monkeypatch):
-    monkeypatch.setattr(FSDPState, "__init__", lambda self: None)
-    for name in of_torch.PARAM_GROUPS:
-        monkeypatch.delattr(FSDPState, name, raising=False)
-    name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"
+    monkeypatch.setattr(of_torch, "PARAM_GROUPS", ("_groups_of_old", "_groups_of_today"))
+    name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._groups_of_old"
     assert of_torch.moved() == [f"{name}, needed for 'fsdp2'"]
 
 
