@@ -27,7 +27,7 @@ class ByteGather:
         self.elements = sum(shard.numel() for shard in shards)
         self.has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
         self.calls: Counter[torch.dtype] = Counter()
-        """How often this rank sent, by dtype."""
+        """The number of gathers of this rank, by dtype."""
         self.sent: Counter[torch.dtype] = Counter()
         """The bytes that this rank sent, by dtype."""
 

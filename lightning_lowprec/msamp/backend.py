@@ -1,4 +1,4 @@
-"""What the rest of the package knows about the MS-AMP backend."""
+"""The entry of the MS-AMP backend in the registry: everything that the rest of the package knows about it."""
 
 from __future__ import annotations
 

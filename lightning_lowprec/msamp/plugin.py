@@ -69,7 +69,7 @@ class MSAMP(LowPrecision):
     backend: ClassVar[str | None] = BACKEND
     keeps_codes = True
     plan: Plan | None = None
-    """What was converted and what was kept, of the module that was set up last."""
+    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,

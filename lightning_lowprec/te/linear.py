@@ -84,7 +84,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """The number of which the rows of the recipe's GEMMs must be multiples."""
     weight_cache: WeightCache | None
     wire_format: WireFormat | None
-    """How FSDP2 may gather the weight; None: in high precision."""
+    """The format in which FSDP2 may gather the weight; None: in high precision."""
     # set by Transformer Engine
     fp8: bool
     """Whether the last forward ran in FP8."""

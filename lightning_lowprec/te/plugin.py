@@ -80,7 +80,7 @@ class FP8TE(LowPrecision):
 
     backend: ClassVar[str | None] = BACKEND
     choice: Choice | None = None
-    """What was converted and what was kept, of the module that was set up last."""
+    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,

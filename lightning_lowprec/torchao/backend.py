@@ -1,4 +1,4 @@
-"""What the rest of the package knows about the torchao backend."""
+"""The entry of the torchao backend in the registry: everything that the rest of the package knows about it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class FP8Linear(Float8Linear):
 
     @property
     def wire_format(self) -> TorchAOWire:
-        """How FSDP2 may gather the weight."""
+        """The format in which FSDP2 may gather the weight."""
         return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype)
 
 

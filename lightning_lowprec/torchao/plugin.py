@@ -72,7 +72,7 @@ class FP8TorchAO(LowPrecision):
 
     backend: ClassVar[str | None] = BACKEND
     plan: Plan | None = None
-    """What was converted and what was kept, of the module that was set up last."""
+    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,
