@@ -1,4 +1,4 @@
-"""The entry of the Transformer Engine backend in the registry: everything that the rest of the package knows about it."""
+"""The entry of the Transformer Engine backend in the registry: all that the rest of the package knows about it."""
 
 from __future__ import annotations
 
