@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from benchmarks.gpu_lane import machine
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.demo.model import WARMUP_STEPS

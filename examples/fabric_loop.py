@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer = fabric.setup(model, optimizer)
 
-    # the precision's own state (an fp16 loss scale, ...) travels with the checkpoint
+    # the state of the precision (such as an fp16 loss scale) is saved too
     state = {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}
     if args.resume:
         fabric.load(args.resume, state)

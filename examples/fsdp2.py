@@ -1,4 +1,4 @@
-"""Sharded training in FP8: FSDP2 gathers the weights as float8. In your Trainer only `strategy` and `precision` change.
+"""Train sharded in FP8: FSDP2 gathers weights as float8. In your Trainer, change only `strategy` and `precision`.
 
 python examples/fsdp2.py                                  # all GPUs of this machine; without a GPU two processes
 python examples/fsdp2.py --precision=bf16-mixed           # in bf16: twice the bytes are gathered
@@ -19,7 +19,7 @@ class Sharded(L.Callback):
     """Print which part of the weights this process holds."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The parameters are DTensors: `to_local()` returns the shard of this process."""
+        """Count the elements of this process: `to_local()` of a DTensor returns its shard."""
         mine = sum(p.to_local().numel() for p in pl_module.parameters())
         everyone = sum(p.numel() for p in pl_module.parameters())
         print(f"rank {trainer.global_rank} of {trainer.world_size} holds {mine} of {everyone} parameters")

@@ -4,7 +4,7 @@
     python examples/hf_finetune.py                                  # a small Llama from random weights
     python examples/hf_finetune.py --model=path/to/a/pretrained/folder --precision=fp8-rowwise
 
-The text is the sources of Python's own standard library, as bytes.
+The training text is the source code of Python's standard library, as bytes.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python examples/te_llama.py --precision=fp8-current --hidden=2048 --layers=16
     python examples/te_llama.py --precision=fp8-hybrid                  # Transformer Engine if it runs, else torchao
 
-The text is the sources of Python's own standard library, as bytes.
+The training text is the source code of Python's standard library, as bytes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The Trainer in FP8 with a plugin object, for options that a name does not have.
+"""Train with the Trainer in FP8 by a plugin object, which has more options than a name.
 
 python examples/trainer_script.py
 python examples/trainer_script.py --recipe=rowwise --keep=blocks.0

@@ -1,6 +1,6 @@
 """Low-precision training for PyTorch Lightning and Fabric by changing one word.
 
-Importing this package makes ``precision="fp8-hybrid"`` and the other names known to stock Lightning:
+Import this package, and stock Lightning accepts ``precision="fp8-hybrid"`` and the other names:
 
     import lightning as L
     import lightning_lowprec
@@ -10,7 +10,7 @@ Importing this package makes ``precision="fp8-hybrid"`` and the other names know
 
 from lightning_lowprec import recipes
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
-from lightning_lowprec.fsdp2.parallelize import parallelize
+from lightning_lowprec.fsdp2.strategy import parallelize
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.msamp.plugin import MSAMP

@@ -7,27 +7,13 @@ from typing import Any
 
 
 def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raise if ``value`` is not one of ``allowed``.
-
-    Args:
-        field: the name of the argument.
-        value: the value that the user gave.
-        allowed: the values to compare with, for example ``get_args`` of a ``Literal``. Strings stand in the message
-            without quotes.
-
-    Raises:
-        ValueError: ``value`` is not allowed.
-    """
+    """Raise a ValueError if ``value`` is not one of ``allowed``, for example of the ``get_args`` of a ``Literal``."""
     choices = list(allowed)
     if value not in choices:
         raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.")
 
 
 def check_integer(field: str, value: Any, *, least: int) -> None:
-    """Raise if ``value`` is not an integer of at least ``least``.
-
-    Raises:
-        ValueError: ``value`` is of another type, a bool, or too small.
-    """
+    """Raise a ValueError if ``value`` is not an integer of at least ``least``; a bool is no integer here."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{field}={value!r}` is not valid; expected an integer of at least {least}.")

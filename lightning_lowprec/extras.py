@@ -15,35 +15,33 @@ INSTALL = {
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """Import ``module`` (dotted) for ``purpose``, the subject of the error's sentence (``"FP8TorchAO"``).
+    """Import an optional dependency.
+
+    Args:
+        module: the module to import, such as ``"torchao.float8"``.
+        purpose: the part of this package that needs the module, for the error: ``"FP8TorchAO"``.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message has the command that installs it.
-        ImportError: the package is installed, but broken or made for another torch.
+        ImportError: the package is installed, but is broken or does not fit the installed torch.
     """
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0] == root:
-            raise ModuleNotFoundError(
-                f"{purpose} needs {root}, which is not installed: `{remedy}`.", name=root
-            ) from error
-        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
     except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
-        raise ImportError(_broken(purpose, root, error, remedy), name=root) from error
-
-
-def _broken(purpose: str, root: str, error: BaseException, remedy: str) -> str:
-    return (
-        f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
-        f" Install a version that goes with this torch: `{remedy}`."
-    )
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == root:
+            message = f"{purpose} needs {root}, which is not installed: `{remedy}`."
+            raise ModuleNotFoundError(message, name=root) from error
+        raise ImportError(
+            f"{purpose} needs {root}, which is installed but does not import ({type(error).__name__}: {error})."
+            f" Install a version that goes with this torch: `{remedy}`.",
+            name=root,
+        ) from error
 
 
 def import_refusal(module: str, purpose: str) -> str | None:
-    """Import ``module``; return why that fails, or None."""
+    """Import ``module``; return the reason if the import fails, else None."""
     try:
         require(module, purpose)
     except ImportError as error:

@@ -42,9 +42,9 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 def every_gpu_has_fp8() -> bool:
-    """Return whether all GPUs of this machine have FP8. Ask the driver first, then CUDA.
+    """Return whether all GPUs of this machine have FP8. Ask CUDA only if the driver does not answer.
 
-    A question to CUDA makes a CUDA context, and a process with a context cannot fork the workers of ``ddp_notebook``.
+    Asking CUDA creates a CUDA context, and a process with a context cannot fork the workers of ``ddp_notebook``.
     """
     found = _driver_capabilities()
     if found is None:
@@ -53,7 +53,7 @@ def every_gpu_has_fp8() -> bool:
 
 
 def _driver_capabilities() -> list[tuple[int, int]] | None:
-    """Return the compute capability of every GPU, by NVML; None if NVML does not answer."""
+    """Ask NVML for the compute capability of every GPU; return None if NVML does not answer."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

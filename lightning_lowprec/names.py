@@ -1,7 +1,7 @@
-"""The table of names: what a user may write after ``precision=`` beside Lightning's own names.
+"""The table of names for ``precision=``, without Lightning's own names.
 
-The rows come from the registry of backends, plus the rows of half precision, which converts no layers, plus the names
-without a backend, such as ``fp8-hybrid``, which mean a backend that fits the machine.
+The rows have three sources: the registry of backends; half precision, which converts no layers; and names without a
+backend, such as ``fp8-hybrid``, which mean a backend that fits the machine.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by Transformer Engine or else torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by Transformer Engine or else torchao",
 }
-"""Names that mean ``NAME`` with the suffix of a backend. Each has a ``-fp16`` form too."""
+"""Names that get the suffix of a backend on each machine. Each name has a ``-fp16`` form too."""
 
 TABLE: dict[str, PrecisionName] = {}
-"""Every name, in the order of the docs. A name without a backend stands here with torchao's plugin."""
+"""Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
 
 def register_own_backends() -> None:
-    """Register the three backends of this package; the ones that are registered already are skipped."""
+    """Register the three backends of this package, except those that are registered already."""
     known = {backend.name for backend in backends.registered()}
     for backend in (TORCHAO_BACKEND, TE_BACKEND, MSAMP_BACKEND):
         if backend.name not in known:
@@ -65,18 +65,19 @@ def register_own_backends() -> None:
 
 
 def without_backend(name: str) -> bool:
-    """Whether a name of the table leaves the choice of the backend to this package."""
+    """Return whether a name of the table leaves the choice of the backend to this package."""
     return name.removesuffix("-fp16") in _WITHOUT_BACKEND
 
 
 def resolve(name: str, *, sharded: bool = False) -> PrecisionName:
-    """The row that a name means on this machine.
+    """Return the row that a name means on this machine.
 
-    A name without a backend means the backend that was registered last among those that have the name with their
-    suffix and that are preferred here: Transformer Engine where it is installed and every GPU has FP8, else torchao.
+    For a name without a backend, the candidates are the backends that have this name with their suffix and whose
+    ``preferred`` is true here. The backend that was registered last wins: Transformer Engine where it is installed and
+    every GPU has FP8, else torchao.
 
     Args:
-        name: one of ``TABLE``.
+        name: a name of ``TABLE``.
         sharded: whether the model will be sharded by FSDP2.
 
     Raises:
@@ -93,10 +94,10 @@ def resolve(name: str, *, sharded: bool = False) -> PrecisionName:
 
 
 def create(name: str, *, sharded: bool = False) -> LowPrecision:
-    """A new plugin for a name of the table; see :func:`resolve`.
+    """Return a new plugin for a name of the table; see :func:`resolve`.
 
     Raises:
-        ImportError: what the name needs is not installed, or does not import.
+        ImportError: a package that the name needs is not installed, or does not import.
     """
     row = resolve(name, sharded=sharded)
     plugin: LowPrecision = row.plugin(**row.options)
@@ -106,7 +107,7 @@ def create(name: str, *, sharded: bool = False) -> LowPrecision:
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:
-    """The error for a name that nobody knows: every allowed name (Lightning's first), and the nearest one."""
+    """Return the error for an unknown name; the message has every allowed name (Lightning's first) and the nearest."""
     allowed = [*also_allowed, *TABLE]
     message = f"Precision {name!r} is invalid. Allowed precision values: {', '.join(map(repr, allowed))}."
     near = difflib.get_close_matches(str(name).lower(), [str(value) for value in allowed], n=1, cutoff=0.5)
@@ -114,7 +115,7 @@ def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueErro
 
 
 def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionName]]:
-    """Every name and its ``-fp16`` form, with the dtype outside of FP8 in the summary."""
+    """Yield every name and its ``-fp16`` form; add the dtype outside of FP8 to the summary."""
     for name, row in names.items():
         yield name, replace(row, summary=f"{row.summary}; bf16 elsewhere")
         if row.fp16:

@@ -1,15 +1,15 @@
-"""NeMo's precision recipes by their own names: each returns one of our plugins with NeMo's values.
+"""NeMo's precision recipes under NeMo's names. Each returns a plugin of this package with NeMo's values.
 
     from lightning_lowprec import recipes
 
     trainer = L.Trainer(plugins=recipes.bf16_mixed())
 
-The FP8 ones run through Transformer Engine. NeMo's ``fp8_params`` is set where FSDP2 can gather the weights in FP8 too,
-with delayed and current scaling; with scales per block, weights stay in half precision.
+The FP8 recipes run through Transformer Engine. With delayed and current scaling, whose weights FSDP2 can gather in FP8,
+they set NeMo's ``fp8_params``. With scales per block, weights stay in half precision.
 
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2), where they are arguments of
-``MegatronMixedPrecision``. One is not taken over: ``autocast_enabled=False``. Megatron's own layers say which of their
-parts run in float32; of other models' softmax, norms and losses autocast does, so it stays on.
+``MegatronMixedPrecision``. One value differs: NeMo sets ``autocast_enabled=False``, because Megatron's layers choose
+their float32 parts themselves. Other models need autocast for softmax, norms and losses, so autocast stays on here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def bf16_mixed() -> HalfMixed:
 def fp16_mixed() -> HalfMixed:
     """fp16 weights, gradients and compute, float32 masters, Megatron's loss scaling.
 
-    16 bytes per parameter with AdamW. The scale starts at 2**32, so that the first steps of a run are skipped until it
-    fits: about 18 of them, where gradients are around 1.
+    16 bytes per parameter with AdamW. The scale starts at 2**32, so the first steps of a run are skipped until the
+    scale fits: about 18 steps if gradients are around 1.
     """
     return HalfMixed("fp16", master_weights=True, loss_scale=_megatron_scale())
 

@@ -1,17 +1,18 @@
-"""Make stock Lightning accept our names in ``precision=``.
+"""Make stock Lightning accept the names of this package in ``precision=``.
 
-Five parts of Lightning are patched, each only if Lightning has it (see :mod:`~lightning_lowprec.private.lightning`):
+Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
-* the check of arguments in both connectors, which runs after ``LT_PRECISION`` and ``PL_TRAINER_PRECISION`` are read:
-  one of our names becomes ``precision=None`` and our plugin among ``plugins``;
-* the creation of the strategy in both: our plugin gets its device, or the pair is refused. In Fabric, the strategy's
-  ``setup_optimizer`` and ``setup_module`` then hand our plugin the optimizers and the wrapped module, which the Trainer
-  does by ``connect``;
+* the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
+  ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
+* the creation of the strategy in both connectors. The plugin gets its device, or the pair of plugin and strategy is
+  refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
+  module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
-* ``ModelSummary``, for the bytes of parameters under our precisions;
-* the throughput monitors, for their peak rates.
+* ``ModelSummary``, which then counts the bytes of parameters under these precisions;
+* the throughput monitors, which then know the peak rates of these precisions.
 
-If Lightning has moved one of the first two, importing warns, and a name raises and says that ``plugins=`` still works.
+If Lightning has moved one of the first two parts, importing warns, and a name raises: the error says that ``plugins=``
+still works.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from lightning_lowprec.strategies import (
 )
 
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
-"""The class behind ``strategy="fsdp2"``: by whether it is for the Trainer."""
+"""The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
 
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
@@ -81,7 +82,7 @@ def unregister() -> None:
     """Put back everything that ``register`` changed."""
     while _patches:
         owner, name, original, replacement = _patches.pop()
-        if getattr(owner, name) is replacement:  # else somebody wrapped it after us; ours then passes through
+        if getattr(owner, name) is replacement:  # else another package wrapped the patch
             setattr(owner, name, original)
     for for_trainer in STRATEGIES:
         private.strategy_registry(for_trainer=for_trainer).pop("fsdp2", None)
@@ -91,12 +92,12 @@ def unregister() -> None:
 
 
 def validate_name(name: str) -> None:
-    """Raise the ValueError that Lightning would raise for an unknown name, with ours added and the nearest one."""
+    """Raise a ValueError for an unknown name, as Lightning does; the message also has our names and the nearest."""
     if name not in names.TABLE and name not in private.precision_names():
         raise names.unknown_name(name, private.precision_names())
 
 
-# ---- what the patches do
+# ---- the patches
 
 
 def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
@@ -130,7 +131,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
 
 
 def _check_launcher(precision: Any) -> None:
-    """``lowprec run --precision=A`` of a script that says B raises, in the Trainer as it does in Fabric."""
+    """Raise if ``lowprec run --precision=A`` runs a script with ``precision=B`` in the Trainer, as Fabric does."""
     asked = os.environ.get("PL_TRAINER_PRECISION") if os.environ.get("LT_CLI_USED") == "1" else None
     if asked is not None and precision is not None and str(precision) != asked:
         raise ValueError(
@@ -144,12 +145,12 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
     def lazy_init(self: Any) -> None:
         original(self)
         plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
-        if _patches and is_fsdp2(self.strategy):  # here and not only at set-up, before any process starts
+        if _patches and is_fsdp2(self.strategy):  # checks early, before any process starts
             self.strategy.sharding.check(plugin)
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
-            if is_fsdp2(self.strategy):  # it hands the plugin the optimizers itself
+            if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
                 return
             if isinstance(self.strategy, SHARDED):
                 plugin.bind_shards(reshard)
@@ -206,7 +207,7 @@ def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> N
 
 
 def _widen_annotations() -> None:
-    """Add our names to the annotation of ``precision`` that LightningCLI and ``--help`` read, also later names."""
+    """Add the names of the table to the annotation of ``precision``, which LightningCLI and ``--help`` read."""
     ours = Literal[tuple(names.TABLE)]  # type: ignore[valid-type]
     for owner in (lightning.Fabric, lightning.Trainer):
         function: Any = owner.__init__
@@ -231,7 +232,7 @@ backends.on_change(_widen_again)
 
 def _moved_message(problems: list[str]) -> str:
     return (
-        f"lightning_lowprec does not know its way around lightning {lightning.__version__}:"
+        f"lightning_lowprec does not support lightning {lightning.__version__}:"
         f" {', '.join(problems)} moved."
         " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
     )

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_lowprec import FP8TorchAO, names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import QUIET, Toy, X, Y
 from tests.toy_backend import BACKEND

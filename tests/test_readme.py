@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.cli.main import COMMANDS
+from lightning_lowprec.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

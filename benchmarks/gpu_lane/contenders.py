@@ -17,7 +17,7 @@ from benchmarks.gpu_lane import setups
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.availability import availability
+from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 
 BASELINE = "lightning bf16-mixed, compiled"

@@ -21,7 +21,7 @@ COMMIT = "LOWPREC_COMMIT"
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Device, driver, versions, memory."""
-    from lightning_lowprec.tools.machine import machine
+    from lightning_lowprec.tools.doctor import machine
 
     found = machine(device)
     found["versions"] |= {package: _version(package) for package in FURTHER}

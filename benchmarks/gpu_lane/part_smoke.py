@@ -13,7 +13,7 @@ from benchmarks.gpu_lane.linear_runs import BF16, Problem, make, why_not
 from benchmarks.gpu_lane.part_linear import measure_peaks
 from benchmarks.gpu_lane.running import Job, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
-from lightning_lowprec.tools.availability import survey
+from lightning_lowprec.tools.doctor import survey
 
 SUPPORT, PEAKS, LINEAR = "support", "peaks", "linear "
 TOY_STEP, COMPILED = "toy step: ", " (blocks compiled)"

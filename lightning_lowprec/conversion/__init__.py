@@ -1,1 +1,1 @@
-"""Decide which layers of a model convert, and check that conversion keeps the model's promises."""
+"""Decide which layers of a model convert, and check that conversion leaves the rest of the model unchanged."""

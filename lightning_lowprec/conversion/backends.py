@@ -1,9 +1,9 @@
-"""The registry of backends: each entry holds everything that the rest of the package asks about one backend.
+"""The registry of backends: each entry answers every question that the rest of the package has about a backend.
 
     backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin=Mine, summary="...")}, ...))
 
-The package never asks for the class of a plugin or of a layer, and keeps no list of class names: it asks this registry.
-The three backends of this package are registered by the same call, in :mod:`lightning_lowprec.names`.
+The other parts of the package ask this registry; they do not look at the class of a plugin or layer, and keep no lists
+of class names. :mod:`lightning_lowprec.names` registers the three backends of this package by the same call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.conversion.gains import Recipe
@@ -29,7 +29,7 @@ class PrecisionName:
     summary: str
     """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
     fp16: bool = False
-    """Whether ``NAME-fp16`` exists too: the same with ``base="fp16"``, fp16 with loss scaling outside of FP8."""
+    """Whether ``NAME-fp16`` exists too, with ``base="fp16"``: fp16 with loss scaling outside of FP8."""
     alignment: int = 16
     """The features of a converted Linear are multiples of this number."""
     gains: Recipe = "tensorwise"
@@ -37,7 +37,7 @@ class PrecisionName:
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
     bytes_of_codes: tuple[int, int, int] | None = None
-    """Of a weight that is kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
 
 
 def _no_revert(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ def _no_revert(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One way to compute in low precision: its names, its layers, and what the other parts of the package must know.
+    """One way to compute in low precision: its names, its layers, and its functions for other parts of the package.
 
     The functions are called for models of any backend, so they must not import a heavy library before they have found
     a layer of this backend.
@@ -59,32 +59,34 @@ class Backend:
     names: Mapping[str, PrecisionName]
     """Names for ``precision=``."""
     suffix: str = ""
-    """The end of the names that pin this backend, such as ``"-te"``: ``fp8-hybrid`` may become ``fp8-hybrid-te``.
-    Empty: no name without a backend can mean this one."""
+    """The end of the names that always mean this backend, such as ``"-te"``: ``fp8-hybrid`` may become
+    ``fp8-hybrid-te``. Empty: no name without a backend can mean this backend."""
     preferred: Callable[[bool], bool] = lambda sharded: True
-    """Whether a name without a backend may mean this one on this machine; the argument says whether the model will be
-    sharded by FSDP2. The backend that was registered last is asked first."""
+    """Whether a name without a backend may mean this backend on this machine. The argument says whether FSDP2 will
+    shard the model. The backend that was registered last is asked first."""
     module: str | None = None
-    """The module to import before the backend can run; None: the backend needs nothing beside this package."""
+    """The module to import before the backend can run; None: the backend needs no other package."""
     distribution: str | None = None
     """The distribution that holds ``module``, as the package index spells it."""
     layers_from: tuple[str, ...]
-    """Starts of ``__module__`` of the layer classes, such as ``("transformer_engine.", "lightning_lowprec.te.")``."""
+    """Prefixes of ``__module__`` of the layer classes, such as ``("transformer_engine.", "lightning_lowprec.te.")``."""
     revert: Callable[[nn.Module], None] = _no_revert
     """Give a model torch's own layers back, in place; parameters stay the same objects."""
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
-    """The fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse such a
-    model."""
+    """Return the fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse
+    such a model."""
+    keeps_master: Callable[[Tensor], bool] = lambda param: False
+    """Return whether the backend keeps a master of this parameter, so that checkpoints leave the master to it."""
     shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
-    """Called with a model that keeps codes, the number of shards and the ``ShardOptions``, before ``fully_shard``:
-    checks all of them and prepares the weights. Returns a function to call with the mesh after ``fully_shard``."""
+    """Called before ``fully_shard`` with a model that keeps codes, the number of shards and the ``ShardOptions``.
+    Checks the arguments, prepares the weights, and returns a function to call with the mesh after ``fully_shard``."""
     cuts_layers: bool = True
     """Whether tensor parallelism can cut the backend's layers, that is, whether they compute with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether ``module`` itself, not a child, is a layer of this backend, also after FSDP2 derived its class."""
+        """Return whether ``module`` itself is a layer of this backend, even if FSDP2 derived its class."""
         return any(cls.__module__.startswith(self.layers_from) for cls in type(module).__mro__)
 
 
@@ -131,15 +133,15 @@ def _tell_listeners() -> None:
 
 
 def registered() -> tuple[Backend, ...]:
-    """All backends, in the order of their registration."""
+    """Return all backends, in the order of their registration."""
     return tuple(_registered.values())
 
 
 def get(name: str) -> Backend:
-    """The backend of this name.
+    """Return the backend of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no backend of this name is registered.
     """
     if name not in _registered:
         raise ValueError(f"`backend={name!r}` is not registered; expected one of: {', '.join(_registered)}.")
@@ -147,7 +149,7 @@ def get(name: str) -> Backend:
 
 
 def owner(module: nn.Module) -> Backend | None:
-    """The backend whose layer ``module`` is, or None for any other module."""
+    """Return the backend whose layer ``module`` is, or None for any other module."""
     return next((backend for backend in _registered.values() if backend.owns(module)), None)
 
 
@@ -159,9 +161,14 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
 
 
 def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:
-    """The backend that keeps weights of ``model`` as codes, and the fqn of one of them; None if no backend does."""
+    """Return the backend that keeps weights of ``model`` as codes, and the fqn of one such weight; else None."""
     for backend in registered():
         fqn = backend.coded_weight(model)
         if fqn is not None:
             return backend, fqn
     return None
+
+
+def keeps_master(param: Tensor) -> bool:
+    """Whether a backend keeps a master of ``param`` by itself, beside those that an optimizer keeps."""
+    return any(backend.keeps_master(param) for backend in registered())

@@ -1,8 +1,8 @@
-"""What FP8 gains over bf16 for one Linear, forward and backward, by shape.
+"""Estimate the gain of FP8 over bf16 for one Linear, forward and backward, from its shape.
 
-The figures are those of ``measured_gains``, which ``python -m benchmarks.measured_gains`` writes from a run of the GPU
-lane. While that table is empty, published ones of torchao on one H100 stand in (compiled, bf16 = 1): its README's table
-and the break-even thresholds of its automatic filter. Other devices differ.
+The figures come from ``measured_gains``, which ``python -m benchmarks.measured_gains`` writes after a run of the GPU
+lane. While ``measured_gains`` is empty, torchao's published figures for one H100 are used (compiled, bf16 = 1): the
+table of its README and the break-even thresholds of its automatic filter. Other devices differ.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Shape = tuple[int, int, int]
 """(tokens, in_features, out_features)"""
 SOURCE = measured_gains.SOURCE or "torchao's published H100 figures"
-"""Where the figures come from, for people to read."""
+"""The origin of the figures, for log lines."""
 DEFAULT_TOKENS = 16384
-"""Tokens per step and device that are assumed unless somebody says otherwise: those of the published figures."""
+"""Default number of tokens per step and device, as in the published figures."""
 
 PUBLISHED: dict[Shape, float] = {  # tensorwise
     (16384, 1024, 8192): 1.43,
@@ -30,7 +30,7 @@ PUBLISHED: dict[Shape, float] = {  # tensorwise
 
 
 def below_break_even(recipe: Recipe, in_features: int, out_features: int) -> bool:
-    """Whether FP8 is slower than bf16 at this shape, by the published thresholds."""
+    """Return whether FP8 is slower than bf16 at this shape, according to the published thresholds."""
     k, n = in_features, out_features
     if recipe == "tensorwise":
         return k <= 4096 and n <= 1024
@@ -38,11 +38,12 @@ def below_break_even(recipe: Recipe, in_features: int, out_features: int) -> boo
 
 
 def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS) -> float | None:
-    """The gain of the nearest shape (in log space); None where FP8 is slower than bf16.
+    """Return the gain of the nearest shape (in log space); None if FP8 is slower than bf16.
 
-    Measured, if this recipe was: a shape smaller than all measured ones is slower where the published thresholds say
-    so. Else the published gain, which is tensorwise's, above these thresholds. A coarse figure: it orders layers and
-    tells gain from loss, and is no forecast of a step's time.
+    If this recipe was measured, the gain is a measured one; for a shape smaller than all measured shapes, the published
+    thresholds decide whether FP8 is slower. If the recipe was not measured, the gain is a published tensorwise one, and
+    the thresholds decide too. The gain is a coarse figure: it orders layers and separates gain from loss, and it does
+    not predict the time of a step.
     """
     measured = measured_gains.GAINS.get(recipe)
     wanted = (tokens, in_features, out_features)
@@ -56,7 +57,7 @@ def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: i
 
 
 def _nearest(wanted: Shape, shapes: Iterable[Shape]) -> Shape:
-    """The shape whose three numbers differ from ``wanted`` by the smallest factors; the first of equals."""
+    """Return the shape whose numbers differ from ``wanted`` by the smallest factors; the first if several are equal."""
 
     def distance(shape: Shape) -> float:
         return sum(math.log2(a / max(b, 1)) ** 2 for a, b in zip(shape, wanted, strict=True))

@@ -1,8 +1,8 @@
-"""Check after every conversion that the model kept what optimizers, ties and checkpoints rest on.
+"""Check that a conversion changed nothing that optimizers, ties and checkpoints depend on.
 
-Optimizer state is keyed by the order of ``parameters()``, ties by the identity of Parameter objects, and checkpoints by
-names. A conversion that changes one of these trains on without an error, and wrongly. The check walks over the modules
-once and touches no weight.
+Optimizer state depends on the order of ``parameters()``, ties on the identity of Parameter objects, and checkpoints on
+names. After a conversion that changes the order, an object or a name, the model would train wrongly without an error.
+The check walks over the modules once and touches no weight.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Fact = Literal["the dtype"]
 
 @contextmanager
 def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[None]:
-    """Raise if the body changes what conversion must keep.
+    """Raise if the body of the ``with`` statement changes a fact that conversion must keep.
 
     Args:
-        model: what is converted.
+        model: the model that the body converts.
         may_change: a fact that the body may change.
 
     Raises:
-        RuntimeError: names the fqn, what was changed, and how it was before and after.
+        RuntimeError: the message names the fqn, the fact, and its values before and after.
     """
-    alive = [*model.modules(), *model.parameters(), *model.buffers()]  # so that no id is used twice
+    alive = [*model.modules(), *model.parameters(), *model.buffers()]  # so that no id is used again
     before = _facts(model)
     yield
     after = _facts(model)
@@ -41,7 +41,7 @@ def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[N
 
 
 def _facts(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By what is kept, then by fqn. Dicts compare without order, so order is a fact of its own."""
+    """Return the value of every fact by fqn. Dicts compare without order, so places are listed as separate facts."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -66,7 +66,7 @@ def _shape(tensor: torch.Tensor) -> torch.Size | None:
 
 
 def _hooks(module: nn.Module) -> dict[str, list[int]]:
-    """Every dict of hooks a module has (forward, backward, state dict, load), as the identities of its callables."""
+    """Return the ids of the hooks of a module, by the name of the dict that holds them (forward, backward, ...)."""
     return {
         name: [id(hook) for hook in value.values()]
         for name, value in module.__dict__.items()

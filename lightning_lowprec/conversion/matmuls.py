@@ -1,4 +1,4 @@
-"""Every weight of a model that is multiplied with the tokens: Linears, and other layers that do a Linear's work."""
+"""Find every weight that is multiplied with the tokens: Linears, and other layers that do the work of a Linear."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ class Matmul:
     """One weight and its shape as ``[tokens, in_features] @ [in_features, out_features]``."""
 
     fqn: str
-    """The name of the weight's module; of the parameter for stacked experts; ``""`` if the model is the Linear."""
+    """The name of the weight's module, or of the parameter of stacked experts; ``""`` if the model is a Linear."""
     kind: str
     """``"Linear"``, or the name of the layer that does a Linear's work."""
     in_features: int
     out_features: int
     per_token: float = 1.0
-    """How many products of this shape a token takes part in: 2 for a mixture that sends each token to 2 experts."""
+    """The number of products of this shape per token: 2 for a mixture that sends each token to 2 experts."""
     stored: int = 1
-    """How many weights of this shape there are: the number of stacked experts."""
+    """The number of weights of this shape: the number of stacked experts."""
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every Linear of the model (subclasses too) by fqn, in the order of ``named_modules``; a root Linear is ``""``."""
+    """Return Linears (subclasses too) by fqn, in the order of ``named_modules``; the fqn of a root Linear is ``""``."""
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
-    """Every such weight with its module, in the order of ``named_modules``."""
+    """Return every weight that is multiplied with the tokens, with its module, in the order of ``named_modules``."""
     return [(matmul, module) for fqn, module in model.named_modules() for matmul in _of(model, fqn, module)]
 
 

@@ -1,7 +1,7 @@
 """Check that the optimizers hold the weights that train.
 
-Conversion, sharding and users replace parameters. An optimizer that was built before holds parameters that no model has
-any more, and the model trains without learning. These checks turn that into an error.
+Conversion, sharding and users replace parameters. An optimizer that was built before the replacement holds stale
+parameters, which no model has any more. The model would then train without learning. These checks raise instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_converted(
     """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
 
     Args:
-        modules: every module that was set up; under FSDP2 nothing of them is gathered.
+        modules: every module that was set up. Under FSDP2 none of their weights may be gathered at this moment.
         unchecked: the modules that were set up since the last check.
         optimizers: all optimizers that are known.
         layers_of: finds the converted layers of a module.
@@ -44,19 +44,19 @@ def check_membership(
 ) -> None:
     """Raise if a trainable parameter of a converted layer is in no optimizer.
 
-    A module of which the optimizers hold no parameter at all, not even a stale one, passes: it may be a teacher, or get
-    its optimizer later.
+    A module passes if the optimizers hold no parameter of it at all, not even a stale parameter: the module may be a
+    teacher, or get its optimizer later.
 
     Args:
         parameters: the parameters of one module, by fqn.
         optimizers: all optimizers that are known.
         converted: ``id`` of every parameter of a converted layer.
-        of_any_module: ``id`` of every parameter of every module that is set up. A parameter that an optimizer holds
-            and that is not among these is stale.
+        of_any_module: ``id`` of every parameter of every module that is set up. An optimizer's parameter that
+            is not among them is stale.
 
     Raises:
-        RuntimeError: the message names the first such parameter, and says whether an optimizer holds a stale parameter
-            of its shape.
+        RuntimeError: the message names the first missing parameter, and says whether an optimizer holds a stale
+            parameter of the same shape.
     """
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in converted and id(p) not in held and p.requires_grad}

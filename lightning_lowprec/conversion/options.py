@@ -1,7 +1,7 @@
 """Options that several plugins share: each is defined, documented and checked once.
 
-A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. Beside it stands a
-``TypedDict`` with the same names and types, for type checkers and editors. A constructor takes the groups by keyword:
+A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. A ``TypedDict`` with the
+same names and types follows each dataclass, for type checkers and editors. A constructor takes the groups by keyword:
 
     @shows(LayerOptions)
     class Plugin:
@@ -28,7 +28,7 @@ _RAISES: Final = "\n\nRaises:\n"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Which Linear layers convert, beside the built-in rules of :mod:`~lightning_lowprec.conversion.selection`.
+    """Choose the Linear layers that convert, beside the rules of :mod:`~lightning_lowprec.conversion.selection`.
 
     Args:
         keep: Linears that stay in high precision, beside output heads, routers and LoRA adapters: names of layers,
@@ -39,8 +39,8 @@ class LayerOptions:
         num_layers_at_start_in_bf16: number of blocks at the start, with ``first_last_layers_bf16``.
         num_layers_at_end_in_bf16: number of blocks at the end, with ``first_last_layers_bf16``.
         frozen: ``"keep"`` leaves Linears whose weight does not train in high precision; ``"convert"`` converts them.
-        min_gain: keep layers whose expected speed-up over bf16 is below this ratio; ``"auto"`` keeps those that are
-            expected to be slower than bf16; None keeps none for that reason.
+        min_gain: keep layers whose expected speed-up over bf16 is below this ratio. ``"auto"`` keeps layers that are
+            expected to be slower than bf16. None ignores the speed-up.
         tokens: tokens per step and device that ``min_gain`` assumes; None: 16384, as in the published figures.
     """
 
@@ -99,7 +99,7 @@ class LayerChoices(SelectionChoices, total=False):
 
 
 def take(group: type[T], options: Any) -> T:
-    """The dataclass ``group``, filled with those of ``options`` that are its fields."""
+    """Return an instance of the dataclass ``group``, made from the ``options`` that are its fields."""
     names = {field.name for field in fields(group)}  # type: ignore[arg-type]
     return group(**{name: value for name, value in options.items() if name in names})
 
@@ -107,7 +107,7 @@ def take(group: type[T], options: Any) -> T:
 def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class], Class]:
     """Show the fields of option groups in a class's constructor and docstring, in place of ``**options``.
 
-    The constructor then refuses every other keyword, as a constructor that spells its parameters does.
+    The constructor then refuses every other keyword, as a constructor with written-out parameters does.
 
     Args:
         groups: dataclasses whose docstrings describe their fields under ``Args:``.
@@ -152,7 +152,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def _described(group: type[Any], without: Collection[str]) -> str:
-    """The entries under ``Args:`` of a group's docstring, as they stand there, without those of some fields."""
+    """Return the entries under ``Args:`` of a group's docstring, except those of the fields in ``without``."""
     lines = (inspect.getdoc(group) or "").partition(_ARGS)[2].splitlines()
     kept: list[str] = []
     skipping = False

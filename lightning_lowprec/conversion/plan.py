@@ -1,7 +1,7 @@
-"""The plan of a model: for every weight that is multiplied with the tokens, whether it converts, and why not.
+"""The plan of a model: every weight that is multiplied with the tokens, converted or kept with a reason.
 
-A plan is a plain value. It is made without touching weights (a model on the meta device will do), it prints as a table,
-and two plans compare. A plugin applies exactly its plan.
+A plan is a plain value: it prints as a table, and two plans can be compared. Making a plan touches no weight, so a
+model on the meta device works. A plugin applies exactly its plan.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_lowprec.conversion.options import LayerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow(Matmul):
-    """One weight of the model, and whether it converts."""
+    """One weight of the model, and whether the weight converts."""
 
     kept_because: str | None
-    """The reason why the weight stays in high precision; None if it converts."""
+    """The reason why the weight stays in high precision; None: the weight converts."""
     gain: float | None
     """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
     trains: bool
@@ -36,7 +36,7 @@ class PlanRow(Matmul):
 
 @dataclass(frozen=True)
 class Plan:
-    """What conversion does to a model."""
+    """The rows of all weights of one model."""
 
     rows: tuple[PlanRow, ...]
 
@@ -46,11 +46,11 @@ class Plan:
         return tuple(row.fqn for row in self.rows if row.kept_because is None)
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
-        """The converted rows that FP8 is expected to slow down."""
+        """Return the converted rows that FP8 is expected to slow down."""
         return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
     def summary(self) -> str:
-        """One line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
+        """Return one line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
         kept = [row for row in self.rows if row.kept_because is not None]
         if not kept:
@@ -63,7 +63,7 @@ class Plan:
         return f"{text}, kept {len(kept)}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
-        """A table, one line per weight."""
+        """Show a table, one line per weight."""
         if not self.rows:
             return "(the model has no Linear)"
         width = max(len(row.fqn) for row in self.rows)
@@ -84,17 +84,17 @@ def make_plan(
     alignment: int = selection.FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
 ) -> Plan:
-    """The plan for ``model``. Reads names, shapes and dtypes only: a model on the meta device will do.
+    """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
     Args:
-        model: any module; a root Linear is a row of its own.
-        options: the user's wishes beside the built-in rules.
-        recipe: whose break-even points and gains are meant.
-        alignment: what features must be multiples of.
+        model: any module, also a single Linear.
+        options: the user's choices beside the built-in rules.
+        recipe: the recipe whose break-even points and gains are used.
+        alignment: features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
 
     Raises:
-        ValueError: a name or pattern that matches no Linear, or blocks that are asked for and not there.
+        ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options = options or LayerOptions()
     reasons = selection.by_user(model, options)

@@ -25,7 +25,7 @@ def unsupported(
     alignment: int = FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
 ) -> str | None:
-    """Why this weight cannot convert, whatever the user wishes, or None.
+    """Return why this weight cannot convert under any options, or None if it can.
 
     Args:
         matmul: the weight.
@@ -39,7 +39,7 @@ def unsupported(
         return f"no Linear ({matmul.kind})"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "out_proj of a MultiheadAttention, which never calls it"
-    if getattr(module, "own_class", type(module)) is not nn.Linear:  # converted in place, it is one still
+    if getattr(module, "own_class", type(module)) is not nn.Linear:  # `own_class`: converted in place
         return f"a subclass of Linear ({type(module).__name__})"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
@@ -51,15 +51,15 @@ def unsupported(
 
 
 def built_in(model: nn.Module) -> dict[str, str]:
-    """What is kept unless the user names it in ``only``: output heads, routers of mixtures, LoRA adapters."""
+    """Return output heads, routers of mixtures and LoRA adapters by fqn; only ``only`` can convert such a layer."""
     return {**dict(_routers(model)), **dict(_adapters(model)), **output_heads(model)}
 
 
 def output_heads(model: nn.Module) -> dict[str, str]:
-    """The output heads by fqn, with the rule that found them.
+    """Return the output heads by fqn, with the rule that found them.
 
-    The first rule that finds any decides: ``get_output_embeddings()``; a weight tied to an Embedding; an fqn ending
-    in one of ``HEAD_NAMES``. Never simply the last Linear, which in many models is an ordinary one.
+    The first rule that finds a head decides: ``get_output_embeddings()``; a weight tied to an Embedding; an fqn ending
+    in one of ``HEAD_NAMES``. No rule takes the last Linear, which in many models is an ordinary layer.
     """
     candidates = linears(model)
     for rule in (_declared_heads, _tied_heads, _named_heads):
@@ -93,7 +93,7 @@ def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """A router in FP8 sends tokens to other experts: anything called router, and a gate beside experts."""
+    """Yield layers called router, and gates beside experts: in FP8 they would send tokens to other experts."""
     for fqn in linears(model):
         *path, name = fqn.split(".")
         if any(part == "router" or part.endswith("_router") for part in (*path, name)):
@@ -105,18 +105,18 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """PEFT's low-rank adapters: too narrow to gain, and the only weights that train."""
+    """Yield PEFT's low-rank adapters: too narrow to gain, and the only weights that train."""
     for fqn in linears(model):
         if any(part.startswith("lora_") for part in fqn.split(".")):
             yield fqn, "LoRA adapter"
 
 
 def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
-    """What ``keep``, ``only`` and the first/last options keep, by fqn.
+    """Return the layers that ``keep``, ``only`` and the first/last options keep, by fqn, with the reason.
 
     Raises:
-        ValueError: a name or pattern that matches no Linear (the nearest fqns are listed), or first and last blocks
-            of a model without stacks of blocks.
+        ValueError: a name or pattern matches no Linear (the message has the nearest fqns), or the model has no stack of
+            blocks whose first and last blocks could be kept.
     """
     kept: dict[str, str] = {}
     if options.only is not None:
@@ -130,7 +130,7 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
 
 
 def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
-    """The fqns that a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches."""
+    """Return the fqns that a name or pattern matches (see :func:`matches`); raise if there is none."""
     fqns = list(linears(model))
     found = [fqn for fqn in fqns if matches(pattern, fqn)]
     if not found:
@@ -143,7 +143,7 @@ def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Whether a name (whole components: ``"lm_head"``, ``"blocks.0"``) or pattern (``"*.mlp.*"``) means ``fqn``."""
+    """Return whether a name (whole components: ``"blocks.0"``) or pattern (``"*.mlp.*"``) matches ``fqn``."""
     if any(c in pattern for c in "*?["):
         return fnmatchcase(fqn, pattern)
     return f".{pattern}." in f".{fqn}."
@@ -166,7 +166,7 @@ def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
 
 
 def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
-    """By fqn: the outermost ModuleLists with several children of one class that hold one of the modules ``having``."""
+    """Return the outermost ModuleLists of several children of one class that hold a module of ``having``, by fqn."""
     wanted = set(map(id, having))
     stacks: dict[str, nn.ModuleList] = {}
     for fqn, module in model.named_modules():

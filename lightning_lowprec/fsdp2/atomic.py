@@ -27,7 +27,6 @@ from torch import distributed as dist
 T = TypeVar("T")
 META: Final = "meta.pt"
 """The file in a folder that holds everything but the tensors of model and optimizers; the name is Lightning's."""
-_OWN_FILES: Final = (META, ".metadata")  # and *.distcp: the files of a sharded checkpoint
 
 
 def aside(path: Path) -> Path:
@@ -41,36 +40,24 @@ def kept(path: Path) -> Path:
 
 
 def find(path: Path) -> Path:
-    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    if path.exists():
-        return path
-    if kept(path).exists():
-        return kept(path)
-    raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
-
-
-def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether ``path`` is the folder of a sharded checkpoint."""
-    return path.is_dir() and (path / META).is_file()
+    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames."""
+    found = path if path.exists() else kept(path)
+    if not found.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
+    if found.is_dir() and not (found / META).is_file():
+        raise ValueError(
+            f"{str(path)!r} is a folder without {META!r}, so it is no sharded checkpoint of Lightning or of this"
+            " package. Give the folder of a sharded checkpoint, or the file of a full one."
+        )
+    return found
 
 
 @contextmanager
 def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     """Yield a path to write a checkpoint to; when all ranks are done, rename that path to ``path``.
 
-    All ranks of the default process group enter and leave this context together.
-
-    Args:
-        path: the checkpoint to create or to replace; the same on all ranks, in a folder that all ranks see.
-        folder: True: all ranks write into a folder, which exists already. False: rank 0 writes a file.
-
-    Raises:
-        IsADirectoryError: ``path`` is a folder that holds something else and no checkpoint.
-        RuntimeError: another rank failed.
+    All ranks of the default process group enter and leave this context together, with the same path. All of them write
+    into a ``folder``, which exists already, or rank 0 writes a file.
     """
     on_rank_zero(lambda: _prepare(path, folder))
     error: Exception | None = None
@@ -78,10 +65,12 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
         yield aside(path)
     except Exception as failure:
         error = failure
-    errors = _all_errors(error)
+    errors: list[Any] = [None if error is None else f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        own, errors = errors[0], [None] * dist.get_world_size()
+        dist.all_gather_object(errors, own)
     if any(errors):
-        if _rank() == 0:
-            _delete(aside(path))
+        on_rank_zero(lambda: _delete(aside(path)))
         if error is not None:
             raise error
         rank, message = next((rank, e) for rank, e in enumerate(errors) if e)
@@ -98,7 +87,7 @@ def remove(path: Path) -> None:
 def on_rank_zero(action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0, and return its result or raise its error on all ranks."""
     outcome: list[Any] = [None, None]
-    if _rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except Exception as error:
@@ -112,7 +101,13 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def _prepare(path: Path, folder: bool) -> None:
-    _check_replaceable(path)
+    if path.is_dir() and not path.is_symlink() and not (path / META).is_file():
+        inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
+        if inside:
+            raise IsADirectoryError(
+                f"{str(path)!r} is a folder that holds no checkpoint but {', '.join(inside[:3])}; saving there would"
+                " delete that. Choose another path."
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete(aside(path))
     if folder:
@@ -126,32 +121,15 @@ def _commit(path: Path) -> None:
         _delete(old)
         path.rename(old)
     new.replace(path)
-    if os.path.lexists(old):
-        _move_other_files(old, path)
-        _delete(old)
-
-
-def _check_replaceable(path: Path) -> None:
-    """Check before a folder is replaced that the folder is a checkpoint, or empty."""
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint_folder(path):
-        inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
-        if inside:
-            raise IsADirectoryError(
-                f"{str(path)!r} is a folder that holds no checkpoint but {', '.join(inside[:3])}; saving there would"
-                " delete that. Choose another path."
-            )
+    if old.is_dir() and path.is_dir() and not old.is_symlink():
+        for entry in old.iterdir():
+            if not _is_own_file(entry) and not os.path.lexists(path / entry.name):
+                entry.rename(path / entry.name)  # no part of a checkpoint, such as a user's notes
+    _delete(old)
 
 
 def _is_own_file(entry: Path) -> bool:
-    return entry.name in _OWN_FILES or entry.suffix == ".distcp"
-
-
-def _move_other_files(old: Path, new: Path) -> None:
-    """Move files that are no part of a checkpoint (a user's notes) from the old folder to the new one."""
-    if old.is_dir() and new.is_dir() and not old.is_symlink():
-        for entry in old.iterdir():
-            if not _is_own_file(entry) and not os.path.lexists(new / entry.name):
-                entry.rename(new / entry.name)
+    return entry.name in (META, ".metadata") or entry.suffix == ".distcp"
 
 
 def _delete(path: Path) -> None:
@@ -169,16 +147,3 @@ def _sync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _all_errors(error: Exception | None) -> list[str | None]:
-    own = None if error is None else f"{type(error).__name__}: {error}"
-    if not dist.is_initialized():
-        return [own]
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, own)
-    return errors
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -12,17 +12,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import checkpoint, checkpoint_layouts, torchao_optimizers
+from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.meshes import clip_grad_norm
+from lightning_lowprec.fsdp2.shard import is_sharded
+from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, StoredFolder, open_checkpoint
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.base import LowPrecision
 
 
 class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
-
-    parent_arguments: ClassVar[Mapping[str, Any]] = {"parallelize_fn": None}  # `setup_module` here does not call it
-    takes_checkpoint_io = False
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -34,7 +33,6 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer, built before or after sharding, update the shards."""
         self.sharding.follow(optimizer)
-        torchao_optimizers.check(optimizer)
         if isinstance(self.precision, LowPrecision):
             self.precision.see_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
@@ -69,20 +67,29 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save ``state`` completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
-
-        Raises:
-            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
-            ValueError: ``state`` has no sharded model, or several.
-            NotImplementedError: ``filter`` is given, and checkpoints are folders.
-        """
-        checkpoint_layouts.check_storage_options(storage_options)
+        """Save ``state`` completely, or not at all: one sharded model, its optimizers, and anything else."""
+        checkpoint.check_storage_options(storage_options)
         if filter is not None and not self.is_full:
             raise NotImplementedError(
                 "`filter=` leaves entries out, and a sharded checkpoint without them could not be loaded. Use"
                 " `state_dict_type='full'`."
             )
-        checkpoint_layouts.save_state(Path(self.broadcast(path)), state, full=self.is_full, filter=filter)
+        _, model = _one_model(state, "save")
+        shards: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Module):
+                shards[key] = checkpoint.model_state(value, full=self.is_full)
+            elif isinstance(value, Optimizer):
+                shards[key] = optimizer_state.collect(model, value, full=self.is_full)
+            else:
+                stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+                rest[key] = value.state_dict() if stateful else value
+        for key, keep in (filter or {}).items():
+            for part in (shards, rest):
+                if isinstance(part.get(key), Mapping):
+                    part[key] = {name: value for name, value in part[key].items() if keep(name, value)}
+        checkpoint.save(Path(self.broadcast(path)), shards, rest, full=self.is_full)
 
     @override
     def load_checkpoint(
@@ -95,16 +102,35 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Load a checkpoint of any precision and number of ranks into ``state``; return what ``state`` has no key for.
 
         The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
-
-        Raises:
-            ValueError: ``state`` has no sharded model, or several; or the checkpoint belongs to another model.
-            KeyError: the checkpoint lacks an entry of ``state``, with ``strict=True``.
-            FileNotFoundError: there is no checkpoint.
         """
-        found = checkpoint.locate(Path(self.broadcast(path)))
+        stored = open_checkpoint(Path(self.broadcast(path)), weights_only is not False)
         if isinstance(state, Module):
-            checkpoint_layouts.load_raw(found, state, strict=strict)
+            if isinstance(stored, StoredFolder):
+                raise ValueError(f"{str(path)!r} is a folder; `fabric.load_raw` loads the file of a full state dict.")
+            checkpoint.load(StoredFile({"model": stored.rest}), state, "model", {}, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise ValueError(f"`state={type(state).__name__}` is not valid; expected a model, or a dict with one.")
-        return checkpoint_layouts.load_state(found, state, strict=strict, weights_only=weights_only is not False)
+        key, model = _one_model(state, "load")
+        stored.check_keys(state if strict else [key])
+        optimizers = {k: value for k, value in state.items() if isinstance(value, Optimizer) and k in stored.keys}
+        checkpoint.load(stored, model, key, optimizers, strict=strict)
+        for name in [name for name in state if name in stored.rest]:
+            value = stored.rest.pop(name)
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(value)
+            else:
+                state[name] = value
+        return stored.rest
+
+
+def _one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
+    """Return the sharded model in a Fabric state, with its key."""
+    models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
+    if len(models) == 1:
+        return next(iter(models.items()))
+    found = f"{len(models)} sharded models ({', '.join(models)})" if models else "no sharded model"
+    raise ValueError(
+        f"fabric.{verb}: found {found} in the state, expected one. Set the model up first (`fabric.setup`) and pass it,"
+        " with its optimizers, as `{'model': model, ...}`; several models go into several checkpoints."
+    )

@@ -11,13 +11,11 @@ that is loaded then.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from types import MethodType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,33 +24,22 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.private.torch import keep_in_forward, prepare_backward_from
 
-TOGGLES: Final = ("toggle_optimizer", "untoggle_optimizer")
-"""The methods of a LightningModule that change ``requires_grad``."""
-
 
 def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> ForwardHooks:
-    """Install the hooks on a sharded model. Each method of ``methods`` that the model has is treated like ``forward``.
-
-    Args:
-        model: the root, sharded.
-        scales: the scales of the weights that are gathered as float8, if there are any.
-        methods: names of methods that compute without calling ``model(...)``, such as ``training_step``.
-    """
+    """Install the hooks on a sharded model, and on ``methods`` that compute without calling ``model(...)``."""
     hooks = ForwardHooks(model, scales)
     # the first hook runs before FSDP2's own, the second one after it
     model.register_forward_pre_hook(lambda module, args, kwargs: hooks.begin(), prepend=True, with_kwargs=True)
     model.register_forward_hook(lambda module, args, kwargs, output: hooks.end(), with_kwargs=True, always_call=True)
-    for name in TOGGLES:
-        if callable(getattr(model, name, None)):
-            setattr(model, name, MethodType(_with_copied_flags(getattr(model, name), hooks), model))
+    for name in ("toggle_optimizer", "untoggle_optimizer"):  # a LightningModule's
+        if hasattr(model, name):
+            setattr(model, name, _with_copied_flags(getattr(model, name), hooks))
     for name in methods:
-        if callable(getattr(model, name, None)):
-            signature = inspect.signature(getattr(model, name))
-            setattr(model, name, MethodType(_as_one_forward(getattr(model, name)), model))
-            register_fsdp_forward_method(model, name)
-            method = _with_hooks(getattr(model, name), hooks)
-            _set_signature(method, signature)
-            setattr(model, name, MethodType(method, model))
+        method = getattr(model, name)
+        setattr(model, name, _as_one_forward(method, model))
+        register_fsdp_forward_method(model, name)
+        # the Trainer reads which arguments to pass: `wraps` shows it the signature of the user's method
+        setattr(model, name, wraps(method)(_with_hooks(getattr(model, name), hooks)))
     return hooks
 
 
@@ -60,35 +47,32 @@ def _with_copied_flags(method: Callable[..., Any], hooks: ForwardHooks) -> Calla
     """Wrap a method that changes ``requires_grad`` of the shards, so that gathered weights change too."""
 
     @wraps(method)
-    def with_copied_flags(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = method(*args, **kwargs)
+    def with_copied_flags(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
         hooks.copy_flags()
-        return output
 
     return with_copied_flags
 
 
-def _as_one_forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that may call ``self(...)``, so that FSDP2 takes the whole method for one forward pass.
+def _as_one_forward(method: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """Wrap a method that may call ``model(...)``, so that FSDP2 takes the whole method for one forward pass.
 
     Otherwise FSDP2 believes that the pass is over when the inner call returns. It then frees the root's weights when
     the method returns, whatever ``reshard_after_forward`` says, and gathers them twice per step. Without gradients that
     is right, because no backward pass would free the weights.
     """
 
-    @wraps(method)
-    def as_one_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def as_one_forward(*args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
         if torch.is_grad_enabled():
-            keep_in_forward(self)
+            keep_in_forward(model)
         return output
 
     return as_one_forward
 
 
 def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
-    @wraps(method)
-    def with_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def with_hooks(*args: Any, **kwargs: Any) -> Any:
         hooks.begin()
         try:
             return method(*args, **kwargs)
@@ -98,20 +82,8 @@ def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[...
     return with_hooks
 
 
-def _set_signature(function: Any, signature: inspect.Signature) -> None:
-    """Give an unbound ``function`` the signature of a bound method: the Trainer reads which arguments to pass."""
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    function.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
-    del function.__wrapped__  # else `inspect` follows it, and drops one argument for each bound method on the way
-
-
 class ForwardHooks:
-    """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward.
-
-    Args:
-        model: the root, sharded.
-        scales: the scales of the weights that are gathered as float8, if there are any.
-    """
+    """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward."""
 
     def __init__(self, model: nn.Module, scales: GatherScales | None) -> None:
         self._model = weakref.ref(model)

@@ -33,7 +33,7 @@ torchao has a similar tensor, whose scales silently become stale when a checkpoi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,11 +75,7 @@ _SAME_VALUES = {
 
 
 class GatherScales:
-    """The scales of all weights of one model that are gathered as float8.
-
-    Args:
-        format: the arithmetic of the backend, the same for all layers of a model.
-    """
+    """The scales of all weights of one model that are gathered as float8; all have the ``format`` of one backend."""
 
     def __init__(self, format: WireFormat) -> None:
         self.format = format
@@ -99,28 +95,19 @@ class GatherScales:
         if not self.stale or not self.weights:
             return
         for weights in by_mesh(self.weights):
-            self._compute(weights)
+            amax: Any = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
+            # offloaded shards are on CPU, which nccl does not reduce
+            amax = torch.clamp(amax.to(amax.device_mesh.device_type), min=self.format.least_amax)
+            scales = self.format.scales(amax.to_local())
+            for weight, scale in zip(weights, scales.unbind(), strict=True):
+                shard: Any = local_tensor(weight)
+                shard._scale = scale
         self.stale = False
         self.reductions += 1
 
-    def _compute(self, weights: list[Tensor]) -> None:
-        amax = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
-        # offloaded shards are on CPU, which nccl does not reduce
-        amax = torch.clamp(amax.to(cast(DTensor, amax).device_mesh.device_type), min=self.format.least_amax)
-        scales = self.format.scales(cast(DTensor, amax).to_local())
-        for weight, scale in zip(weights, scales.unbind(), strict=True):
-            shard = local_tensor(weight)
-            assert isinstance(shard, Fp8GatherShard)
-            shard._scale = scale
-
 
 class Fp8GatherShard(Tensor):
-    """A shard that is gathered as float8; it has the values in high precision.
-
-    Args:
-        tensor: the values, any float dtype; shared, not copied.
-        scales: the scales of the model that the weight belongs to.
-    """
+    """A shard that is gathered as float8; it shares the values of ``tensor`` in high precision."""
 
     _tensor: Tensor
     _scales: GatherScales
@@ -129,15 +116,9 @@ class Fp8GatherShard(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
         """Return a tensor without memory, shaped and strided like ``tensor``."""
+        same = {name: getattr(tensor, name) for name in ("dtype", "layout", "device", "requires_grad")}
         made: Fp8GatherShard = make_wrapper_subclass(
-            cls,
-            tensor.size(),
-            strides=tensor.stride(),
-            storage_offset=tensor.storage_offset(),
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
+            cls, tensor.size(), strides=tensor.stride(), storage_offset=tensor.storage_offset(), **same
         )
         return made
 
@@ -217,17 +198,7 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
     A weight that a layer without FP8 shares (tied embeddings) does not change, and neither does a weight that is no
-    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``.
-
-    Args:
-        model: converted.
-        shards: the number of parts that each weight will be cut into.
-
-    Returns:
-        The scales; None if ``model`` has no weight to gather as float8.
-
-    Raises:
-        ValueError: a weight does not divide into equal parts.
+    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
     """
     check_even(model, shards)
     layers = _gathered_layers(model)

@@ -10,36 +10,29 @@ import torch
 from lightning.fabric import strategies as fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import strategies as trainer
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, wrap
 
 from lightning_lowprec.fsdp2.options import Modules
-from lightning_lowprec.private.lightning import FsdpChoices, fsdp_choices
+from lightning_lowprec.private.lightning import fsdp_choices
 from lightning_lowprec.private.torch import classes_of
 
 FSDP1: Final = (fabric.FSDPStrategy, trainer.FSDPStrategy)
 DROPPED: Final = ("backward_prefetch", "device_id", "forward_prefetch", "limit_all_gathers")
 """These options tune FSDP1's speed and memory. FSDP2 has no such options; the result of training is the same."""
+_CARRIED: Final = ("state_dict_type", "process_group_backend", "timeout", "cluster_environment", "checkpoint_io")
+"""Choices that have the same name and meaning in our strategies."""
 _NO_EQUAL: Final = {
     "ignored_modules": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
     "ignored_states": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
     "param_init_fn": "give the modules a `reset_parameters()`, which is called where a model starts on meta",
     "process_group": "say how many copies there are with `replicate=`",
 }
+"""The remedy for choices that FSDP2 has no equal for."""
 
 
 def translate(strategy: Any) -> dict[str, Any]:
-    """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line.
-
-    Args:
-        strategy: an ``FSDPStrategy`` of the Trainer or of Fabric, not set up yet.
-
-    Raises:
-        TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
-        ValueError: FSDP2 has no equal for a choice.
-        ImportError: this Lightning stores the choices under other names.
-    """
+    """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line."""
     if type(strategy) not in FSDP1:
         derived = " derives from FSDPStrategy, and what it changes is not known" if isinstance(strategy, FSDP1) else ""
         raise TypeError(
@@ -48,39 +41,34 @@ def translate(strategy: Any) -> dict[str, Any]:
             " `FabricFSDP2Strategy`), or an `FSDPStrategy(...)` to `from_fsdp`."
         )
     choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, fabric.FSDPStrategy))
-    _check_owned_by_others(choices)
-    kwargs = choices.kwargs
-    arguments = {
-        "state_dict_type": choices.state_dict_type,
-        "process_group_backend": choices.process_group_backend,
-        "timeout": choices.timeout,
-        "cluster_environment": strategy.cluster_environment,
-        "checkpoint_io": choices.checkpoint_io,
-        **_sharding(strategy.sharding_strategy.name, kwargs.pop("device_mesh", None)),
-        **_dtypes(strategy.mixed_precision),
+    owned = {
+        "precision": choices["precision"],
+        "accelerator": strategy.accelerator,
+        "devices": strategy.parallel_devices,
     }
-    if kwargs.get("auto_wrap_policy") is not None:
-        arguments["wrap"] = _modules(kwargs["auto_wrap_policy"], "auto_wrap_policy", "wrap")
-    if choices.activation_checkpointing:
-        arguments["activation_checkpointing"] = _checkpointed(choices.activation_checkpointing)
-    if strategy.cpu_offload.offload_params:
-        arguments["cpu_offload"] = True
-    if kwargs.get("sync_module_states"):
-        arguments["sync_module_states"] = True
-    dropped = _dropped(kwargs)
-    arguments = {name: value for name, value in arguments.items() if value is not None or name == "timeout"}
-    _log(arguments, dropped)
-    return arguments
-
-
-def _check_owned_by_others(choices: FsdpChoices) -> None:
-    owned = {"precision": choices.precision, "accelerator": choices.accelerator, "devices": choices.devices}
-    for argument, value in owned.items():
+    for name, value in owned.items():
         if value is not None:
             raise ValueError(
-                f"`FSDPStrategy` was given {value!r}; pass `{argument}=` to Trainer or Fabric instead (a plugin by"
+                f"`FSDPStrategy` was given {value!r}; pass `{name}=` to Trainer or Fabric instead (a plugin by"
                 " `plugins=`)."
             )
+    fsdp, checkpointing = choices["fsdp"], choices["activation_checkpointing"] or {}
+    policy = checkpointing.get("auto_wrap_policy")
+    recomputed = _modules(policy, "activation_checkpointing_policy", "activation_checkpointing")
+    if "check_fn" in checkpointing:  # Lightning's deprecated `activation_checkpointing`
+        recomputed = _by_module(checkpointing["check_fn"])
+    arguments = {
+        **{name: choices.get(name) for name in _CARRIED},
+        **_sharding(choices["sharding_strategy"].name, fsdp.get("device_mesh")),
+        **_dtypes(choices["mixed_precision"]),
+        "wrap": _modules(fsdp.get("auto_wrap_policy"), "auto_wrap_policy", "wrap"),
+        "activation_checkpointing": recomputed,
+        "cpu_offload": choices["cpu_offload"].offload_params or None,
+        "sync_module_states": fsdp.get("sync_module_states") or None,
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None or name == "timeout"}
+    _log(arguments, _dropped(fsdp))
+    return arguments
 
 
 def _sharding(name: str, mesh: tuple[int, ...] | DeviceMesh | None) -> dict[str, Any]:
@@ -88,9 +76,14 @@ def _sharding(name: str, mesh: tuple[int, ...] | DeviceMesh | None) -> dict[str,
         raise ValueError("`sharding_strategy='NO_SHARD'` shards nothing; use `strategy='ddp'`.")
     hybrid, keep = "HYBRID" in name, name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
     options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
-    shape = tuple(mesh) if isinstance(mesh, tuple) else None if mesh is None else _shape(mesh)
-    if shape is None:
+    if mesh is None:
         return options | ({"replicate": "nodes"} if hybrid else {})
+    if isinstance(mesh, DeviceMesh) and not torch.equal(mesh.mesh.flatten().cpu(), torch.arange(mesh.mesh.numel())):
+        raise ValueError(
+            f"`device_mesh={mesh}` orders the ranks in its own way; FSDP2 here takes them in their order. Use"
+            " `replicate=`, or `lightning_lowprec.parallelize(model, mesh, plugin)` with your own mesh."
+        )
+    shape = mesh if isinstance(mesh, tuple) else tuple(mesh.mesh.shape)
     if len(shape) != (2 if hybrid else 1):
         raise ValueError(
             f"`device_mesh={mesh!r}` does not go with `sharding_strategy={name!r}`; a mesh (copies, shards) goes with"
@@ -99,25 +92,15 @@ def _sharding(name: str, mesh: tuple[int, ...] | DeviceMesh | None) -> dict[str,
     return options | {"replicate": shape[0] if hybrid else 1, "shards": shape[-1]}
 
 
-def _shape(mesh: DeviceMesh) -> tuple[int, ...]:
-    if not torch.equal(mesh.mesh.flatten().cpu(), torch.arange(mesh.mesh.numel())):
-        raise ValueError(
-            f"`device_mesh={mesh}` orders the ranks in its own way; FSDP2 here takes them in their order. Use"
-            " `replicate=`, or `lightning_lowprec.parallelize(model, mesh, plugin)` with your own mesh."
-        )
-    return tuple(mesh.mesh.shape)
-
-
 def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
     if chosen is None:
         return {}
-    default = MixedPrecision()
     remedies = {
         "keep_low_precision_grads": "leave it out; 'bf16-master' keeps bf16 gradients (and float32 masters)",
         "_module_classes_to_ignore": "leave it out, or give these modules another `wrap` and no `param_dtype`",
     }
     for name, remedy in remedies.items():
-        got, usual = getattr(chosen, name, None), getattr(default, name, None)
+        got, usual = getattr(chosen, name, None), getattr(MixedPrecision(), name, None)
         if got != usual:
             raise ValueError(f"`MixedPrecision({name}={got!r})` has no equal in FSDP2 (only {usual!r}): {remedy}.")
     return {
@@ -127,28 +110,18 @@ def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
     }
 
 
-def _checkpointed(kwargs: Mapping[str, Any]) -> Any:
-    if "check_fn" in kwargs:  # Lightning's deprecated `activation_checkpointing`
-        return _by_module(kwargs["check_fn"])
-    return _modules(kwargs["auto_wrap_policy"], "activation_checkpointing_policy", "activation_checkpointing")
-
-
-def _modules(policy: Any, argument: str, option: str) -> Modules:
+def _modules(policy: Any, argument: str, option: str) -> Modules | None:
     """Return classes, or a predicate of fqn and module, that choose the same modules as an FSDP1 policy.
 
-    Args:
-        policy: a set of classes, or one of torch's policies.
-        argument: its name in FSDPStrategy, for messages.
-        option: its name in FSDP2, for messages.
-
-    Raises:
-        ValueError: a policy by size, or a function of the user's, which FSDP1 calls with sizes.
+    Messages name the ``argument`` of FSDPStrategy and the ``option`` of FSDP2.
     """
+    if policy is None:
+        return None
     remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"
     given = getattr(policy, "keywords", {})
     function = policy.func if isinstance(policy, partial) else policy
-    if isinstance(policy, (set, wrap.ModuleWrapPolicy)):
-        classes = policy if isinstance(policy, set) else classes_of(policy)
+    classes = classes_of(policy) if isinstance(policy, wrap.ModuleWrapPolicy) else policy
+    if isinstance(classes, set):
         return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
     if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in given:
         return _modules(set(given["transformer_layer_cls"]), argument, option)
@@ -156,40 +129,31 @@ def _modules(policy: Any, argument: str, option: str) -> Modules:
         return _by_module(given["lambda_fn"])
     if function is wrap.always_wrap_policy:
         return _by_module(lambda module: any(True for _ in module.parameters(recurse=False)))
+    reason = "has no equal in FSDP2, which does not ask a policy about sizes or where to descend"
     if function is wrap.size_based_auto_wrap_policy:
-        raise ValueError(
-            f"`{argument}={policy!r}` chooses modules by their size, which FSDP2 does not; {remedy}, or leave it out to"
-            " gather the repeated blocks."
-        )
-    raise ValueError(
-        f"`{argument}={policy!r}` has no equal in FSDP2, which does not ask a policy about sizes or where to descend;"
-        f" {remedy}."
-    )
+        reason = "chooses modules by their size, which FSDP2 does not"
+    raise ValueError(f"`{argument}={policy!r}` {reason}; {remedy}, or leave it out to gather the repeated blocks.")
 
 
 def _by_module(function: Any) -> Modules:
-    def predicate(fqn: str, module: nn.Module) -> bool:
-        return bool(function(module))
-
-    return predicate
+    return lambda fqn, module: bool(function(module))
 
 
-def _dropped(kwargs: Mapping[str, Any]) -> list[str]:
-    dropped = [name for name in DROPPED if name in kwargs]
-    if kwargs.get("use_orig_params") is False:
-        dropped.append("use_orig_params")  # True is Lightning's default, and the only way of FSDP2
-    known = {*DROPPED, "auto_wrap_policy", "sync_module_states", "use_orig_params"}
-    for name, value in kwargs.items():
+def _dropped(fsdp: Mapping[str, Any]) -> list[str]:
+    known = {*DROPPED, "auto_wrap_policy", "device_mesh", "sync_module_states", "use_orig_params"}
+    for name, value in fsdp.items():
         if name not in known and value is not None:
-            remedy = _NO_EQUAL.get(name, "leave it out")
-            raise ValueError(f"`FSDPStrategy({name}=...)` has no equal in FSDP2: {remedy}.")
-    return dropped
+            raise ValueError(
+                f"`FSDPStrategy({name}=...)` has no equal in FSDP2: {_NO_EQUAL.get(name, 'leave it out')}."
+            )
+    dropped = [name for name in DROPPED if name in fsdp]
+    # True is Lightning's default, and the only way of FSDP2
+    return dropped if fsdp.get("use_orig_params") is not False else [*dropped, "use_orig_params"]
 
 
 def _log(arguments: Mapping[str, Any], dropped: list[str]) -> None:
-    usual = ("process_group_backend", "timeout", "cluster_environment", "checkpoint_io")
-    shown = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items() if name not in usual)
-    line = f"FSDPStrategy became FSDP2Strategy({shown})"
+    shown = [f"{name}={_shown(v)}" for name, v in arguments.items() if name not in _CARRIED or name == _CARRIED[0]]
+    line = f"FSDPStrategy became FSDP2Strategy({', '.join(shown)})"
     if "wrap" not in arguments:
         line += "; without an auto_wrap_policy, repeated blocks are gathered one by one"
     if dropped:

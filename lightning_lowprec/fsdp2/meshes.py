@@ -22,11 +22,7 @@ TENSOR: Final = "tensor_parallel"
 
 
 def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected: int | None = None) -> int:
-    """Return the number of ranks over which one copy of the model is sharded.
-
-    Raises:
-        ValueError: the sizes do not divide the world, or the result is not ``expected``.
-    """
+    """Return the number of ranks over which one copy of the model is sharded."""
     if world_size % (replicate * tensor_parallel_size):
         raise ValueError(
             f"`replicate={replicate}` times `tensor_parallel_size={tensor_parallel_size}` does not divide the number of"
@@ -43,21 +39,20 @@ def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected:
 
 def make_mesh(device: torch.device, world_size: int, replicate: int, tensor_parallel_size: int) -> DeviceMesh:
     """Return a mesh ``(data_parallel, tensor_parallel)``, with ``replicate`` in front if there are copies."""
-    shape: tuple[int, ...] = (shards(world_size, replicate, tensor_parallel_size), tensor_parallel_size)
-    names: tuple[str, ...] = (SHARD, TENSOR)
+    sizes = {SHARD: shards(world_size, replicate, tensor_parallel_size), TENSOR: tensor_parallel_size}
     if replicate > 1:
-        shape, names = (replicate, *shape), (REPLICATE, *names)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+        sizes = {REPLICATE: replicate, **sizes}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of ``mesh`` for ``fully_shard``: one dimension, or two if there are copies."""
     names = mesh.mesh_dim_names or ()
-    if SHARD not in names:
-        if mesh.ndim <= 2:
-            return mesh  # made and named by the user, without tensor parallelism
+    if SHARD in names:
+        return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
+    if mesh.ndim > 2:
         raise ValueError(f"a mesh with the dimensions {names} has none named {SHARD!r}.")
-    return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
+    return mesh  # made and named by the user, without tensor parallelism
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -93,16 +88,10 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def clip_grad_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes.
-
-    Returns:
-        The norm of all gradients together, a plain scalar tensor.
-
-    Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-    """
+    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
     groups = by_mesh(p for p in parameters if p.grad is not None)
-    norms = [_whole(get_total_norm([p.grad for p in group if p.grad is not None], norm_type)) for group in groups]
+    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     if not norms:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -113,11 +102,6 @@ def clip_grad_norm(
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total, foreach=False)
     return total
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full: Any = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
 
 
 def disable_foreach(optimizer: Optimizer) -> bool:

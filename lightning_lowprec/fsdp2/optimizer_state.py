@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.fp8_gather import plain
 from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
+from lightning_lowprec.private.torch import tree_map_only
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
@@ -37,19 +38,15 @@ def clean(fqn: str) -> str:
 def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     """Return ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
 
-    Args:
-        model: the model whose parameters the optimizer updates.
-        optimizer: with or without masters, which have the name ``master_param``.
-        full: True: whole tensors on the CPU of rank 0, and empty dicts elsewhere. False: DTensors.
+    The tensors are DTensors; if ``full``, they are whole, on the CPU of rank 0, and other ranks get an empty dict.
     """
     state_dict = optimizer.state_dict()
     fqns = _fqns(model, optimizer)
-    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-    fqn_of = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))
+    fqn_of = _by_number(state_dict["param_groups"], fqns)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
-    state = {fqn_of[key]: map_tensors(plain, entry) for key, entry in state_dict["state"].items()}
     state = {
-        fqn: {name: torchao_optimizers.pack(value) for name, value in entry.items()} for fqn, entry in state.items()
+        fqn_of[key]: {name: torchao_optimizers.pack(tree_map_only(Tensor, plain, v)) for name, v in entry.items()}
+        for key, entry in state_dict["state"].items()
     }
     if not full:
         return {"state": state, "param_groups": groups}
@@ -59,7 +56,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
         values = {name: _gathered(value) for name, value in entry.items()}
         if on_rank_zero:
             gathered[fqn] = values
-    return {"state": gathered, "param_groups": map_tensors(whole, groups)} if on_rank_zero else {}
+    return {"state": gathered, "param_groups": tree_map_only(Tensor, whole, groups)} if on_rank_zero else {}
 
 
 def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
@@ -75,27 +72,19 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
     """Return a stored state dict by fqn, with the parameter groups that ``optimizer`` has now.
 
     The stored parameters have names or numbers. Numbers count along the groups, as everywhere in torch.
-
-    Raises:
-        ValueError: the optimizer holds other parameters, or groups them in another way.
     """
     fqns = _fqns(model, optimizer)
     groups = stored["param_groups"]
-    names = [name for group in groups for name in group["params"]]
-    if all(isinstance(name, str) for name in names):
-        return _regrouped({clean(k): v for k, v in stored["state"].items()}, groups, fqns, key)
-    if [len(group["params"]) for group in groups] != [len(group) for group in fqns]:
-        raise ValueError(
-            f"{key!r} of the checkpoint has groups of {[len(g['params']) for g in groups]} parameters, and the"
-            f" optimizer has groups of {[len(g) for g in fqns]}. Build it as it was when the checkpoint was saved."
-        )
-    fqn_of = dict(zip(names, (fqn for group in fqns for fqn in group), strict=True))
-    state = {fqn_of[name]: entry for name, entry in stored["state"].items()}
-    return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
-
-
-def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: str) -> StateDict:
-    group_of = {clean(fqn): i for i, group in enumerate(groups) for fqn in group["params"]}
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        if [len(group["params"]) for group in groups] != [len(group) for group in fqns]:
+            raise ValueError(
+                f"{key!r} of the checkpoint has groups of {[len(g['params']) for g in groups]} parameters, and the"
+                f" optimizer has groups of {[len(g) for g in fqns]}. Build it as it was when the checkpoint was saved."
+            )
+        fqn_of = _by_number(groups, fqns)
+        state = {fqn_of[number]: entry for number, entry in stored["state"].items()}
+        return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
+    group_of = {clean(fqn): group for group in groups for fqn in group["params"]}
     held = {fqn for group in fqns for fqn in group}
     if held != group_of.keys():
         only_here, only_there = sorted(held - group_of.keys()), sorted(group_of.keys() - held)
@@ -106,34 +95,36 @@ def _regrouped(state: StateDict, groups: list[Any], fqns: list[list[str]], key: 
         )
     regrouped = []
     for names in fqns:
-        sources = {group_of[fqn] for fqn in names}
+        sources = {id(group_of[fqn]): group_of[fqn] for fqn in names}
         if len(sources) > 1:
             raise ValueError(
                 f"the parameters of one group of the optimizer ({names[0]!r}, ...) are in {len(sources)} groups of"
                 f" {key!r} in the checkpoint. Build it as it was when the checkpoint was saved."
             )
-        source = groups[sources.pop()] if sources else {}
-        regrouped.append({**source, "params": names})
-    return {"state": {fqn: entry for fqn, entry in state.items() if fqn in held}, "param_groups": regrouped}
+        regrouped.append({**next(iter(sources.values()), {}), "params": names})
+    by_name = {clean(fqn): entry for fqn, entry in stored["state"].items()}
+    return {"state": {fqn: entry for fqn, entry in by_name.items() if fqn in held}, "param_groups": regrouped}
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters, quantised state too."""
-    return {fqn: _placed_entry(entry, params[fqn]) for fqn, entry in state.items()}
 
+    def placed_like(value: Any, like: Tensor) -> Any:
+        def one(tensor: Tensor) -> Tensor:
+            return place(tensor, like) if is_placed_like(tensor.shape, like) else tensor.detach().clone()
 
-def _placed_entry(entry: Mapping[str, Any], like: Tensor) -> StateDict:
-    def one(value: Tensor) -> Tensor:
-        return place(value, like) if is_placed_like(value.shape, like) else value.detach().clone()
+        return unpacked(torchao_optimizers.pack(value), like, one)
 
-    return {name: unpacked(torchao_optimizers.pack(value), like, one) for name, value in entry.items()}
+    return {
+        fqn: {name: placed_like(value, params[fqn]) for name, value in entry.items()} for fqn, entry in state.items()
+    }
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
     """Return quantised state built again, or any other ``value`` with ``one`` applied to every tensor in it."""
     if isinstance(value, Mapping) and torchao_optimizers.CLASS in value:
         return torchao_optimizers.unpack(value, like)
-    return map_tensors(one, value)
+    return tree_map_only(Tensor, one, value)
 
 
 def load(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -160,22 +151,17 @@ def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
     return values
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to every tensor in its dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, v) for v in value)
-    return value
-
-
 def _gathered(value: Any) -> Any:
-    gathered = map_tensors(whole, value)
+    gathered = tree_map_only(Tensor, whole, value)
     if isinstance(gathered, Mapping) and torchao_optimizers.CLASS in gathered:
         return torchao_optimizers.unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
     return gathered
+
+
+def _by_number(groups: list[Any], fqns: list[list[str]]) -> dict[Any, str]:
+    """Return the fqn of every number in stored parameter groups."""
+    numbers = [number for group in groups for number in group["params"]]
+    return dict(zip(numbers, (fqn for group in fqns for fqn in group), strict=True))
 
 
 def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -108,9 +108,10 @@ class ShardChoices(TypedDict, total=False):
 
 def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
     is_word = any(value is word or (isinstance(word, str) and value == word) for word in words)
-    is_predicate = callable(value) and not isinstance(value, type)
+    if is_word or (callable(value) and not isinstance(value, type)):
+        return
     classes = list(value) if isinstance(value, Collection) and not isinstance(value, str) else []
-    if is_word or is_predicate or (classes and all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)):
+    if classes and all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         return
     expected = ", ".join(map(repr, words))
     raise ValueError(
@@ -125,46 +126,32 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     A child without parameters is no block, and neither is a child without children, such as a Linear.
     """
     found: dict[str, nn.Module] = {}
-    inside: tuple[str, ...] = ()
     for fqn, module in model.named_modules():
-        if (inside and fqn.startswith(inside)) or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        inside = any(f"{fqn}.".startswith(f"{block}.") for block in found)
+        if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = dict(module.named_children())
         same = len(children) > 1 and len({type(child) for child in children.values()}) == 1
-        deep = all(any(True for _ in child.children()) for child in children.values())
-        if same and deep and all(any(True for _ in child.parameters()) for child in children.values()):
-            prefix = f"{fqn}." if fqn else ""
-            found |= {f"{prefix}{name}": child for name, child in children.items()}
-            inside = (*inside, prefix)
-            if not fqn:
-                break
+        if same and all(list(child.children()) and list(child.parameters()) for child in children.values()):
+            found |= {f"{fqn}.{name}".removeprefix("."): child for name, child in children.items()}
     return found
 
 
 def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
-    """Return the modules that ``choice`` means by fqn, without the model itself.
-
-    Raises:
-        ValueError: the classes or the predicate match nothing.
-    """
+    """Return the modules that ``choice`` means by fqn, without the model itself."""
     if isinstance(choice, str):
         return blocks(model)
-    modules = {fqn: module for fqn, module in model.named_modules() if fqn and _matches(choice, fqn, module)}
+    modules = {fqn: module for fqn, module in model.named_modules() if fqn}
+    if isinstance(choice, Collection):
+        shown = str([cls.__name__ for cls in choice])
+        modules = {fqn: module for fqn, module in modules.items() if isinstance(module, tuple(choice))}
+    else:
+        shown = repr(choice)
+        modules = {fqn: module for fqn, module in modules.items() if choice(fqn, module)}
     if not modules:
         have = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
-            f"`{option}={_shown(choice)}` matches no module of {type(model).__name__}; its modules are of the classes"
+            f"`{option}={shown}` matches no module of {type(model).__name__}; its modules are of the classes"
             f" {', '.join(have)}."
         )
     return modules
-
-
-def _matches(choice: Modules, fqn: str, module: nn.Module) -> bool:
-    if isinstance(choice, Collection):
-        return isinstance(module, tuple(choice))
-    predicate: Callable[[str, nn.Module], bool] = choice
-    return bool(predicate(fqn, module))
-
-
-def _shown(choice: Modules) -> str:
-    return str([c.__name__ for c in choice]) if isinstance(choice, Collection) else repr(choice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,8 @@ def placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
     factors (out, 1) are sharded as the rows of the weight are; its column factors (1, in) are whole on every rank.
     """
     return [
-        placement
-        if not isinstance(placement, Shard)
-        or (placement.dim < len(shape) and shape[placement.dim] == like.shape[placement.dim])
-        else Replicate()
-        for placement in like.placements
+        Replicate() if isinstance(p, Shard) and shape[p.dim : p.dim + 1] != like.shape[p.dim : p.dim + 1] else p
+        for p in like.placements
     ]
 
 
@@ -42,19 +38,19 @@ def place(whole: Tensor, like: Tensor) -> Tensor:
     return placed.to(like.device).clone()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return a tensor to be filled: a DTensor if :func:`is_placed_like` says so, else a whole tensor on every rank."""
-    if not is_placed_like(shape, like):
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, like: Tensor, placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return a tensor to be filled: a DTensor if there are placements for it, else a whole tensor on every rank."""
+    if placements is None and is_placed_like(shape, like) and isinstance(like, DTensor):
+        placements = placements_like(shape, like)
+    if not placements or not isinstance(like, DTensor):
         return torch.empty(tuple(shape), dtype=dtype)
-    assert isinstance(like, DTensor)
-    return torch.distributed.tensor.empty(
-        *shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements_like(shape, like)
-    ).to(like.device)
+    made = torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
+    return made.to(like.device)
 
 
 @torch.no_grad()
-def whole(value: Any) -> Any:
-    """Return a tensor whole on the CPU, by a collective if it is sharded; return anything else unchanged."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whole on the CPU, by a collective if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -34,16 +34,16 @@ from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.fsdp2.weights import cast_buffers, fill, full_values, origin, send_all
+from lightning_lowprec.fsdp2.weights import fill, origin, send_all
 from lightning_lowprec.private.torch import is_batch_norm
+
+_SHARDED_TYPES: Final = (FSDPModule, DTensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """The parts that sharding has added to a model."""
+    """The parts that sharding has added to a model. None of them refers to the model, which may be deleted."""
 
-    groups: Mapping[str, FSDPModule]
-    """The modules that are gathered as one, by fqn; the root is ``""``."""
     traffic: Traffic
     """The all-gathers of the groups."""
     scales: GatherScales | None
@@ -62,16 +62,9 @@ def shard(
     fp8_all_gather: bool,
     methods: tuple[str, ...] = (),
 ) -> Sharded:
-    """Shard ``model`` in place.
+    """Shard a converted ``model`` in place; it may be on meta, or on meta on all ranks but 0.
 
-    Args:
-        model: converted, on any device, on meta, or on meta on all ranks but 0.
-        mesh: see :func:`~lightning_lowprec.fsdp2.meshes.make_mesh`.
-        options: the user's choices.
-        device: the device of this rank.
-        param_dtype: the dtype in which weights are gathered and computed with, unless ``options`` says otherwise.
-        fp8_all_gather: gather the weights of FP8 layers as float8.
-        methods: names of methods that compute without calling the module itself.
+    Choices of the user in ``options`` come before ``param_dtype``. The ``methods`` compute without calling the module.
 
     Raises:
         ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size.
@@ -89,7 +82,7 @@ def shard(
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
-    values = full_values(model) if source == "rank 0" and torch.distributed.get_rank() == 0 else None
+    values = model.state_dict() if source == "rank 0" and torch.distributed.get_rank() == 0 else {}
     scales = gather_in_fp8(model, shards) if fp8_all_gather else None
     if tensor is not None:
         _parallelize(model, tensor, options)
@@ -100,25 +93,27 @@ def shard(
     groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device)
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
-        cast_buffers(model, options.buffer_dtype)
+        for buffer in [buffer for buffer in model.buffers() if buffer.is_floating_point()]:
+            buffer.data = buffer.data.to(options.buffer_dtype)
     if scales is not None:
         scales.collect(model)
     for finish in after_sharding:
         finish(data_mesh)
     hooks = install_hooks(model, scales, methods)
-    return Sharded(groups=groups, traffic=Traffic(groups), scales=scales, hooks=hooks)
+    return Sharded(traffic=Traffic(groups), scales=scales, hooks=hooks)
 
 
 def check_model(model: nn.Module) -> None:
     """Raise TypeError if ``model`` is wrapped by FSDP1, or sharded already."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise TypeError(
-                f"{fqn or type(model).__name__!r} is wrapped by `FullyShardedDataParallel` (FSDP1), which does not mix"
-                " with FSDP2. Leave the wrapping to the strategy (`wrap=` says what is gathered as one)."
-            )
-    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
-    sharded = sharded or [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
+    wrapped = [fqn for fqn, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
+    if wrapped:
+        raise TypeError(
+            f"{wrapped[0] or type(model).__name__!r} is wrapped by `FullyShardedDataParallel` (FSDP1), which does not"
+            " mix with FSDP2. Leave the wrapping to the strategy (`wrap=` says what is gathered as one)."
+        )
+    sharded = [
+        fqn for fqn, part in (*model.named_modules(), *model.named_parameters()) if isinstance(part, _SHARDED_TYPES)
+    ]
     if sharded:
         raise TypeError(
             f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
@@ -160,27 +155,20 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
 
 
 def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: ShardOptions) -> None:
-    if options.activation_checkpointing is False:
+    choice = options.activation_checkpointing
+    if choice is False:
         return
-    if options.activation_checkpointing is True:
-        modules = dict(wrapped)
-        if not modules:
-            raise ValueError(
-                f"`activation_checkpointing=True` takes the modules of `wrap`, and `wrap={options.wrap!r}` found no"
-                f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
-            )
-    else:
-        modules = chosen(model, options.activation_checkpointing, "activation_checkpointing")
-    for module in modules.values():  # an attribute of the instance keeps every fqn; a wrapping module would not
-        module.forward = partial(_recomputed, _checkpoint_for(module), module.forward)
-
-
-def _checkpoint_for(module: nn.Module) -> Any:
-    """Return the checkpoint function of the backend whose layers the block has (it may restore state), else torch's."""
-    for backend in backends.registered():
-        if backend.checkpoint is not None and any(backend.owns(m) for m in module.modules()):
-            return backend.checkpoint()
-    return checkpoint
+    modules = wrapped if choice is True else chosen(model, choice, "activation_checkpointing")
+    if not modules:
+        raise ValueError(
+            f"`activation_checkpointing=True` takes the modules of `wrap`, and `wrap={options.wrap!r}` found no"
+            f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
+        )
+    for module in modules.values():
+        own = [b.checkpoint for b in backends.registered() if b.checkpoint and any(map(b.owns, module.modules()))]
+        recompute = own[0]() if own else checkpoint  # a backend's function may restore state
+        # an attribute of the instance keeps every fqn; a wrapping module would not
+        module.forward = partial(_recomputed, recompute, module.forward)
 
 
 def _recomputed(recompute: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,30 +189,26 @@ def _fully_shard(
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
     }
+    shard_group = partial(
+        fully_shard,
+        mesh=mesh,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=options.reshard_after_forward,
+    )
+    norms: dict[str, nn.Module] = {}
+    if dtypes["param_dtype"] is not None:
+        norms = {fqn: m for fqn, m in model.named_modules() if fqn and is_batch_norm(m) and list(m.parameters())}
+    for fqn in [fqn for fqn in norms if fqn not in wrapped]:  # one group each: they stay float32, like their statistics
+        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
+        shard_group(norms[fqn], mp_policy=policy)
+    for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
+        shard_group(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes))
     # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": offload,
-        "reshard_after_forward": options.reshard_after_forward,
-    }
-    norms = _batch_norms(model, wrapped) if dtypes["param_dtype"] is not None else {}
-    for norm in norms.values():  # one group each: they stay float32, like their statistics, and a group has one dtype
-        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
-        fully_shard(norm, mp_policy=policy, **arguments)
-    for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
-        fully_shard(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes), **arguments)
-    fully_shard(model, mp_policy=root, **arguments)
+    shard_group(model, mp_policy=root)
     return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
-
-
-def _batch_norms(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    norms = {fqn: module for fqn, module in model.named_modules() if is_batch_norm(module)}
-    return {fqn: norm for fqn, norm in norms.items() if fqn and fqn not in wrapped and list(norm.parameters())}
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
-    parameters = any(isinstance(p, DTensor) for p in model.parameters())
-    return parameters or any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(isinstance(part, _SHARDED_TYPES) for part in (*model.modules(), *model.parameters()))

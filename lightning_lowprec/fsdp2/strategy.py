@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack
+from typing import Any, Final, Literal, NamedTuple, Self, Unpack
 
 import torch
 from lightning.fabric import strategies as fabric
@@ -18,14 +18,14 @@ from lightning.pytorch import strategies as trainer
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.fsdp2.forward_hooks import reshard
+from lightning_lowprec.fsdp2 import torchao_optimizers
+from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, disable_foreach, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
@@ -61,9 +61,6 @@ class FSDP2Base:
     """
 
     strategy_name = "fsdp2"
-    parent_arguments: ClassVar[Mapping[str, Any]] = {}
-    """More arguments for the constructor of Lightning's ModelParallelStrategy."""
-    takes_checkpoint_io: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         """Show the options in the docstrings of both strategies."""
@@ -82,13 +79,15 @@ class FSDP2Base:
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
-        if checkpoint_io is not None and not self.takes_checkpoint_io:
+        in_fabric = issubclass(type(self), fabric.Strategy)
+        if checkpoint_io is not None and in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
                 " checkpoints themselves. Leave it out, or use the Trainer."
             )
         self.sharding = Sharding(ShardOptions(**options))
         self.state_dict_type = state_dict_type
+        self.is_full = state_dict_type == "full"
         self.arguments: dict[str, Any] = {
             "state_dict_type": state_dict_type,
             "process_group_backend": process_group_backend,
@@ -103,7 +102,7 @@ class FSDP2Base:
             save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
             timeout=timeout,
-            **self.parent_arguments,
+            **({"parallelize_fn": None} if in_fabric else {}),  # ours shards without such a function
         )
         names.check_model_parallel(self)
         self.cluster_environment = cluster_environment
@@ -114,16 +113,9 @@ class FSDP2Base:
     def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> Self:
         """Translate Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, to FSDP2; a log line says the result.
 
-        Raises:
-            TypeError: ``strategy`` is no ``FSDPStrategy``, or its class derives from ``FSDPStrategy``.
-            ValueError: FSDP2 has no equal for a choice; the message names what to use.
+        It raises for choices that FSDP2 has no equal for, and for classes that derive from ``FSDPStrategy``.
         """
         return cls(**translate(strategy))
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether checkpoints are single files."""
-        return self.state_dict_type == "full"
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -142,16 +134,16 @@ class FSDP2Base:
         world_size = strategy.num_nodes * strategy.num_processes
         tensor = options.tensor_parallel_size
         shards(world_size, copies, tensor, options.shards)  # raises before the process group exists
-        names.set_parallel_sizes(self, world_size // tensor, tensor)
+        names.set_names(self, data_parallel_size=world_size // tensor, tensor_parallel_size=tensor)
         if options.cpu_offload and strategy.process_group_backend is None and strategy.root_device.type == "cuda":
-            names.set_process_group_backend(self, OFFLOADING)
+            names.set_names(self, process_group_backend=OFFLOADING)
         parent.setup_environment()
         if copies > 1:  # a mesh of three dimensions in place of Lightning's
-            names.set_device_mesh(self, make_mesh(strategy.root_device, world_size, copies, tensor))
+            names.set_names(self, device_mesh=make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
 class _Known(NamedTuple):
-    choices: tuple[Any, ...]
+    precision: tuple[Any, ...]
     options: ShardOptions
     sharded: Sharded
 
@@ -160,11 +152,7 @@ _sharded: weakref.WeakKeyDictionary[Module, _Known] = weakref.WeakKeyDictionary(
 
 
 class Sharding:
-    """The sharded models of one strategy.
-
-    Args:
-        options: the user's choices.
-    """
+    """The sharded models of one strategy."""
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
@@ -172,22 +160,13 @@ class Sharding:
         self._unreported: list[Sharded] = []
 
     def check(self, plugin: Any) -> None:
-        """Check that ``plugin`` runs under FSDP2.
-
-        Raises:
-            ValueError: a plugin that does not run under FSDP2, or options that do not fit it.
-            ImportError: torch has moved a private name that is needed here.
-        """
+        """Raise if ``plugin`` does not run under FSDP2, or not with these options, or not with this torch."""
         check(FSDP2)
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
 
     def meet(self, plugin: Any, device: torch.device) -> None:
-        """Let the precision plugin and the options know of each other; the strategy has its device now.
-
-        Raises:
-            ValueError: see :meth:`check`.
-        """
+        """Check the precision plugin, and let it know the device, which the strategy has now."""
         self.check(plugin)
         if isinstance(plugin, LowPrecision):
             plugin.bind_device(device)
@@ -198,12 +177,12 @@ class Sharding:
     def knows(self, model: Module, plugin: Any) -> bool:
         """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
         known = _sharded.get(model)
-        return known is not None and known.choices == _identity(plugin)
+        return known is not None and known.precision == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
-            self._warn_of_other_options(model)
+            _warn_of_other_options(model, _sharded[model].options, self.options)
             if isinstance(plugin, LowPrecision):
                 plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
@@ -219,20 +198,10 @@ class Sharding:
         )
         if isinstance(plugin, LowPrecision):
             plugin.cast_shards(model)
-        replacements.record()
+        replacements.record(model)
         self._replacements.append(replacements)
         self._unreported.append(sharded)
         _sharded[model] = _Known(_identity(plugin), self.options, sharded)
-
-    def _warn_of_other_options(self, model: Module) -> None:
-        """Warn of options that differ from the options that ``model`` was sharded with."""
-        before, now = vars(_sharded[model].options), vars(self.options)
-        kept = [f"{n}={before[n]!r}" for n in before if n not in NOT_COMPARED and _differ(before[n], now[n])]
-        if kept:
-            rank_zero_warn(
-                f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
-                " for other options build the model anew."
-            )
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update the new parameters."""
@@ -240,23 +209,10 @@ class Sharding:
             replacements.put_into(optimizer)
         if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
-
-    def before_backward(self, model: Module | None, loss: Tensor) -> None:
-        """Prepare a backward pass from ``loss``, which may begin within ``training_step``."""
-        if model is not None and model in _sharded:
-            _sharded[model].sharded.hooks.before_backward(loss)
-
-    def gather_again(self, model: Module | None) -> None:
-        """Gather the root's weights again, if a backward pass or a step within ``training_step`` has just ended."""
-        if model is not None and model in _sharded:
-            _sharded[model].sharded.hooks.gather_again()
+        torchao_optimizers.check(optimizer)
 
     def after_step(self) -> None:
-        """Log what was gathered, once after the first step.
-
-        Raises:
-            RuntimeError: weights were not gathered as float8 although they were to be.
-        """
+        """Log what was gathered, once after the first step; raise if weights were not gathered as float8."""
         unreported, self._unreported = self._unreported, []
         for sharded in unreported:
             line = sharded.traffic.report()
@@ -264,15 +220,35 @@ class Sharding:
                 rank_zero_info(f"fsdp2: {line}.")
 
 
+def hooks_of(model: Module | None) -> ForwardHooks:
+    """Return the hooks of a sharded model."""
+    assert model is not None
+    return _sharded[model].sharded.hooks
+
+
+def _warn_of_other_options(model: Module, before: ShardOptions, now: ShardOptions) -> None:
+    """Warn of options that differ from the options that ``model`` was sharded with."""
+    kept = [
+        f"{name}={value!r}"
+        for name, value in vars(before).items()
+        if name not in NOT_COMPARED and _comparable(value) != _comparable(getattr(now, name))
+    ]
+    if kept:
+        rank_zero_warn(
+            f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
+            " for other options build the model anew."
+        )
+
+
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
 """Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
-def _differ(old: Any, new: Any) -> bool:
-    if isinstance(old, Collection) and isinstance(new, Collection) and not isinstance(old, (str, Mapping)):
-        return set(old) != set(new)  # classes
-    functions = [callable(value) and not isinstance(value, type) for value in (old, new)]
-    return not all(functions) and bool(old != new)
+def _comparable(value: Any) -> Any:
+    """Return classes as a set, and the same for all functions, which cannot be compared."""
+    if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
+        return set(value)
+    return callable if callable(value) else value
 
 
 def _identity(plugin: Any) -> tuple[Any, ...]:
@@ -281,11 +257,7 @@ def _identity(plugin: Any) -> tuple[Any, ...]:
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:
-    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards.
-
-    Raises:
-        ValueError: this package does not know the plugin.
-    """
+    """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards."""
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
     if type(plugin) in (FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
@@ -298,16 +270,13 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
-    """Return whether float32 or bf16 weights are gathered as float8.
-
-    Raises:
-        ValueError: the options ask for float8, and the precision does not allow it.
-    """
+    """Return whether float32 or bf16 weights are gathered as float8."""
     wanted = options.fp8_all_gather
+    reason = _not_gathered(plugin, options)
     if getattr(plugin, "fp8_params", False):
         if wanted is False:
             raise ValueError("`fp8_all_gather=False` is not possible with `fp8_params=True`. Use 'auto' or True.")
-        if (reason := _not_gathered(plugin, options)) is not None:
+        if reason is not None:
             raise ValueError(f"`fp8_params=True` is not possible under FSDP2: {reason}. Leave it out.")
     if getattr(plugin, "keeps_codes", False):
         if wanted is False:
@@ -315,19 +284,21 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
                 " which are gathered as they are. Use 'auto' or True."
             )
-        if (reason := _in_parts(options)) is not None:
-            raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {reason}.")
+        if (in_parts := _in_parts(options)) is not None:
+            raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {in_parts}.")
         return False  # its weights are codes already
-    if wanted is False:
-        return False
-    reason = _not_gathered(plugin, options)
     if reason is None and wanted is True and getattr(plugin, "fuse", False):
         reason = "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
-    if reason is None:
-        return True
-    if wanted is True:
+    if reason is not None and wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
-    return False
+    return wanted is not False and reason is None
+
+
+def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
+    """Return why the weights are not gathered as float8, or None if they are."""
+    if not isinstance(plugin, LowPrecision):
+        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
+    return plugin.gathers(options) or _in_parts(options)
 
 
 def _in_parts(options: ShardOptions) -> str | None:
@@ -338,8 +309,40 @@ def _in_parts(options: ShardOptions) -> str | None:
     return f"`reshard_after_forward={size}` goes with weights in high precision only; True, False, None go with float8"
 
 
-def _not_gathered(plugin: Any, options: ShardOptions) -> str | None:
-    """Return why the weights are not gathered as float8, or None if they are."""
-    if not isinstance(plugin, LowPrecision):
-        return f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
-    return plugin.gathers(options) or _in_parts(options)
+# ---- users who keep Lightning's ModelParallelStrategy
+
+
+def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardChoices]) -> Module:
+    """Convert and shard ``model`` in place, in ``configure_model`` or in a ``parallelize_fn``.
+
+        def configure_model(self):
+            lightning_lowprec.parallelize(self, self.device_mesh, self.trainer.precision_plugin)
+
+        ModelParallelStrategy(parallelize_fn=lambda model, mesh: parallelize(model, mesh, fabric.strategy.precision))
+
+    Args:
+        model: not sharded yet; a second call changes nothing.
+        mesh: Lightning's ``device_mesh``, or a mesh of at most two dimensions (copies, shards).
+        plugin: the precision.
+        options: the fields of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`. The mesh says how many copies,
+            shards and tensor-parallel ranks there are, so ``replicate`` and ``shards`` raise.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: the model was sharded already, but not by this function.
+        ValueError: options that do not fit the precision or the model.
+    """
+    for name in ("replicate", "shards"):
+        if name in options:
+            raise ValueError(
+                f"`{name}={options[name]!r}` is not valid in `parallelize`: the mesh says it. Pass such a mesh."
+            )
+    sharding = Sharding(ShardOptions(**options))
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    sharding.meet(plugin, device)
+    if not sharding.knows(model, plugin):
+        plugin.convert_module(model)
+    sharding.apply(model, mesh, plugin, device)
+    return model

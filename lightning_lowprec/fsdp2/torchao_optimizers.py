@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import disable_autograd_cache, local_tensor, with_local_tensor
 
 CLASS: Final = "lowbit_class"
@@ -31,12 +32,7 @@ _CLASSES: Final = {
 
 
 def check(optimizer: Optimizer) -> None:
-    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused.
-
-    Raises:
-        ValueError: torchao's optimizer quantises its state and has parameters in half precision. Its kernels mix them
-            with float32 in a way that fails under FSDP2.
-    """
+    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused."""
     cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
     if cls is None:
         return
@@ -45,19 +41,12 @@ def check(optimizer: Optimizer) -> None:
     disable_autograd_cache()
     if cls.__name__.startswith("_"):  # its plain AdamW
         return
-    half = [
-        p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)
-    ]
-    if half:
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    for dtype in dtypes.intersection(HALF_DTYPES):
         raise ValueError(
-            f"`{type(optimizer).__name__}` of torchao does not update sharded {half[0].dtype} parameters. Use a"
+            f"`{type(optimizer).__name__}` of torchao does not update sharded {dtype} parameters. Use a"
             " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
         )
-
-
-def is_quantised(value: Any) -> bool:
-    """Return whether a local tensor is quantised state of torchao."""
-    return type(value).__name__ in _CLASSES and type(value).__module__.startswith("torchao.")
 
 
 def pack(value: Any) -> Any:
@@ -66,9 +55,9 @@ def pack(value: Any) -> Any:
     Shards that do not follow each other in the whole tensor are dequantised.
     """
     local: Any = local_tensor(value)
-    if not is_quantised(local):
+    if type(local).__name__ not in _CLASSES or not type(local).__module__.startswith("torchao."):
         return value
-    if isinstance(value, DTensor) and not _row_sharded(value):
+    if isinstance(value, DTensor) and _rows_of(value) is None:
         return with_local_tensor(local.dequantize(), value)
     names, _ = local.__tensor_flatten__()
     packed: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
@@ -77,7 +66,9 @@ def pack(value: Any) -> Any:
     for name in names:
         inner = getattr(local, name)
         inner = inner.view(torch.uint8) if name == "codes" else inner  # gloo gathers no float8
-        packed[name] = inner if name == "qmap" or not isinstance(value, DTensor) else _rows(inner, value)
+        if name != "qmap" and isinstance(value, DTensor):
+            inner = DTensor.from_local(inner, value.device_mesh, value.placements, run_check=False)
+        packed[name] = inner
     return packed
 
 
@@ -91,7 +82,7 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
         return with_local_tensor(_build(packed, like.to_local().shape, lambda t: local_tensor(t).to(like.device)), like)
     if not keeps_blocks(shape.numel() // scale.numel(), like):
         return place(_build(packed, shape, torch.clone).dequantize(), like)
-    rank, ranks = _row_rank(like)
+    rank, ranks = _rows_of(like) or (0, 1)
 
     def part(tensor: Tensor) -> Tensor:
         return (tensor if tensor is packed.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
@@ -101,7 +92,7 @@ def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:
 
 def keeps_blocks(block_size: int, like: Tensor) -> bool:
     """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
-    return isinstance(like, DTensor) and _row_sharded(like) and like.to_local().numel() % block_size == 0
+    return isinstance(like, DTensor) and _rows_of(like) is not None and like.to_local().numel() % block_size == 0
 
 
 def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -115,28 +106,13 @@ def _build(packed: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor]
     return built
 
 
-def _row_sharded(value: DTensor) -> bool:
+def _rows_of(value: DTensor) -> tuple[int, int] | None:
+    """Return which part of the rows is here, of how many equal parts; None if it is not sharded so."""
     sharded = [(dim, p) for dim, p in enumerate(value.placements) if not isinstance(p, Replicate)]
-    if len(sharded) != 1:
-        return not sharded
-    dim, placement = sharded[0]
-    return type(placement) is Shard and placement.dim == 0 and value.shape[0] % value.device_mesh.size(dim) == 0
-
-
-def _row_rank(value: DTensor) -> tuple[int, int]:
-    for dim, placement in enumerate(value.placements):
-        if isinstance(placement, Shard):
-            return value.device_mesh.get_local_rank(dim), value.device_mesh.size(dim)
-    return 0, 1
-
-
-def _rows(inner: Tensor, outer: DTensor) -> DTensor:
-    return DTensor.from_local(inner, outer.device_mesh, outer.placements, run_check=False)
-
-
-def empty_rows(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> DTensor:
-    """Return a DTensor to be filled with codes or scales, sharded by its first dimension as ``like`` is."""
-    assert isinstance(like, DTensor)
-    _, ranks = _row_rank(like)
-    local = torch.empty((shape[0] // ranks, *shape[1:]), dtype=dtype, device=like.device_mesh.device_type)
-    return _rows(local, like)
+    if not sharded:
+        return 0, 1
+    (dim, placement), *more = sharded
+    ranks = value.device_mesh.size(dim)
+    if more or type(placement) is not Shard or placement.dim > 0 or value.shape[0] % ranks:
+        return None
+    return value.device_mesh.get_local_rank(dim), ranks

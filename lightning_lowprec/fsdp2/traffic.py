@@ -21,11 +21,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class ByteGather:
-    """The all-gather of one FSDP2 group.
-
-    Args:
-        shards: the shards of this rank that are gathered together.
-    """
+    """The all-gather of one FSDP2 group, the ``shards`` of this rank that are gathered together."""
 
     def __init__(self, shards: Sequence[Tensor] = ()) -> None:
         self.elements = sum(shard.numel() for shard in shards)
@@ -51,11 +47,7 @@ class ByteGather:
 
 
 class Traffic:
-    """The all-gathers of all groups of a sharded model.
-
-    Args:
-        groups: the modules that are gathered as one, by fqn; the root is ``""``.
-    """
+    """The all-gathers of all groups of a sharded model, by the fqn of the module; the root is ``""``."""
 
     def __init__(self, groups: Mapping[str, FSDPModule]) -> None:
         self.gathers: dict[str, ByteGather] = {}
@@ -66,12 +58,7 @@ class Traffic:
             module.set_custom_all_gather(custom)
 
     def report(self) -> str | None:
-        """Return one line about what was gathered so far; None before the first gather, or if this rank is alone.
-
-        Raises:
-            RuntimeError: a group with FP8 weights was sent in a wider dtype. Every rank sends the same dtype, so every
-                rank raises.
-        """
+        """Return one line about what was gathered so far; None before the first gather, or if this rank is alone."""
         gathered = {fqn: gather for fqn, gather in self.gathers.items() if gather.calls}
         if not gathered:
             return None
@@ -82,21 +69,22 @@ class Traffic:
                     f"the weights of {fqn or 'the root'!r} were to be gathered as float8, but {wide} was sent. Use"
                     " `fp8_all_gather=False`, and please report it."
                 )
-        blocks = {fqn: gather for fqn, gather in gathered.items() if fqn and fqn not in self._norms} or gathered
-        calls = sum(gather.calls.total() for gather in blocks.values())
-        sent = sum(gather.sent.total() for gather in blocks.values())
-        in_bf16 = sum(2 * gather.elements * gather.calls.total() for gather in blocks.values())
-        names = sorted({_name(dtype) for gather in blocks.values() for dtype in gather.calls})
-        dtype = "float8" if any(gather.has_fp8 for gather in self.gathers.values()) else " and ".join(names)
-        unit = "gather" if "" in blocks else "block"
+        blocks = [gather for fqn, gather in gathered.items() if fqn and fqn not in self._norms]
+        unit = "block" if blocks else "gather"
+        blocks = blocks or list(gathered.values())
+        calls = sum(gather.calls.total() for gather in blocks)
+        sent = sum(gather.sent.total() for gather in blocks)
+        in_bf16 = sum(2 * gather.elements * gather.calls.total() for gather in blocks)
+        dtype = " and ".join(sorted({_name(dtype) for gather in blocks for dtype in gather.calls}))
+        dtype = "float8" if any(gather.has_fp8 for gather in self.gathers.values()) else dtype
         # a rank that has nothing of a group sends padding only
         return f"all-gather: {dtype}, {_size(sent / calls)} per {unit} and rank, {sent / max(in_bf16, 1):.2f}x of bf16"
 
 
 def _shards(module: Any, groups: Mapping[str, Any]) -> list[Tensor]:
     """Return the local shards of the parameters that ``module`` gathers; groups inside of it gather their own."""
-    inside = {id(m) for m in module.modules()} - {id(module)}
-    inner = {id(p) for group in groups.values() if id(group) in inside for p in group.parameters()}
+    others = set(groups.values()) - {module}
+    inner = {id(p) for m in module.modules() if m in others for p in m.parameters()}
     return [local_tensor(p) for p in module.parameters() if id(p) not in inner]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -16,11 +17,16 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, checkpoint, checkpoint_layouts, optimizer_state, torchao_optimizers
+from lightning_lowprec.fsdp2 import atomic, optimizer_state
+from lightning_lowprec.fsdp2 import checkpoint as checkpoints
 from lightning_lowprec.fsdp2.meshes import clip_grad_norm
-from lightning_lowprec.fsdp2.strategy import FSDP2Base
+from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
+from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.precision.refusals import refuse_averaging
-from lightning_lowprec.private.lightning import note_sigterm, set_device_mesh
+from lightning_lowprec.private.lightning import note_sigterm, set_names
+
+MODEL_KEYS: Final = ("state_dict", "model")
+"""The keys under which ModelParallelStrategy and FSDPStrategy store the model in a folder."""
 
 
 class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
@@ -30,7 +36,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start the processes and make their mesh, which the LightningModule gets too."""
         super().setup_environment()
-        set_device_mesh(self.lightning_module, self.device_mesh)
+        set_names(self.lightning_module, device_mesh=self.device_mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -49,7 +55,9 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
         if self.sharding.options.tensor_parallel is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        self._move_metrics()
+        for module in self.model.modules():
+            if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
+                module.to(self.root_device)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -58,31 +66,24 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
 
-    def _move_metrics(self) -> None:
-        assert self.model is not None
-        for module in self.model.modules():
-            if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
-                module.to(self.root_device)
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Set up the user's optimizers; an optimizer that was built in ``__init__`` gets the sharded parameters."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.sharding.follow(optimizer)
-            torchao_optimizers.check(optimizer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepare FSDP2: in manual optimization the backward pass begins within its forward pass."""
         super().pre_backward(closure_loss)
-        self.sharding.before_backward(self.model, closure_loss)
+        hooks_of(self.model).before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gather the root again: in manual optimization the rest of ``training_step`` may use the model."""
         super().post_backward(closure_loss)
-        self.sharding.gather_again(self.model)
+        hooks_of(self.model).gather_again()
 
     @override
     def optimizer_step(
@@ -95,14 +96,14 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
-        self.sharding.gather_again(self.model)
+        hooks_of(self.model).gather_again()
         return output
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors on rank 0 and nothing elsewhere, or the shards of this rank."""
         assert self.model is not None
-        return checkpoint.model_state(self.model, full=self.is_full)
+        return checkpoints.model_state(self.model, full=self.is_full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -114,36 +115,43 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`.
-
-        Raises:
-            TypeError: ``storage_options`` is given, which only a CheckpointIO takes.
-        """
-        checkpoint_layouts.check_storage_options(storage_options)
-        checkpoint_layouts.save_trainer(Path(self.broadcast(filepath)), checkpoint, full=self.is_full)
+        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`."""
+        checkpoints.check_storage_options(storage_options)
+        shards: dict[str, Any] = {}
+        if not self.is_full:
+            shards = {"state_dict": checkpoint.pop("state_dict")}
+            shards |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        checkpoints.save(Path(self.broadcast(filepath)), shards, checkpoint, full=self.is_full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model and optimizers from a checkpoint of any precision and number of ranks; return the rest.
+        """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
 
-        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
-
-        Raises:
-            ValueError: the checkpoint belongs to another model, or has other optimizers.
-            KeyError: the checkpoint lacks something that the Trainer restores.
-            FileNotFoundError: there is no checkpoint.
+        ``weights_only=None`` means True.
         """
-        found = checkpoint.locate(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
         assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoint_layouts.load_trainer(
-            found,
-            self.model,
-            self.optimizers if fitting else [],
-            strict=self.lightning_module.strict_loading,
-            weights_only=weights_only is not False,
-        )
+        path = Path(self.broadcast(checkpoint_path))
+        stored = open_checkpoint(path, weights_only is not False)
+        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        states = stored.rest.pop("optimizer_states", None) or []  # in a file
+        if optimizers:
+            stored.rest.update({f"optimizer_{i}": state for i, state in enumerate(states)})
+        saved = [key for key in stored.keys if re.fullmatch(r"optimizer_\d+", key)]
+        if optimizers and not saved:
+            raise KeyError(
+                f"{str(path)!r} holds the model alone (`save_weights_only=True`?), and the Trainer was asked to resume"
+                " from it. Load the weights in your own code, or resume from a checkpoint with optimizer states."
+            )
+        if optimizers and len(saved) != len(optimizers):
+            raise ValueError(
+                f"{str(path)!r} has the state of {len(saved)} optimizers, the model has {len(optimizers)}."
+            )
+        key = next((key for key in MODEL_KEYS if key in stored.keys), MODEL_KEYS[0])
+        stored.check_keys([key])
+        named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+        checkpoints.load(stored, self.model, key, named, strict=self.lightning_module.strict_loading)
+        return stored.rest
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

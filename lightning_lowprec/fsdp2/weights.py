@@ -14,11 +14,7 @@ Origin = Literal["every rank", "rank 0", "nowhere"]
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return which ranks have the weights; the answer is the same on all ranks.
-
-    Raises:
-        RuntimeError: only a part of the model is on meta, or the ranks differ in another way.
-    """
+    """Return which ranks have the weights; the answer is the same on all ranks."""
     tensors = [*model.parameters(), *model.buffers()]
     on_meta = sum(t.is_meta for t in tensors)
     own = "meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real"
@@ -37,81 +33,37 @@ def origin(model: nn.Module) -> Origin:
     )
 
 
-def full_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of an unsharded model's state dict, to send them to the other ranks later."""
-    return {fqn: tensor.detach() for fqn, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-
-
 @torch.no_grad()
 def send_all(model: nn.Module, device: torch.device) -> None:
-    """Send the weights and buffers of rank 0 to all ranks, in place.
-
-    Args:
-        model: not sharded yet, and on a real device on every rank.
-        device: the device of the process group; other tensors are copied to it and back.
-    """
+    """Send the weights and buffers of rank 0 to all ranks, in place, by way of the process group's ``device``."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)
 
 
-def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Tensor] | None) -> None:
-    """Give a sharded model its weights.
-
-    Args:
-        model: sharded.
-        device: the device for parameters that are on meta (CPU for offloaded ones).
-        source: the result of :func:`origin`.
-        values: the result of :func:`full_values`, on rank 0 if only rank 0 has the weights.
-
-    Raises:
-        RuntimeError: a module with parameters on meta cannot initialise itself.
-    """
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:
+    """Give a sharded model its weights: the ``values`` of rank 0, or those that its modules initialise themselves."""
     if source == "every rank":
         return
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        _check_initialisable(model, source)
-        model.to_empty(device=device)
-    if source == "rank 0":
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-        full: dict[str, Any] = dict(values or {})
-        set_model_state_dict(model, full, options=options)
-        _send_buffers(model)
-        return
-    for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if _own(module) and reset is not None:
-            reset()
-
-
-def _check_initialisable(model: nn.Module, source: Origin) -> None:
-    if source != "nowhere":
-        return
-    unable = sorted({type(m).__name__ for m in model.modules() if _own(m) and not hasattr(m, "reset_parameters")})
+    own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in model.modules()}
+    initialised: list[Any] = [m for m, tensors in own.items() if tensors and source == "nowhere"]
+    unable = sorted({type(m).__name__ for m in initialised if not hasattr(m, "reset_parameters")})
     if unable:
         raise RuntimeError(
             f"{type(model).__name__} is on the meta device, and {', '.join(unable)} have parameters or buffers but no"
             " `reset_parameters()` to initialise them. Give them one, or load the weights on rank 0 (on meta on all"
             " others), from where they are sent."
         )
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-@torch.no_grad()
-def _send_buffers(model: nn.Module) -> None:
-    """Send the buffers of rank 0 that no state dict holds, such as rotary tables."""
-    persistent = set(model.state_dict())
-    for fqn, buffer in model.named_buffers():
-        if fqn not in persistent and not isinstance(buffer, DTensor):
-            dist.broadcast(buffer, src=0)
-
-
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point buffers in place."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    if any(tensor.is_meta for tensors in own.values() for tensor in tensors):
+        model.to_empty(device=device)
+    if source == "rank 0":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        tensors: dict[str, Any] = {fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}
+        set_model_state_dict(model, tensors, options=options)
+        persistent = set(model.state_dict())
+        for fqn, buffer in model.named_buffers():  # those that no state dict holds, such as rotary tables
+            if fqn not in persistent and not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, src=0)
+    for module in initialised:
+        module.reset_parameters()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.references import alive
 
@@ -33,21 +34,16 @@ from lightning_lowprec.references import alive
 class GradientDtypes:
     """Chosen dtypes of gradients; sets autograd's ``grad_dtype``, and a communication hook under DDP.
 
-    Args:
-        reduce: ``torch.float32``, or None for the dtype in which the gradients were accumulated.
-        accumulation: ``torch.float32``, or None for the dtype of the weights.
+    Both dtypes are ``torch.float32`` or None. None accumulates in the dtype of the weights, and reduces in the dtype in
+    which the gradients were accumulated.
 
     Raises:
         ValueError: another dtype.
     """
 
     def __init__(self, *, reduce: torch.dtype | None, accumulation: torch.dtype | None) -> None:
-        for field, value in (("grad_reduce_dtype", reduce), ("grad_accumulation_dtype", accumulation)):
-            if value not in (None, torch.float32):
-                raise ValueError(
-                    f"`{field}={value!r}` is not valid; expected one of: None (the dtype of the weights),"
-                    " torch.float32."
-                )
+        check_choice("grad_reduce_dtype", reduce, (None, torch.float32))
+        check_choice("grad_accumulation_dtype", accumulation, (None, torch.float32))
         self.reduce = reduce
         self.accumulation = accumulation
         self._reductions: list[weakref.ref[Float32Reduction]] = []
@@ -80,11 +76,7 @@ class GradientDtypes:
             self._reductions = [weakref.ref(r) for r in (*alive(self._reductions), reduction)]
 
     def check_reduced(self) -> None:
-        """Raise if several processes train and none of their modules was given to :meth:`reduce_ddp`.
-
-        Raises:
-            RuntimeError: no module was given.
-        """
+        """Raise a RuntimeError if several processes train and no module was given to :meth:`reduce_ddp`."""
         distributed = dist.is_available() and dist.is_initialized()
         if self.reduces and distributed and dist.get_world_size() > 1 and not alive(self._reductions):
             field = "grad_reduce_dtype" if self.reduce is not None else "grad_accumulation_dtype"
@@ -114,13 +106,9 @@ class GradientDtypes:
 class Float32Reduction:
     """Average the gradients of a DDP module in float32, as its communication hook.
 
-    Args:
-        ddp: its half-precision parameters must be cast already.
-        accumulate: whether ``grad`` is float32 between backwards; every backward must then run within
-            :meth:`during_backward`.
-
-    Raises:
-        RuntimeError: ``ddp`` has a communication hook already (torch's error).
+    The module's parameters must be half precision already, and the module must not have another communication hook.
+    With ``accumulate``, ``grad`` is float32 between backwards, and every backward must run within
+    :meth:`during_backward`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, accumulate: bool) -> None:

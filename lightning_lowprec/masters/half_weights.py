@@ -48,12 +48,12 @@ class HalfWeights:
             kept.update(self.not_cast(module))
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         keep = self.config.form != "stochastic"
-        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept.__contains__)
+        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
         self._originals |= {key: value for key, value in originals.items() if key in trained}
         self.gradients.prepare(module.parameters())
 
     def under_fsdp2(self) -> HalfWeights | None:
-        """Return the half weights to use for FSDP2's shards; None if the shards are float32 and so are the masters.
+        """Return the half weights to use for FSDP2's shards; None if the shards are float32, as the masters would be.
 
         FSDP2 reduces gradients of half-precision shards in float32 without our help.
 
@@ -98,28 +98,24 @@ def cast_parameters(
     *,
     keep: bool,
     buffer_dtype: torch.dtype | None = None,
-    skip: Callable[[str], bool] | None = None,
+    skip: Collection[str] = (),
 ) -> dict[int, Tensor]:
     """Cast the floating-point parameters of ``module`` in place; the Parameter objects and their ties stay.
 
-    Args:
-        module: changed in place, with its frozen parameters and existing gradients.
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-        keep: whether to return the float32 originals.
-        buffer_dtype: the new dtype of floating-point buffers; None leaves them alone (running statistics need
-            float32).
-        skip: returns by fqn whether a parameter is left alone; a tied parameter is, if this holds for any of its names.
+    Frozen parameters and existing gradients are cast too.
 
-    Returns:
-        The float32 original of every parameter that changed, by ``id(parameter)``, for
-        :func:`~lightning_lowprec.masters.optimizer.add_masters`; empty without ``keep``.
+    Args:
+        module: changed in place.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        keep: whether to return the float32 original of every parameter that was cast, by ``id(parameter)``.
+        buffer_dtype: the new dtype of floating-point buffers; None leaves them alone (running statistics need float32).
+        skip: names of parameters that are left alone; one name of a tied parameter is enough.
 
     Raises:
         ValueError: ``dtype`` is no half precision.
     """
     check_choice("dtype", dtype, HALF_DTYPES)
-    names = module.named_parameters(remove_duplicate=False)
-    skipped = set() if skip is None else {id(p) for name, p in names if skip(name)}
+    skipped = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in skip}
     originals = {}
     for parameter in module.parameters():
         if parameter.dtype in _CASTABLE and parameter.dtype != dtype and id(parameter) not in skipped:

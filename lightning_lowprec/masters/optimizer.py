@@ -14,8 +14,8 @@ their own masters.
 
 State dicts have one more tensor per half-precision parameter, ``master_param`` (float32). The stochastic form has none,
 because the weights contain everything. A state dict of any form loads into any other form, and without ``master_param``
-(:func:`without_masters`) into the plain optimizer of a float32 model. A state dict of a plain optimizer loads too: the
-masters are then the weights.
+into the plain optimizer of a float32 model. A state dict of a plain optimizer loads too: the masters are then the
+weights.
 """
 
 from __future__ import annotations
@@ -41,24 +41,20 @@ MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's chec
 def add_masters(
     optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None
 ) -> T:
-    """Give ``optimizer`` float32 masters of its half-precision parameters, in place.
+    """Give ``optimizer`` float32 masters of its half-precision parameters, in place, and return ``optimizer``.
 
     A second call makes masters of parameters that have become half precision since the first call.
 
     Args:
         optimizer: any torch optimizer, before or after its first step, with or without a scheduler.
-        store: where the masters live between steps, see :mod:`~lightning_lowprec.masters.stores`.
-        values: float32 weights by ``id(parameter)`` from before a cast
-            (:func:`~lightning_lowprec.masters.half_weights.cast_parameters`), so that the masters lose nothing.
-
-    Returns:
-        ``optimizer`` itself, now also an instance of :class:`MasterOptimizer`.
+        store: where the masters are between steps, see :mod:`~lightning_lowprec.masters.stores`.
+        values: float32 weights by ``id(parameter)`` from before a cast, so that the masters lose nothing.
 
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
         TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer).
-        RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced; or torch has moved a
-            private name.
+        RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
+        ImportError: torch has moved a private name.
     """
     config = MasterConfig.of(store)
     if isinstance(optimizer, MasterOptimizer):
@@ -93,10 +89,6 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
     every micro-batch accumulates in float32. ``parameter.grad_dtype = torch.float32`` also accumulates in float32; such
     gradients are handed over, not copied. Gradients of float32 parameters stay in place and are multiplied once per
     step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call ``optimizer.zero_grad()``.
-
-    Args:
-        optimizer: has masters.
-        inv_scale: the reciprocal of the loss scale.
 
     Raises:
         TypeError: ``optimizer`` has no masters.
@@ -135,8 +127,10 @@ def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
 
     The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
     """
-    pairs = optimizer._masters.pairs() if isinstance(optimizer, MasterOptimizer) else []
-    shown = [(p, m, p.grad_dtype) for p, m in pairs if m.grad is not None and p.grad is None]
+    shown = []
+    if isinstance(optimizer, MasterOptimizer):
+        pairs = zip(optimizer._masters.param_of.values(), optimizer._masters.master_of.values(), strict=True)
+        shown = [(p, m, p.grad_dtype) for p, m in pairs if m.grad is not None and p.grad is None]
     for param, master, _ in shown:
         param.grad_dtype = torch.float32
         param.grad = master.grad
@@ -152,25 +146,13 @@ def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = 
     """Make the masters follow the parameters, after an in-place edit of ``parameter.data``.
 
     All other edits of a parameter are noticed without this call, also loading a checkpoint. A master that still rounds
-    to its parameter stays (in remainder form, the master becomes the parameter).
-
-    Args:
-        optimizer: has masters.
-        values: float32 weights by ``id(parameter)``; a weight becomes the master if it rounds to the parameter.
+    to its parameter stays (in remainder form, the master becomes the parameter). ``values`` are float32 weights by
+    ``id(parameter)``; a weight becomes the master if it rounds to the parameter.
 
     Raises:
         TypeError: ``optimizer`` has no masters.
     """
     _registry_of(optimizer).refresh(values)
-
-
-def without_masters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a shallow copy of an optimizer's state dict that the plain optimizer of the same class can load."""
-    state = {
-        key: {k: v for k, v in entry.items() if k != MASTER_PARAM} if isinstance(entry, dict) else entry
-        for key, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": {key: entry for key, entry in state.items() if entry != {}}}
 
 
 class MasterOptimizer(Optimizer):
@@ -184,30 +166,13 @@ class MasterOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters."""
         registry = self._masters
-        if closure is not None:  # the first evaluation comes before any master is loaded: activations need the memory
-            with torch.enable_grad():
-                args = (self._evaluation(closure, closure()), *args)
+        with torch.enable_grad():  # before any master is loaded: activations need the memory
+            first = None if closure is None else closure()
         registry.move_grads(1.0)
         with registry.stepping(), registry.showing_masters():
+            if closure is not None:
+                args = (registry.evaluation(closure, first), *args)
             return super().step(*args, **kwargs)
-
-    def _evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
-        """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
-
-        The first call returns ``first``, unless the optimizer has moved the masters before.
-        """
-        registry = self._masters
-
-        def evaluate() -> Any:
-            if registry.first_evaluation_holds():
-                return first
-            with registry.showing_params():
-                registry.before_evaluation()
-                result = closure()
-            registry.move_grads(1.0)
-            return result
-
-        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -237,18 +202,18 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         with registry.showing_masters():
             super().load_state_dict(state_dict)
-        values = {key: value.clone() for key, value in self._incoming.items()}  # may share memory with our masters
-        registry.set_values(values)
+        registry.refresh({key: value.clone() for key, value in self._incoming.items()})  # may share memory with masters
         self._incoming = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the masters out of a state that torch's ``load_state_dict`` loads: Adam would take them for its own."""
         entries = state["state"]
-        held = [(key, entry.pop(MASTER_PARAM)) for key, entry in entries.items() if _has_master(entry)]
-        for key, _ in held:
-            if not entries[key]:
-                del entries[key]
-        self._incoming = {id(self._masters.param_of.get(id(key), key)): value for key, value in held}
+        self._incoming = {}
+        for key, entry in list(entries.items()):
+            if isinstance(entry, dict) and MASTER_PARAM in entry:
+                self._incoming[id(self._masters.param_of.get(id(key), key))] = entry.pop(MASTER_PARAM)
+                if not entry:
+                    del entries[key]
         super().__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,10 +230,6 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
     optimizer.__setstate__(state)
     params = parameters_of(optimizer)
     return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
-
-
-def _has_master(entry: Any) -> bool:
-    return isinstance(entry, dict) and MASTER_PARAM in entry
 
 
 @functools.cache

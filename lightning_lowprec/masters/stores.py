@@ -30,7 +30,7 @@ class Store(ABC):
 
     Args:
         params: the parameters; of a DTensor, the local shard.
-        values: float32 values by ``id(parameter)``; a value is used if it rounds to its parameter.
+        values: as in :meth:`set_values`.
 
     Raises:
         ValueError: the store cannot hold masters of this dtype.
@@ -48,16 +48,10 @@ class Store(ABC):
                 f" {self.dtype}. Cast the model to bfloat16, or use float32 masters."
             )
         self.buffer = FlatBuffer(self.params, torch.float32)
-        self.masters = [leaf.requires_grad_() for leaf in self.buffer.tensors]
+        self.masters = self.buffer.tensors
         self._unsaved = False  # whether the buffer has values that are stored nowhere else
-        self._fingerprints: list[tuple[int, int] | None] = [None] * len(self.params)  # None: edited
+        self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
         self.set_values(values)
-
-    # ---- the form
-
-    @abstractmethod
-    def at_rest(self) -> list[Tensor]:
-        """Return the tensors that are stored between steps, besides the parameters; some may have no memory."""
 
     @abstractmethod
     def _round(self, step: int) -> None:
@@ -65,7 +59,7 @@ class Store(ABC):
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
-        copy_all_(self.buffer.views, self._weights())
+        copy_all_(self.buffer.views, [local(p) for p in self.params])
 
     @torch.no_grad()
     def set_values(self, values: Mapping[int, Tensor]) -> None:
@@ -74,67 +68,60 @@ class Store(ABC):
         The next load checks whether a value rounds to its parameter: a checkpoint may still change the parameter.
         """
         self.buffer.allocate()
-        Store._fill(self)
+        self._fill()
         for p, view in zip(self.params, self.buffer.views, strict=True):
             if id(p) in values:
                 view.copy_(local(values[id(p)]))
-        self._clear_fingerprints()
+        self._fingerprints = [None] * len(self.params)
         self._unsaved = True
 
-    # ---- a step
+    def refresh(self) -> None:
+        """Follow all edits of the parameters, also edits that leave no trace."""
+        self.set_values({})
 
     @torch.no_grad()
     def load(self) -> None:
         """Give every master its value; a master whose parameter was edited follows the edit."""
         if self.buffer.allocated:
-            self._follow_edits()
+            for p, view, saved in zip(self.params, self.buffer.views, self._fingerprints, strict=True):
+                if _fingerprint(p) != saved:
+                    view.copy_(rounding.reconcile(view, local(p).to(view.device)))
         else:
             self.buffer.allocate()
             self._fill()
-            self._save_fingerprints()
+        self._fingerprints = [_fingerprint(p) for p in self.params]
 
     @torch.no_grad()
     def save(self, step: int) -> None:
         """Round the masters into the parameters and free their memory; ``step`` counts the calls."""
         self._round(step)
         self.cast_to_params()
-        self._unsaved = False
         self.release()
 
     @torch.no_grad()
     def cast_to_params(self) -> None:
         """Cast the masters into the parameters; the masters stay loaded, for an evaluation inside a step."""
-        copy_all_(self._weights(), self.buffer.views)
-        self._save_fingerprints()
+        copy_all_([local(p) for p in self.params], self.buffer.views)
+        self._fingerprints = [_fingerprint(p) for p in self.params]
 
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
         if not self._unsaved:
             self.buffer.free()
 
-    def refresh(self) -> None:
-        """Follow all edits of the parameters, also edits that leave no trace."""
-        self._clear_fingerprints()
-        self.load()
-
-    def values(self) -> list[Tensor] | None:
-        """Return one float32 tensor per parameter for a state dict; None if the parameters contain everything."""
+    def values(self) -> list[Tensor]:
+        """Return one float32 tensor per parameter, for a state dict."""
         loaded = self.buffer.allocated
         self.load()
-        flat = self._snapshot()
+        flat = self.buffer.flat.clone()
         if not loaded:
             self.release()
         return self.buffer.tensors_on(flat)
-
-    def _snapshot(self) -> Tensor:
-        return self.buffer.flat.clone()
 
     @property
     def version(self) -> int:
         """A count that grows when a master changes."""
         return version_of(self.buffer.flat)
-
-    # ---- the parameters
 
     def moved(self) -> bool:
         """Return whether a parameter has moved to another device.
@@ -142,28 +129,13 @@ class Store(ABC):
         Raises:
             RuntimeError: a parameter has another dtype now.
         """
-        changed = [p for p in self.params if p.dtype != self.dtype]
-        if changed:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(changed[0].shape)} was {self.dtype} when its optimizer got master"
-                f" weights and is {changed[0].dtype} now. Cast the model before its optimizer gets masters."
-            )
+        for p in self.params:
+            if p.dtype != self.dtype:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} was {self.dtype} when its optimizer got master weights and"
+                    f" is {p.dtype} now. Cast the model before its optimizer gets masters."
+                )
         return any(p.device != self.device for p in self.params)
-
-    def _weights(self) -> list[Tensor]:
-        return [local(p) for p in self.params]
-
-    def _save_fingerprints(self) -> None:
-        self._fingerprints = [_fingerprint(p) for p in self.params]
-
-    def _clear_fingerprints(self) -> None:
-        self._fingerprints = [None] * len(self.params)
-
-    def _follow_edits(self) -> None:
-        for p, view, saved in zip(self.params, self.buffer.views, self._fingerprints, strict=True):
-            if _fingerprint(p) != saved:
-                view.copy_(rounding.reconcile(view, local(p).to(view.device)))
-        self._save_fingerprints()
 
 
 class Fp32Store(Store):
@@ -171,18 +143,18 @@ class Fp32Store(Store):
 
     dtypes = (torch.float16, torch.bfloat16)
 
-    def at_rest(self) -> list[Tensor]:
-        """The masters."""
-        return [self.buffer.flat]
+    def refresh(self) -> None:
+        """Follow all edits; a master that rounds to its parameter stays."""
+        self._fingerprints = [None] * len(self.params)
+        self.load()
+
+    def values(self) -> list[Tensor]:
+        """Return the masters themselves, not copies, as all tensors in a state dict."""
+        self.load()
+        return self.buffer.tensors_on(self.buffer.flat)
 
     def _round(self, step: int) -> None:
-        """Nothing to do: the copy into the parameters rounds to nearest even, and the masters are stored exactly."""
-
-    def release(self) -> None:
-        """Nothing to free: the buffer is stored between steps."""
-
-    def _snapshot(self) -> Tensor:
-        return self.buffer.flat  # not a copy, as all tensors in a state dict
+        """Keep the exact masters; the copy into the parameters rounds to nearest even."""
 
 
 class RemainderStore(Store):
@@ -194,10 +166,6 @@ class RemainderStore(Store):
 
     remainder: Tensor
 
-    def at_rest(self) -> list[Tensor]:
-        """Return the remainders, and the masters: these have memory from :meth:`set_values` to the next step."""
-        return [self.remainder, self.buffer.flat]
-
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
         self.remainder = torch.zeros(self.buffer.flat.shape, dtype=torch.int16, device=self.device)
@@ -207,16 +175,13 @@ class RemainderStore(Store):
             self.buffer.free()
             self._unsaved = False
 
-    def refresh(self) -> None:
-        """Every master becomes its parameter."""
-        self.set_values({})
-
     def _fill(self) -> None:
         super()._fill()
         rounding.join_(self.buffer.flat, self.remainder)
 
     def _round(self, step: int) -> None:
         rounding.split_(self.buffer.flat, self.remainder)
+        self._unsaved = False
 
 
 class StochasticStore(Store):
@@ -229,27 +194,16 @@ class StochasticStore(Store):
         start: the position of the first element among the elements of all stores of the optimizer.
     """
 
-    def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor], *, seed: int, start: int) -> None:
-        self._seed, self._start = seed, start
+    def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor], *, seed: int, start: int = 0) -> None:
+        self.seed, self._start = seed, start
         super().__init__(params, values)
-
-    def at_rest(self) -> list[Tensor]:
-        """Return the buffer, which has no memory between steps."""
-        return [self.buffer.flat]
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing: the weights are the masters."""
         self.buffer.free()
 
-    def refresh(self) -> None:
-        """Free the masters; every load reads the parameters."""
-        self.buffer.free()
-
-    def values(self) -> None:
-        """Return None: the parameters contain everything."""
-
     def _round(self, step: int) -> None:
-        rounding.stochastic_round_(self.buffer.flat, seed=self._seed, step=step, start=self._start)
+        rounding.stochastic_round_(self.buffer.flat, seed=self.seed, step=step, start=self._start)
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

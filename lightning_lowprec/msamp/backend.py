@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
-from lightning_lowprec.msamp.weight import coded_weight
+from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
 
 _NAMES: Final = {
     "msamp-o1": PrecisionName(
@@ -38,11 +38,9 @@ _NAMES: Final = {
 def _shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
     from lightning_lowprec.msamp import fsdp2
 
-    fsdp2.check_codes(model, shards)
     fsdp2.check_options(options, model)
-    pending = fsdp2.code_shards(model, shards)
-    assert pending is not None  # the model keeps codes
-    return pending.collect
+    fsdp2.code_shards(model, shards)
+    return lambda mesh: fsdp2.collect(model, mesh)
 
 
 BACKEND: Final = Backend(
@@ -51,5 +49,6 @@ BACKEND: Final = Backend(
     names=_NAMES,
     layers_from=("lightning_lowprec.msamp.",),
     coded_weight=coded_weight,
+    keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,
 )

@@ -13,8 +13,7 @@ ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -23,31 +22,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp
 from lightning_lowprec.references import alive
 
-_CLIPPED: Final = 2
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
 def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
     """Let DDP ignore the parameters of codes, and give every rank the codes, scales and masters of the first rank.
 
-    Args:
-        model: before ``DistributedDataParallel(model)``; at least one other parameter must be left for DDP to train.
-        group: the process group; None is the default group.
+    Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
     """
-    exclude_from_ddp(model)
+    ignore_in_ddp(model, _coded_names(model))
     broadcast_codes(model, group)
 
 
-def exclude_from_ddp(model: nn.Module) -> None:
-    """Let DDP ignore the parameters of codes; no communication."""
-    ignore_in_ddp(model, {name for name, p in model.named_parameters() if msamp_state_of(p) is not None})
+def _coded_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
 
 
 def broadcast_codes(model: nn.Module, group: Any = None) -> None:
@@ -60,7 +55,7 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
         for tensor in (p.detach(), state.scale, state.master, state.master_scale):
             if tensor is not None:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo has no float8
-        state.record_write()
+        state.record_write(p)
 
 
 @torch.no_grad()
@@ -68,8 +63,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
     The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
-    A parameter that has a gradient on some ranks only counts as zero on the others. A parameter without a gradient on
-    any rank stays without. A gradient that is the average already, and was not added to since, stays.
+    A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
+    already, and was not added to since, stays.
 
     Args:
         params: the same on every rank; parameters without codes are left to DDP.
@@ -81,34 +76,20 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
-    largest = torch.tensor([_flag(p.grad) for p in coded], dtype=torch.uint8).to(coded[0].device)
+    own = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
+    largest = torch.tensor(own, dtype=torch.uint8).to(coded[0].device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    flags = largest.tolist()
-    if _CLIPPED in flags:
+    stages = largest.tolist()  # the same on every rank
+    if Stage.CLIPPED in stages:
         raise RuntimeError(
             "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"
             " ranks, by norms that differ between them. Clip with `Trainer(gradient_clip_val=...)`,"
             " `LightningModule.clip_gradients` or `fabric.clip_gradients`; without Lightning, after"
             " `average_scaled_gradients`."
         )
-    bucket: list[Tensor] = []
-    size = 0
-    for p, flag in zip(coded, flags, strict=True):
-        if bucket and size + p.numel() > _BUCKET:
-            _average(bucket, group)
-            bucket, size = [], 0
-        if flag:
-            bucket.append(p)
-            size += p.numel()
-    if bucket:
+    waiting = [p for p, stage in zip(coded, stages, strict=True) if stage != Stage.AVERAGED]
+    for bucket in chunks(waiting, _BUCKET):
         _average(bucket, group)
-
-
-def _flag(grad: Tensor | None) -> int:
-    """Return 0 for a gradient that needs no average, ``_CLIPPED`` for a clipped one, and 1 for any other."""
-    if grad is None or getattr(grad, "averaged", False):
-        return 0
-    return _CLIPPED if getattr(grad, "clipped", False) else 1
 
 
 def _average(bucket: list[Tensor], group: Any) -> None:
@@ -121,9 +102,7 @@ def _average(bucket: list[Tensor], group: Any) -> None:
     average_(flat, sizes, dist.group.WORLD if group is None else group)
     for p, part in zip(bucket, parts, strict=True):
         # exact: the scale of the average was a power of two, and the scale here is not smaller
-        gradient = ScaledGradient.of(part.view(p.shape))
-        gradient.averaged = True
-        p.grad = gradient
+        p.grad = ScaledGradient.of(part.view(p.shape), Stage.AVERAGED)
 
 
 # ---- under Lightning
@@ -135,73 +114,50 @@ class DDPModels:
     def __init__(self, precision: str) -> None:
         self._precision = precision
         self._modules: list[weakref.ref[DistributedDataParallel]] = []
-        self._in_step = self._averaged = False
 
     def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
-        """Let DDP ignore the weights of codes of ``module``, before DDP wraps the module.
-
-        Raises:
-            ValueError: the module will train, and no parameter would be left for DDP, which DDP refuses.
-        """
-        exclude_from_ddp(module)
-        trained = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
-        coded = [fqn for fqn, p in trained.items() if msamp_state_of(p) is not None]
-        if will_train and _process_group_exists() and coded and len(coded) == len(trained):
-            fqn = coded[-1].rpartition(".")[0]
+        """Let DDP ignore the weights of codes of ``module``; raise ValueError if no weight is left for DDP to train."""
+        coded = _coded_names(module)
+        ignore_in_ddp(module, coded)
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if will_train and _ranks() and trained and coded.issuperset(trained):
+            fqn = trained[-1].rpartition(".")[0]
             raise ValueError(
                 f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
                 " as codes, and DDP wants at least one that is not. Keep a layer in high precision:"
                 f" `MSAMP(..., keep=[{fqn!r}])`."
             )
 
-    def synchronize(self, module: nn.Module, *, always: bool) -> None:
-        """Give all ranks the codes of rank 0 if DDP wraps ``module``, or ``always``; register a DDP module."""
+    def synchronize(self, module: nn.Module) -> None:
+        """Give all ranks the codes of rank 0, and register ``module`` if it is a DDP module."""
         if isinstance(module, DistributedDataParallel):
             self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
             broadcast_codes(module, module.process_group)
-        elif always and _several_ranks():
+        elif _ranks() > 1:
             broadcast_codes(module)
 
-    def check_registered(self, optimizer: Optimizer) -> None:
-        """Check that a DDP module was registered, if several processes train weights of codes.
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay.
 
         Raises:
-            RuntimeError: :meth:`synchronize` got no DDP module.
+            RuntimeError: several processes train weights of codes, and :meth:`synchronize` got no DDP module.
         """
-        coded = any(msamp_state_of(p) is not None and p.requires_grad for p in parameters_of(optimizer))
-        if coded and _several_ranks() and not alive(self._modules):
+        held = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
+        modules = alive(self._modules)
+        if held and _ranks() > 1 and not modules:
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
             )
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
-        if self._averaged:
-            return
-        self._averaged = self._in_step
-        held = set(map(id, parameters_of(optimizer)))
-        for module in alive(self._modules):
+        for module in modules:
             if dist.get_world_size(module.process_group) > 1:
                 average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
-
-    @contextmanager
-    def averaging_once(self) -> Iterator[None]:
-        """Within this context only the first :meth:`average_gradients` averages; clipping inside a step asks again."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = self._averaged = False
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy gets; DDP modules stay in their process."""
         return {**self.__dict__, "_modules": []}
 
 
-def _process_group_exists() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _several_ranks() -> bool:
-    return _process_group_exists() and dist.get_world_size() > 1
+def _ranks() -> int:
+    """Return the number of ranks; 0 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0

@@ -12,43 +12,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import MsampWeightState, codes_of, required_state_of
+from lightning_lowprec.msamp.weight import codes_of, required_state_of
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
-from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import copy_all_, largest_absolute_values
 
 _BACKEND: Final = "inductor"
-State = Mapping[str, Any]
 Flats = Mapping[str, Tensor]
+Rule = Callable[[Flats, Mapping[str, Any]], None]
+"""The update of an optimizer, in place, of flat (N,) float32 tensors: "grad" (may be overwritten), moments, "weight".
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """The update of an optimizer, in place, of flat float32 tensors: "grad" (may be overwritten), moments, "weight"."""
-
-    function: Callable[[Flats, Mapping[str, Any]], None]
-    """Takes the flat tensors and the numbers. Numbers are floats, or in a compiled step scalar float32 tensors."""
-    numbers: Mapping[str, float | bool]
-    """Bools choose the code that is compiled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """The source of the random bits for the stochastic rounding of one step."""
-
-    seed: int
-    step: int
-    start: int
-    """The position of the first element among all elements that share the seed."""
+Numbers are floats, or in a compiled step scalar float32 tensors. Bools choose the code that is compiled."""
 
 
 @final
@@ -58,71 +39,82 @@ class FlatStep:
     Args:
         params: at least one; sharded parameters step their shards, with scales that all ranks agree on.
         moments: the moments of the optimizer with their formats; None: in float32, without a scale.
+        rule: the update.
         compile: run the passes through ``torch.compile``.
     """
 
-    def __init__(self, params: Sequence[Tensor], moments: Mapping[str, Format | None], compile: bool = False) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], moments: Mapping[str, Format | None], rule: Rule, compile: bool
+    ) -> None:
         self._params = list(params)
         self._param_codes = [codes_of(p) for p in params]
         self._shards = required_state_of(params[0]).shards
         self._moments = moments
+        self._rule = rule
         self._compile = compile
         formats = {"grad": E4M3, **moments, "weight": FP16}
         self._formats = {name: format for name, format in formats.items() if format is not None}
         self._full = {name: FlatBuffer(self._param_codes, torch.float32) for name in formats}
         self._codes = {name: FlatBuffer(self._param_codes, format.dtype) for name, format in self._formats.items()}
-        views, total = self._full["grad"].views, self._full["grad"].flat.numel()
-        starts = [view.storage_offset() for view in views]
-        ends = [*starts[1:], total]
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        self._runs = torch.tensor([counts, ends], device=views[0].device)
-        self._free()
+        memory = self._full["grad"]
+        ends = [*(view.storage_offset() for view in memory.views[1:]), memory.flat.numel()]
+        last = torch.tensor(ends, device=memory.flat.device)
+        self._runs = torch.stack([last.diff(prepend=last.new_zeros(1)), last])
+        self._buffers = [*self._full.values(), *self._codes.values()]
+        for buffer in self._buffers:
+            buffer.free()
 
     @torch.no_grad()
-    def update(self, states: Sequence[State], rule: Rule, rounding: Rounding | None) -> None:
-        """Apply ``rule`` in float32 and write all codes anew.
+    def update(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        numbers: Mapping[str, float | bool],
+        rounding: Callable[[Tensor], Any] | None,
+    ) -> None:
+        """Apply the rule in float32 and write all codes anew.
 
         Args:
             states: the optimizer's state of every parameter.
-            rule: what to do.
-            rounding: for stochastic rounding of the float16 weights (at O3: masters); None: round to nearest.
+            numbers: for the rule.
+            rounding: rounds flat float16 weights (at O3: masters), as float32 numbers, stochastically in place; None:
+                to nearest.
         """
-        for buffer in (*self._full.values(), *self._codes.values()):
+        for buffer in self._buffers:
             buffer.allocate()
         weights = [required_state_of(p) for p in self._params]
         has_master = weights[0].master is not None
+        stepped = [weight.stepped(codes) for weight, codes in zip(weights, self._param_codes, strict=True)]
         stored = {key: [s[key] for s in states] for key in self._moments}
         scales = {key: [s[f"{key}_scale"] for s in states] for key in self._moments if key in self._codes}
-        stored["weight"] = [cast(Tensor, w.master) for w in weights] if has_master else self._param_codes
-        scales["weight"] = [cast(Tensor, w.master_scale) if has_master else w.scale for w in weights]
-        self._decode_and_update(stored, scales, rule)
+        stored["weight"] = [codes for codes, _ in stepped]
+        scales["weight"] = [scale for _, scale in stepped]
+        self._decode_and_update(stored, scales, numbers)
         amaxes = dict(zip(scales, self._amaxes(list(scales)), strict=True))
         fresh = {
             name: power_of_two_scale(amaxes[name], self._formats[name], torch.stack(old))
             for name, old in scales.items()
         }
         if rounding is not None:
-            self._round_stochastically(fresh["weight"], rounding)
-        e4m3_scale = self._e4m3_scale(weights, fresh["weight"], amaxes["weight"], rounding) if has_master else None
-        full, codes = _flat(self._full), _flat(self._codes)
-        self._pass(_encode)(full, codes, fresh, self._runs)
-        if e4m3_scale is not None:  # a separate pass: in one pass a compiler leaves out the rounding between two casts
-            self._pass(_encode_masters)(
-                full["weight"], codes["weight"], codes["grad"], fresh["weight"], e4m3_scale, self._runs
-            )
+            self._round(fresh["weight"], rounding)
+            if has_master:
+                (amaxes["weight"],) = self._amaxes(["weight"])
+        self._pass(_encode)(_flat(self._full), _flat(self._codes), fresh, self._runs)
         for name, tensors in stored.items():
             copy_all_(tensors, (self._codes if name in scales else self._full)[name].views)
         for name, olds in scales.items():
             copy_all_(olds, list(fresh[name].unbind()))
-        if e4m3_scale is not None:
-            copy_all_(self._param_codes, self._codes["grad"].views)
-            copy_all_([w.scale for w in weights], list(e4m3_scale.unbind()))
-        for weight in weights:
-            weight.record_write()
-        self._free()
+        if has_master:
+            self._write_e4m3([weight.scale for weight in weights], fresh["weight"], amaxes["weight"])
+        for weight, p in zip(weights, self._params, strict=True):
+            weight.record_write(p)
+        for buffer in self._buffers:
+            buffer.free()
 
     def _decode_and_update(
-        self, stored: Mapping[str, list[Tensor]], scales: Mapping[str, list[Tensor]], rule: Rule
+        self,
+        stored: Mapping[str, list[Tensor]],
+        scales: Mapping[str, list[Tensor]],
+        numbers: Mapping[str, float | bool],
     ) -> None:
         """Fill the flat float32 memory and apply the rule."""
         inv_scales = {name: torch.stack(of_one).reciprocal_() for name, of_one in scales.items()}
@@ -134,12 +126,12 @@ class FlatStep:
             gradients = [local(cast(Tensor, p.grad)) for p in self._params]
         for name, tensors in {**stored, "grad": gradients}.items():
             copy_all_((self._codes if name in inv_scales else self._full)[name].views, tensors)
-        numbers: Mapping[str, Any] = rule.numbers
+        given: Mapping[str, Any] = numbers
         if self._compile:  # as tensors, so that another learning rate does not compile another graph
             floats = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
             scalars = torch.tensor(list(floats.values()), dtype=torch.float32, device=self._runs.device).unbind()
-            numbers = {**numbers, **dict(zip(floats, scalars, strict=True))}
-        self._pass(_update)(_flat(self._full), _flat(self._codes), inv_scales, self._runs, rule.function, numbers)
+            given = {**numbers, **dict(zip(floats, scalars, strict=True))}
+        self._pass(_update)(_flat(self._full), _flat(self._codes), inv_scales, self._runs, self._rule, given)
 
     def _amaxes(self, names: Sequence[str]) -> Tensor:
         """Return (names, parameters) float32; for shards the maximum over all ranks, by one reduction."""
@@ -147,35 +139,29 @@ class FlatStep:
         amaxes = largest_absolute_values(views).view(len(names), -1)
         return amaxes if self._shards is None else self._shards.maximum(amaxes)
 
-    def _round_stochastically(self, scales: Tensor, rounding: Rounding) -> None:
+    def _round(self, scales: Tensor, rounding: Callable[[Tensor], Any]) -> None:
         """Round the flat weights to values that float16 codes with ``scales`` have."""
         weight = self._full["weight"].flat
         scale = _expander(self._runs, len(weight))(scales)
-        weight.mul_(scale)
-        stochastic_round_fp16_(weight, seed=rounding.seed, step=rounding.step, start=rounding.start)
+        rounding(weight.mul_(scale))
         weight.div_(scale)
 
-    def _e4m3_scale(
-        self, weights: Sequence[MsampWeightState], scales: Tensor, amaxes: Tensor, rounding: Rounding | None
-    ) -> Tensor:
-        """Return the scales of the e4m3 weights, from the amaxes of the rounded masters."""
-        if rounding is None:  # rounding to nearest keeps the order, so the largest value becomes the largest code
-            amaxes = saturating_cast(amaxes * scales, FP16).float() / scales
-        else:
-            (amaxes,) = self._amaxes(["weight"])
-        return power_of_two_scale(amaxes, E4M3, torch.stack([w.scale for w in weights]))
+    def _write_e4m3(self, scales: list[Tensor], master_scales: Tensor, amaxes: Tensor) -> None:
+        """Round the masters to the e4m3 weights. ``amaxes`` are those of the masters, before or after rounding."""
+        # rounding to nearest keeps the order, so the largest value becomes the largest code
+        amaxes = saturating_cast(amaxes * master_scales, FP16).float() / master_scales
+        fresh = power_of_two_scale(amaxes, E4M3, torch.stack(scales))
+        memory, codes = self._full["weight"].flat, self._codes["grad"]  # not needed any more
+        # a separate pass: in one pass a compiler leaves out the rounding between two casts
+        self._pass(_encode_masters)(memory, self._codes["weight"].flat, codes.flat, master_scales, fresh, self._runs)
+        copy_all_(self._param_codes, codes.views)
+        copy_all_(scales, list(fresh.unbind()))
 
     def _pass(self, function: Callable[..., None]) -> Callable[..., None]:
         return _compiled(function, _BACKEND) if self._compile else function
 
-    def _free(self) -> None:
-        for buffer in (*self._full.values(), *self._codes.values()):
-            buffer.free()
 
-
-def _update(
-    full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Callable[..., None], numbers: Mapping[str, Any]
-) -> None:
+def _update(full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Rule, numbers: Mapping[str, Any]) -> None:
     """First pass: codes -> float32, which the rule then changes."""
     expand = _expander(runs, len(full["weight"]))
     for name, inv_scale in inv_scales.items():

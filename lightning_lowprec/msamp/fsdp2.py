@@ -1,23 +1,13 @@
 """Weights of codes under FSDP2 (MS-AMP's O3): e4m3 codes are gathered, one byte per element.
 
     scale_linears(model, fqns, "O3")
-    coded = code_shards(model, shards=mesh.size())     # before fully_shard
+    code_shards(model, shards=mesh.size())     # before fully_shard
     fully_shard(model, mesh=mesh)
-    coded.collect(mesh)                                # after fully_shard, before the optimizer
+    collect(model, mesh)                       # after fully_shard, before the optimizer
     optimizer = ScaledAdamW(model.parameters(), level="O3")
 
-The life of a weight on one rank:
-
-    Parameter of codes
-        | code_shards
-        v
-    MsampShard: all codes and the master
-        | fully_shard cuts both
-        v
-    MsampShard: codes and master of this rank ---- codes, all-gather ----> MsampShard: all codes, no master
-        ^                                                                      | three GEMMs
-        |                                                                      v
-        +---- step on the shard <---- float32 shard <---- reduce-scatter ---- float32 gradient
+``code_shards`` makes a MsampShard of all codes and the master. ``fully_shard`` cuts both. FSDP2 gathers the codes, into
+a MsampShard without a master. The optimizer steps the codes and the master of this rank.
 
 FSDP2 knows float32 and bf16 parameters, so a MsampShard looks like a float32 tensor. The scale belongs to the whole
 weight, and every rank has it. With ``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. A
@@ -27,22 +17,19 @@ DTensors, so they fit any number of ranks; loading a state dict is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.msamp.linear import ScaledLinear, scaled_linears
-from lightning_lowprec.msamp.weight import MsampWeightState, required_state_of
+from lightning_lowprec.msamp.linear import scaled_linears
+from lightning_lowprec.msamp.weight import MsampWeightState, Shards, required_state_of, values_of
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import saturating_cast
-from lightning_lowprec.private.torch import disabled_torch_function, make_wrapper_subclass, written_arguments
+from lightning_lowprec.private import torch as private
 
 _aten: Any = torch.ops.aten
 _CUT: Final = {  # the operations by which FSDP2 makes, moves and aliases shards
@@ -52,10 +39,9 @@ _CUT: Final = {  # the operations by which FSDP2 makes, moves and aliases shards
     _aten.slice.Tensor,
     _aten.view.default,
     _aten.as_strided.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
     _aten.split.Tensor,
     _aten.clone.default,
+    *private.MOVING_OPERATIONS,
 }
 
 
@@ -79,22 +65,12 @@ class MsampShard(Tensor):
         cls, codes: Tensor, master: Tensor | None, state: MsampWeightState, dtype: torch.dtype = torch.float32
     ) -> MsampShard:
         """Make a tensor without memory for float32 values, shaped and strided like the codes."""
-        shard: MsampShard = make_wrapper_subclass(
-            cls,
-            codes.size(),
-            strides=codes.stride(),
-            storage_offset=codes.storage_offset(),
-            dtype=dtype,
-            device=codes.device,
-        )
+        like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
+        shard: MsampShard = private.make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
         shard.codes, shard.master, shard.msamp_state = codes, master, state
         return shard
 
-    def values(self) -> Tensor:
-        """Return the values of the codes: (...) float32."""
-        return self.codes.float() / self.msamp_state.scale
-
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = private.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,11 +81,10 @@ class MsampShard(Tensor):
         if func in _CUT:
             return _cut(func, args, kwargs)
         if func is _aten.copy_.default and isinstance(args[0], MsampShard):
-            _copy_(args[0], args[1])
-            return args[0]
-        if any(isinstance(t, MsampShard) for t in pytree.tree_leaves(written_arguments(func, args, kwargs))):
+            return _copy_(args[0], args[1])
+        if any(isinstance(t, MsampShard) for t in private.tree_leaves(private.written_arguments(func, args, kwargs))):
             raise RuntimeError(f"{func} would write to a weight that is kept as codes with a scale; use `set_values_`.")
-        return func(*pytree.tree_map_only(MsampShard, MsampShard.values, args), **kwargs)
+        return func(*private.tree_map_only(MsampShard, values_of, args), **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, for FSDP2."""
@@ -142,76 +117,28 @@ def _cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on the codes and on the master, each in its dtype."""
     first: MsampShard = args[0]
     if kwargs.get("dtype") not in (None, first.dtype):
-        return func(first.values(), *args[1:], **kwargs)
+        return func(values_of(first), *args[1:], **kwargs)
     kept = {name: value for name, value in kwargs.items() if name != "dtype"}
     codes = func(first.codes, *args[1:], **kept)
-    if first.master is None:
-        return pytree.tree_map_only(Tensor, lambda c: MsampShard(c, None, first.msamp_state, first.dtype), codes)
-    masters = func(first.master, *args[1:], **kept)
+    masters = None if first.master is None else func(first.master, *args[1:], **kept)
     if isinstance(codes, Tensor):
-        return MsampShard(codes, masters, first.msamp_state)
-    return [MsampShard(c, m, first.msamp_state) for c, m in zip(codes, masters, strict=True)]
+        return MsampShard(codes, masters, first.msamp_state, first.dtype)
+    masters = [None] * len(codes) if masters is None else masters
+    return [MsampShard(c, m, first.msamp_state, first.dtype) for c, m in zip(codes, masters, strict=True)]
 
 
-def _copy_(target: MsampShard, source: Tensor) -> None:
+def _copy_(target: MsampShard, source: Tensor) -> MsampShard:
     """Copy codes and master; encode values with the present scale, which ``set_values_`` makes fit afterwards."""
     if not isinstance(source, MsampShard):
         target.codes.copy_(saturating_cast(source.float() * target.msamp_state.scale, E4M3))
-        return
+        return target
     target.codes.copy_(source.codes)
     if target.master is not None and source.master is not None:
         target.master.copy_(source.master)
+    return target
 
 
-@final
-class MeshShards:
-    """The ranks of a mesh that share weights (see :class:`~lightning_lowprec.msamp.weight.Shards`).
-
-    Args:
-        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._dim = mesh.ndim - 1
-        self._group = mesh.get_group(self._dim)
-        self.rank = mesh.get_local_rank(self._dim)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
-        largest = torch.where(values.isnan(), torch.inf, values)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return largest
-
-    def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
-        """Return a DTensor that is placed like ``param`` and has ``shard`` on this rank."""
-        assert isinstance(param, DTensor)
-        sizes: dict[str, Any] = {"shape": param.shape, "stride": param.stride()}
-        return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **sizes)
-
-
-@final
-class PendingShards:
-    """The layers of one model whose weights wait for ``fully_shard``; made by :func:`code_shards`."""
-
-    def __init__(self, layers: Mapping[str, ScaledLinear]) -> None:
-        self.layers = dict(layers)
-
-    @torch.no_grad()
-    def collect(self, mesh: DeviceMesh) -> None:
-        """Let optimizers and state dicts find codes, masters and scales; call after ``fully_shard`` over ``mesh``."""
-        shards = MeshShards(mesh)
-        for fqn, layer in self.layers.items():
-            weight: Any = layer.weight
-            shard = local(weight)
-            assert shard is not weight, f"{fqn!r} was not sharded"
-            assert isinstance(shard, MsampShard)
-            state = shard.msamp_state
-            state.master, state.shards = shard.master, shards
-            weight.codes = shard.codes
-            state.bind(weight)
-
-
-def code_shards(model: nn.Module, shards: int) -> PendingShards | None:
+def code_shards(model: nn.Module, shards: int) -> None:
     """Make the weights of ScaledLinears shardable by FSDP2; call before ``fully_shard``.
 
     New Parameters replace the weights, as ``fully_shard`` replaces all Parameters. Gradients become float32.
@@ -220,25 +147,11 @@ def code_shards(model: nn.Module, shards: int) -> PendingShards | None:
         model: with layers of :func:`~lightning_lowprec.msamp.linear.scale_linears` at level O3.
         shards: the number of parts that each weight will be cut into.
 
-    Returns:
-        The layers, whose ``collect`` must be called after ``fully_shard``; None for a model without such layers.
-
     Raises:
         ValueError: weights of another level, or a weight that does not divide into equal parts.
     """
-    check_codes(model, shards)
     layers = scaled_linears(model)
-    for layer in layers.values():
-        state = required_state_of(layer.weight)
-        shard = MsampShard(layer.weight.detach(), state.master, state)
-        layer.weight = nn.Parameter(shard, requires_grad=layer.weight.requires_grad)
-        layer.float32_gradients = True
-    return PendingShards(layers) if layers else None
-
-
-def check_codes(model: nn.Module, shards: int) -> None:
-    """Raise the errors of :func:`code_shards`, and change nothing."""
-    for fqn, layer in scaled_linears(model).items():
+    for fqn, layer in layers.items():
         if required_state_of(layer.weight).master is None:
             raise ValueError(
                 f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"
@@ -249,17 +162,30 @@ def check_codes(model: nn.Module, shards: int) -> None:
                 f"{fqn!r} has {layer.out_features} output features, which do not divide into {shards} equal shards."
                 " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
             )
+    for layer in layers.values():
+        state = required_state_of(layer.weight)
+        shard = MsampShard(layer.weight.detach(), state.master, state)
+        layer.weight = nn.Parameter(shard, requires_grad=layer.weight.requires_grad)
+        layer.float32_gradients = True
+
+
+@torch.no_grad()
+def collect(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let optimizers and state dicts find codes, masters and scales; call after ``fully_shard`` over ``mesh``."""
+    shards = Shards(mesh)
+    for fqn, layer in scaled_linears(model).items():
+        weight: Any = layer.weight
+        shard = local(weight)
+        assert shard is not weight, f"{fqn!r} was not sharded"
+        assert isinstance(shard, MsampShard)
+        state = shard.msamp_state
+        state.master, state.shards = shard.master, shards
+        weight.codes = shard.codes
+        state.bind(weight)
 
 
 def check_options(options: Any, model: nn.Module) -> None:
-    """Raise ValueError for sharding options, or a model on meta, that do not go with weights of codes.
-
-    Args:
-        options: has the attributes that are checked, as ``ShardOptions`` does.
-        model: converted. A model without weights of codes passes.
-    """
-    if not scaled_linears(model):
-        return
+    """Raise ValueError for ``ShardOptions``, or a model on meta, that do not go with weights of codes."""
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,

@@ -24,7 +24,7 @@ from lightning_lowprec.msamp.weight import (
     MsampWeightState,
     codes_of,
     encode,
-    msamp_state_of,
+    required_state_of,
     scale_weight_,
     set_values_,
     values_of,
@@ -85,29 +85,25 @@ class ScaledLinear(nn.Linear):
             self._parameters = {"weight": weight, **self._parameters}
         device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
         if device != weight.device:
-            state = _state_or_raise(weight)
-            moved = weight.data.to(device)
-            gradient = weight.grad
-            weight.grad = None
+            gradient, weight.grad = weight.grad, None
+            state = required_state_of(weight)
             state.to_(device)
-            if moved.is_meta:  # a new Parameter, as in every module that moves to meta
-                self.weight = nn.Parameter(moved, weight.requires_grad)
+            if device.type == "meta":  # a new Parameter, as in every module that moves to meta
+                self.weight = nn.Parameter(weight.data.to(device), weight.requires_grad)
                 state.bind(self.weight)
             else:
-                weight.data = moved
-                self.weight.grad = None if gradient is None else gradient.to(device)
+                weight.data = weight.data.to(device)
+                weight.grad = None if gradient is None else gradient.to(device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Add the state of the weight, which a copied Parameter loses."""
-        return {**self.__dict__, "_msamp_state": _state_or_raise(self.weight)}
+        return {**self.__dict__, "_msamp_state": required_state_of(self.weight)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give the Parameter its state again."""
-        attributes = dict(state)
-        weight_state = attributes.pop("_msamp_state")
-        super().__setstate__(attributes)  # type: ignore[no-untyped-call]
-        weight_state.bind(self.weight)
+        super().__setstate__({k: v for k, v in state.items() if k != "_msamp_state"})  # type: ignore[no-untyped-call]
+        state["_msamp_state"].bind(self.weight)
 
 
 def scale_linears(
@@ -125,30 +121,30 @@ def scale_linears(
         model: holds them.
         fqns: as in ``model.named_modules()``; ``""`` is the model itself.
         level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
-        emulate: multiply dequantised codes in float32; None: on CPU yes, elsewhere no.
-        fp8_eval: whether evaluation without gradients multiplies in FP8 too.
-        float32_gradients: keep the weights' gradients in float32, in which micro-batches then add up.
+        emulate: see :class:`ScaledLinear`; None: on CPU yes, elsewhere no.
+        fp8_eval: see :class:`ScaledLinear`.
+        float32_gradients: see :class:`ScaledLinear`. Micro-batches then add up in float32.
 
     Raises:
         TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
         ValueError: features that are no multiples of 16, or a weight that another module shares.
     """
-    owners: dict[int, set[str]] = {}
+    owners: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(fqn)
+            owners.setdefault(id(parameter), []).append(fqn)
     for fqn in fqns:  # all are checked before one is changed
         linear = model.get_submodule(fqn)
         if type(linear) is not nn.Linear:
             raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
         if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
-            shape = f"{linear.in_features} -> {linear.out_features}"
             raise ValueError(
-                f"{fqn!r} has features {shape}; expected multiples of {_ALIGNMENT}. Leave it out of `fqns`."
+                f"{fqn!r} has features {linear.in_features} -> {linear.out_features}; expected multiples of"
+                f" {_ALIGNMENT}. Leave it out of `fqns`."
             )
-        others = sorted(owners[id(linear.weight)] - {fqn})
-        if others:
-            raise ValueError(f"the weight of {fqn!r} is that of {others[0]!r} too; expected an untied one.")
+        for other in owners[id(linear.weight)]:
+            if other != fqn:
+                raise ValueError(f"the weight of {fqn!r} is that of {other!r} too; expected an untied one.")
     for fqn in fqns:
         linear = model.get_submodule(fqn)
         assert isinstance(linear.weight, nn.Parameter)
@@ -165,9 +161,8 @@ def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _matmul(rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
-    output: Tensor = _ScaledMatmul.apply(rows, weight, emulate, float32_gradient)  # type: ignore[no-untyped-call]
-    return output
+def _matmul(*args: Any) -> Tensor:
+    return _ScaledMatmul.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _ScaledMatmul(torch.autograd.Function):
@@ -178,11 +173,9 @@ class _ScaledMatmul(torch.autograd.Function):
         codes, scale = encode(rows.float(), E4M3)
         # the weight is saved so that autograd notices when a step changes it before this backward
         ctx.save_for_backward(codes, scale, weight)
-        ctx.emulate = emulate
-        ctx.float32_gradient = float32_gradient
-        ctx.dtype = rows.dtype
-        ctx.weight_state = _state_or_raise(weight)
-        ctx.weight_state.check_writes()
+        ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
+        ctx.weight_state = required_state_of(weight)  # which a saved weight loses
+        ctx.weight_state.check_writes(weight)
         weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
@@ -216,14 +209,3 @@ def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: 
     columns = b.t().contiguous().t()  # kernels need the first operand row-major, the second column-major
     product: Tensor = scaled_mm(a.contiguous(), columns, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
     return product
-
-
-def _state_or_raise(weight: Any) -> MsampWeightState:
-    state = msamp_state_of(weight)
-    if state is None:
-        raise TypeError(
-            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(weight.shape)} tensor of {weight.dtype}; expected"
-            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
-            " the layer as it is; give `torch.func.functional_call` the parameters, not a state dict."
-        )
-    return state

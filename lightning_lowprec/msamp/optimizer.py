@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
-from lightning_lowprec.msamp.flat_step import FlatStep, Rounding, Rule
+from lightning_lowprec.msamp.flat_step import Flats, FlatStep
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     LEVELS,
     Level,
     codes_of,
-    encode,
+    encode_into,
     master_of,
     msamp_state_of,
     required_state_of,
@@ -28,19 +28,25 @@ from lightning_lowprec.msamp.weight import (
 )
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import Format
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import chunks, parameters_of
+from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
-_NO_MOMENTS: Final = ("step", "master", "master_scale", MASTER_PARAM)
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
+_REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
+_OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaledOptions:
-    """The options that ScaledAdamW and ScaledSGD share.
+class ScaledOptimizer(Optimizer):
+    """Abstract: an optimizer of torch that also steps parameters of codes.
+
+    A subclass derives from torch's class too. It says which moments there are, and how a step updates both kinds of
+    parameters.
 
     Args:
+        params: parameters or groups, as in any torch optimizer.
+        args: as in torch's class.
         level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
             with a scale.
         stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
@@ -48,39 +54,30 @@ class ScaledOptions:
             replicas, nothing to save.
         seed: of the stochastic rounding.
         compile: update the parameters of codes by two fused kernels per device and step (``torch.compile``).
+        options: as in torch's class.
+
+    Raises:
+        ValueError: an argument out of range, an option that is not possible, or a parameter of another level.
     """
 
-    level: Level = "O2"
-    stochastic_rounding: bool = False
-    seed: int = 0
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the level."""
-        check_choice("level", self.level, LEVELS)
-
-
-class ScaledChoices(TypedDict, total=False):
-    """The fields of :class:`ScaledOptions`, for type checkers."""
-
-    level: Level
-    stochastic_rounding: bool
-    seed: int
-    compile: bool
-
-
-class ScaledOptimizer(Optimizer):
-    """Abstract: a subclass says which moments there are and how a step updates plain parameters and those of codes."""
-
-    level: Level
-    stochastic_rounding: bool
-    seed: int
-    compile = False
-    _flat_steps: dict[tuple[int, ...], FlatStep]
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], options: ScaledOptions) -> None:
-        vars(self).update(vars(options), _flat_steps={})
-        super().__init__(params, defaults)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *args: Any,
+        level: Level = "O2",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        compile: bool = False,
+        **options: Any,
+    ) -> None:
+        check_choice("level", level, LEVELS)
+        self.level: Level = level
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
+        self.compile = compile
+        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
+        super().__init__(params, *args, **options)
+        check_options(self)
 
     # ---- for subclasses
 
@@ -88,14 +85,19 @@ class ScaledOptimizer(Optimizer):
         """Return the moments that a step of ``group`` needs, with their formats at O2 and O3."""
         raise NotImplementedError
 
-    def _rule(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Rule:
-        """Return the rule of the next step, for parameters whose state after the last step is like ``state``."""
+    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
+        """Return the numbers of the next step, for parameters whose state after the last step is like ``state``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+        """Update flat tensors of parameters of codes; see :data:`~lightning_lowprec.msamp.flat_step.Rule`."""
         raise NotImplementedError
 
     def _update_plain(
         self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update the float32 ``weights`` of plain parameters (at least one) in place by their float32 gradients."""
+        """Update the float32 ``weights`` of plain parameters in place by their float32 gradients."""
         raise NotImplementedError
 
     # ---- the step
@@ -122,51 +124,45 @@ class ScaledOptimizer(Optimizer):
             if plain:
                 weights = [p.float() for p in plain]  # the parameter itself if it is float32
                 self._update_plain(group, plain, weights, [p.grad.float() for p in plain])
-                half = [(p, weight) for p, weight in zip(plain, weights, strict=True) if p is not weight]
-                copy_all_([p for p, _ in half], [weight for _, weight in half])
-            for params in self._chunks(group["params"]):
-                self._step_codes(group, params)
+                half = [i for i, p in enumerate(plain) if p is not weights[i]]
+                copy_all_([plain[i] for i in half], [weights[i] for i in half])
+            for alike in self._alike(group["params"]):
+                for params in chunks(alike, _CHUNK):
+                    self._step_codes(group, params)
         return loss
+
+    def _alike(self, params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+        """Return the parameters of codes that have gradients, in lists whose parameters may step together."""
+        kinds: dict[Any, list[Tensor]] = {}
+        for p in params:
+            weight = msamp_state_of(p)
+            if weight is not None and p.grad is not None and p.numel():
+                state = self.state[p]
+                kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
+                kinds.setdefault(kind, []).append(p)
+        return kinds.values()
 
     def _step_codes(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = self._moments(group)
-        rule = self._rule(group, self.state[params[0]])
+        numbers = self._numbers(group, self.state[params[0]])
         states = [self._state_of(p, moments) for p in params]
         for state in states:
             state["step"] += 1
-        rounding = self._rounding(params[0], states[0]["step"]) if self.stochastic_rounding else None
-        self._flat_step(params, moments).update(states, rule, rounding)
+        rounding = None
+        if self.stochastic_rounding:
+            start = self._first_random_bit(params[0])
+            rounding = partial(stochastic_round_fp16_, seed=self.seed, step=states[0]["step"], start=start)
+        self._flat_step(params, moments).update(states, numbers, rounding)
 
-    def _rounding(self, first: Tensor, step: int) -> Rounding:
-        """Return the random bits of ``first`` and the parameters after it: no two elements of all shards share bits."""
+    def _first_random_bit(self, first: Tensor) -> int:
+        """Return the position of ``first`` in the random bits: no two elements of all shards share bits."""
         shards = required_state_of(first).shards
         start = total = 0
         for p in parameters_of(self):
             if p is first:
                 start = total
             total += -(-p.numel() // 8) * 8  # as flat buffers align them
-        return Rounding(seed=self.seed, step=step, start=start + (0 if shards is None else shards.rank * total))
-
-    def _chunks(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the parameters of codes that have gradients, in lists of one kind and at most ``_CHUNK`` elements."""
-        kinds: dict[Any, list[Tensor]] = {}
-        for p in params:
-            weight = msamp_state_of(p)
-            if weight is None or p.grad is None or not p.numel():
-                continue
-            state = self.state[p]
-            kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
-            kinds.setdefault(kind, []).append(p)
-        for members in kinds.values():
-            chunk: list[Tensor] = []
-            room = _CHUNK
-            for p in members:
-                if chunk and p.numel() > room:
-                    yield chunk
-                    chunk, room = [], _CHUNK
-                chunk.append(p)
-                room -= p.numel()
-            yield chunk
+        return start + (0 if shards is None else shards.rank * total)
 
     def _flat_step(self, params: list[Tensor], moments: Mapping[str, Format]) -> FlatStep:
         key = (self.compile, len(moments), *map(id, params))
@@ -174,7 +170,8 @@ class ScaledOptimizer(Optimizer):
             if len(self._flat_steps) >= _MAX_FLAT_STEPS:
                 self._flat_steps.clear()
             formats = {name: None if self.level == "O1" else format for name, format in moments.items()}
-            self._flat_steps[key] = FlatStep(params, formats, self.compile)  # keeps the parameters, so ids stay theirs
+            # keeps the parameters, so ids stay theirs
+            self._flat_steps[key] = FlatStep(params, formats, self._update_flat, self.compile)
         return self._flat_steps[key]
 
     # ---- state
@@ -182,49 +179,47 @@ class ScaledOptimizer(Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that deepcopy and pickle keep."""
-        options = {name: getattr(self, name) for name in ScaledChoices.__annotations__}
-        return {**super().__getstate__(), **options, "_flat_steps": {}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OPTIONS}, "_flat_steps": {}}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore attributes. Adam's method is left out, because it would make tensors of the step counts."""
+        Optimizer.__setstate__(self, state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """Return the state of ``p``; missing moments start at zero."""
         state: dict[str, Any] = self.state[p]
-        weight = msamp_state_of(p)
-        if weight is not None:
+        coded = msamp_state_of(p) is not None
+        if coded:
             state.setdefault("step", 0)
-        coded = weight is not None and self.level != "O1"
         for key, format in moments.items():
             if key in state:
                 continue
-            state[key] = torch.zeros_like(codes_of(p), dtype=format.dtype if coded else torch.float32)
-            if coded:
+            if coded and self.level != "O1":
+                state[key] = torch.zeros_like(codes_of(p), dtype=format.dtype)
                 state[f"{key}_scale"] = torch.ones((), device=p.device)
-        if weight is not None and weight.master is not None:
-            state["master"], state["master_scale"] = weight.master, weight.master_scale
+            else:
+                state[key] = torch.zeros_like(codes_of(p), dtype=torch.float32)
         return state
-
-    def _saves_values(self, p: Tensor) -> bool:
-        """Whether the state dict has the values of the moments of ``p`` in float32, instead of codes and scales."""
-        weight = msamp_state_of(p)
-        return weight is not None and weight.shards is not None
 
     @override
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict; sharded parameters have float32 DTensors, which fit any number of ranks."""
+        """Return the state dict of the plain optimizer, with the values of codes; at level O3 with masters."""
         state_dict = super().state_dict()
-        state = {}
-        for key, p in zip(_keys(state_dict), parameters_of(self), strict=True):
-            if key in state_dict["state"]:
-                entry = state_dict["state"][key]
-                state[key] = _with_values(entry, p) if self._saves_values(p) else entry
-        return {**state_dict, "state": state}
+        entries, params = state_dict["state"], parameters_of(self)
+        keyed = zip(_keys(state_dict), params, strict=True)
+        return {**state_dict, "state": {key: _with_values(entries[key], p) for key, p in keyed if key in entries}}
 
     @override
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict bit for bit. Codes of another level, or torch's float32 moments, get fresh scales.
+        """Load a state dict of the plain optimizer, or of any level; moments that are kept as codes get fresh scales.
 
-        (torch's own loading casts every tensor to the dtype of its parameter, which would round codes.)
+        (torch's own loading casts every tensor to the dtype of its parameter, which would round values to codes.)
         """
         super().load_state_dict(state_dict)
         params = [(group, p) for group in self.param_groups for p in group["params"]]
@@ -233,7 +228,7 @@ class ScaledOptimizer(Optimizer):
                 self._load(p, state_dict["state"][key], self._moments(group))
 
     def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
-        others = sorted(saved.keys() - {*_NO_MOMENTS, *moments})
+        others = sorted(saved.keys() - {"step", MASTER_PARAM, *moments})
         if moments and others and not moments.keys() & saved.keys():
             raise ValueError(
                 f"the state holds {', '.join(others)}; expected that of an optimizer with {', '.join(moments)}."
@@ -242,24 +237,16 @@ class ScaledOptimizer(Optimizer):
         loaded = {key: format for key, format in moments.items() if saved.get(key) is not None}
         self.state[p] = {}
         state = self._state_of(p, loaded)
-        if weight is not None:
-            state["step"] = int(saved.get("step", 0))
-        elif "step" in saved:
-            state["step"] = torch.as_tensor(float(saved["step"]))
+        if "step" in saved:
+            step = float(saved["step"])
+            state["step"] = torch.as_tensor(step) if weight is None else int(step)
         for key, format in loaded.items():
-            codes, scale = saved[key] if weight is None else local(saved[key]), saved.get(f"{key}_scale")
-            if f"{key}_scale" not in state:
-                state[key].copy_(codes if scale is None else codes.float() / scale)
-                continue
-            if scale is None or codes.dtype != format.dtype:
-                values = codes.float() if scale is None else codes.float() / scale
-                codes, scale = encode(values, format, None if weight is None else weight.shards)
-            state[key].copy_(codes)
-            state[f"{key}_scale"].copy_(scale)
-        if "master" in state and "master" in saved:
-            state["master"].copy_(local(saved["master"]))
-            state["master_scale"].copy_(saved["master_scale"])
-        elif MASTER_PARAM in saved:
+            values = saved[key] if weight is None else local(saved[key]).to(p.device)
+            if weight is None or f"{key}_scale" not in state:
+                state[key].copy_(values)
+            else:
+                encode_into(state[key], state[f"{key}_scale"], values.float(), format, weight.shards)
+        if MASTER_PARAM in saved:
             set_master_(p, saved[MASTER_PARAM])
 
 
@@ -270,17 +257,24 @@ def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
 
 def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """Return the state of one parameter with float32 values instead of codes and scales."""
-    values = {"step": entry["step"]} if "step" in entry else {}  # first, as in torch's optimizers
+    values: dict[str, Any] = {"step": torch.as_tensor(float(entry["step"]))} if "step" in entry else {}
     for key, value in entry.items():
         scale = entry.get(f"{key}_scale")
-        if key != "master" and not key.endswith("_scale"):
+        if key != "step" and not key.endswith("_scale"):
             values[key] = value if scale is None else sharded_like(value.float() / scale, p)
     master = master_of(p)
     return values if master is None else {**values, MASTER_PARAM: master}
 
 
-def check_at_least_zero(**values: float) -> None:
-    """Raise ValueError for a number that is negative or NaN."""
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"`{name}={value!r}` is not valid; expected 0 or more.")
+def check_options(optimizer: Optimizer) -> None:
+    """Raise ValueError for an option of an AdamW, Adam or SGD that is not possible with parameters of codes."""
+    decoupled = optimizer.defaults.get("decoupled_weight_decay", True)  # only Adam has False
+    for group in optimizer.param_groups:
+        for name in _REFUSED:
+            if group.get(name):
+                raise ValueError(f"`{name}={group[name]!r}` of {type(optimizer).__name__} is not possible with MS-AMP.")
+        if group["weight_decay"] and not decoupled:
+            raise ValueError(
+                f"`weight_decay={group['weight_decay']!r}` of Adam, which is part of its gradient, is not possible with"
+                " MS-AMP. Use `torch.optim.AdamW`, whose weight decay is not."
+            )

@@ -20,10 +20,10 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.msamp.converted_optimizers import convert_optimizer_
+from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import LEVELS, Level, msamp_state_of
+from lightning_lowprec.msamp.weight import LEVELS, Level, required_state_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import trainer_of
@@ -88,12 +88,10 @@ class MSAMP(LowPrecision):
             )
         running = take(FP8Options, options)
         super().__init__(take(LossScaleOptions, options).resolve(running.base))
+        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
+        self.layers = take(LayerOptions, options)
         self.level: Level = level
         self.shards_codes = level == "O3"
-        self.layers = take(LayerOptions, options)
-        self.base = running.base
-        self.fp8_eval = running.fp8_eval
-        self.emulate = running.emulate
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         self.grad_accumulation_dtype = grad_accumulation_dtype
@@ -103,44 +101,33 @@ class MSAMP(LowPrecision):
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
         return BASE_DTYPES[self.base]
 
     @property
     @override
     def compute_dtype(self) -> torch.dtype:
-        """``torch.int8`` where FP8 kernels run, else the base dtype."""
         return fp8.peak_dtype(self)
 
     @override
     def emulates(self, device: torch.device) -> bool:
-        """On CPU unless the user says no; on a GPU only if the user says so."""
         return fp8.emulates(self.emulate, device)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """A GPU without FP8, where FP8 is not emulated."""
         return fp8.kernel_refusal(self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
 
     @override
     def how(self, device: torch.device) -> str:
-        """FP8 kernels, or emulated."""
         return fp8.how(self.emulate, device)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, and how they compute."""
         return self.precision, self.layers, self.emulate, self.fp8_eval
 
     # ---- conversion
 
     @override
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:
-        """FSDP2 will shard the weights and masters of O3.
-
-        Raises:
-            ValueError: another level.
-        """
         if not self.shards_codes:
             raise ValueError(
                 f"`precision={self.precision!r}` does not run sharded. It runs on one device and under 'ddp';"
@@ -176,8 +163,8 @@ class MSAMP(LowPrecision):
 
     def _check_held(self, module: Module, held: dict[str, ScaledLinear], plan: Plan) -> None:
         """Raise if an earlier conversion was another one: weights that became codes do not become others."""
-        with_master = {fqn for fqn, linear in held.items() if _has_master(linear)}
-        if set(plan.converted) != held.keys() or with_master != (held.keys() if self.level == "O3" else set()):
+        has_master = {required_state_of(linear.weight).master is not None for linear in held.values()}
+        if set(plan.converted) != held.keys() or has_master != {self.level == "O3"}:
             raise ValueError(
                 f"`precision={self.precision!r}`: {type(module).__name__} was converted before, with another level or"
                 f" other layers ({len(held)} hold codes, this precision would convert {len(plan.converted)}). Load its"
@@ -192,38 +179,32 @@ class MSAMP(LowPrecision):
 
     @override
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Fabric, by the names in ``precision=``: an optimizer is set up, before its first step."""
         super().see_optimizer(optimizer)
         self._convert_optimizer(optimizer)
 
     @override
     def see_module(self, module: Module) -> None:
-        """A module as the strategy wrapped it: all ranks get the codes of rank 0."""
         super().see_module(module)
-        self._replicas.synchronize(module, always=False)
+        if self.modules.sharded is None:
+            self._replicas.synchronize(module)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: see the wrapped model, and make its optimizers step codes."""
         trainer = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
         refuse_averaging(
             getattr(trainer, "callbacks", ()),
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        if not isinstance(model, DistributedDataParallel) and self.modules.sharded is None:
-            self._replicas.synchronize(model, always=True)
         for optimizer in optimizers if self._will_train else ():
             self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
-    @override
-    def _before_first_step(self, optimizer: Optimizer) -> None:
-        super()._before_first_step(optimizer)
-        if self.modules.sharded is None:
-            self._replicas.check_registered(optimizer)
-
     # ---- step
+
+    def _average_gradients(self, optimizer: Any) -> None:
+        if self.modules.sharded is None:
+            self._replicas.average_gradients(optimizer)
 
     @override
     def optimizer_step(
@@ -233,26 +214,23 @@ class MSAMP(LowPrecision):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in every precision, with the FP8 gradients averaged over the ranks before anybody looks at them."""
-        self._convert_optimizer(
-            optimizer
-        )  # a second one in Fabric without the names, or with a weight that was unfrozen
+        """Step as in every precision, after the FP8 gradients were averaged over the ranks."""
+        # a second optimizer in Fabric without the names, or an optimizer of a weight that was unfrozen
+        self._convert_optimizer(optimizer)
+        if closure is None:
+            self._average_gradients(optimizer)
+            return super().optimizer_step(optimizer, model=model, **kwargs)
 
         def averaged() -> Any:
-            result = None if closure is None else closure()
-            self._replicas.average_gradients(optimizer)
+            result = closure()
+            self._average_gradients(optimizer)
             return result
 
-        with self._replicas.averaging_once():
-            if closure is None:
-                averaged()
-            own = None if closure is None else averaged
-            return super().optimizer_step(optimizer, model=model, closure=own, **kwargs)
+        return super().optimizer_step(optimizer, model=model, closure=averaged, **kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Called by ``fabric.clip_gradients``: average, then unscale."""
-        self._replicas.average_gradients(optimizer)
+        self._average_gradients(optimizer)
         super().unscale_gradients(optimizer)
 
     @override
@@ -264,10 +242,5 @@ class MSAMP(LowPrecision):
     ) -> None:
         """Clip averaged, unscaled gradients; FP8 ones are rounded again where they are clipped by value."""
         if clip_val > 0:
-            self._replicas.average_gradients(optimizer)
+            self._average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-
-
-def _has_master(linear: ScaledLinear) -> bool:
-    scaled = msamp_state_of(linear.weight)
-    return scaled is not None and scaled.master is not None

@@ -5,30 +5,19 @@
 | O1, O2 | float16 codes | none: the parameter is precise enough | ``codes * inv_scale`` |
 | O3 | float8_e4m3fn codes | float16 codes with another scale | the master, rounded to e4m3 |
 
-The life of a weight, with the file of each stage:
-
-    Parameter in float32
-        | amax -> power-of-two scale -> codes                           weight.py
-        v
-    codes and scale ---- as e4m3 codes ----> three GEMMs                linear.py
-        ^                                        |
-        |                                        v
-        |                     e4m3 gradient and its scale               gradient.py
-        |                                        | average over the ranks, one byte per element     ddp.py
-        |                                        v
-        +---- codes, fresh scale <---- step in float32                  adamw.py, sgd.py, flat_step.py
-
-:mod:`~lightning_lowprec.msamp.fsdp2` draws the same for FSDP2. The Parameter object stays the same, only its ``data``
-change. Scales and master are at ``param.msamp_state``.
+The Parameter object stays the same, only its ``data`` change. Scales and master are at ``param.msamp_state``. The life
+of a weight is drawn in docs/architecture.md.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Final, Literal, Protocol, final, get_args
+from typing import Any, Final, Literal, final, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_lowprec.checks import check_choice
@@ -41,17 +30,23 @@ Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 
-class Shards(Protocol):
-    """The ranks that share the parameters of codes, each with one shard of every parameter."""
+@final
+class Shards:
+    """The ranks that share parameters of codes: each has one shard of every parameter, and the scale of the whole.
 
-    rank: int
-    """The number of this rank among them."""
+    Args:
+        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self.rank: int = mesh.get_local_rank(mesh.ndim - 1)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf."""
-
-    def to_dtensor(self, shard: Tensor, param: Tensor) -> Tensor:
-        """Return a tensor that is sharded like ``param`` and has ``shard`` on this rank."""
+        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
+        largest = torch.where(values.isnan(), torch.inf, values)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return largest
 
 
 @final
@@ -64,7 +59,7 @@ class MsampWeightState:
         master_scale: scalar float32, for the master.
     """
 
-    def __init__(self, scale: Tensor, master: Tensor | None, master_scale: Tensor | None) -> None:
+    def __init__(self, scale: Tensor, master: Tensor | None = None, master_scale: Tensor | None = None) -> None:
         self.scale = scale
         self.master = master
         self.master_scale = master_scale
@@ -72,15 +67,13 @@ class MsampWeightState:
         """Values of a master, (...) float32, that was loaded before its weight."""
         self.shards: Shards | None = None
         """None: the parameter is whole."""
-        self._param: weakref.ref[Any] | None = None
         self._version = 0
 
     def bind(self, param: Any) -> None:
         """Become the state of a parameter that holds the codes already."""
         param.grad_dtype = torch.float32
         param.msamp_state = self
-        self._param = weakref.ref(param)
-        self.record_write()
+        self.record_write(param)
 
     def to_(self, device: torch.device) -> None:
         """Move scales and masters to ``device``."""
@@ -88,41 +81,26 @@ class MsampWeightState:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
-    def master_values(self) -> Tensor | None:
-        """Return the values of the master, (...) float32; None without a master."""
+    def stepped(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float16 codes that an optimizer steps, and their scale: the master, or else ``codes``."""
         if self.master is None or self.master_scale is None:
-            return None
-        return self.master.float() / self.master_scale
+            return codes, self.scale
+        return self.master, self.master_scale
 
-    def set_master_values(self, values: Tensor) -> None:
-        """Encode (...) float32 as the master; for a sharded parameter a collective."""
-        assert self.master is not None
-        assert self.master_scale is not None
-        _store(*encode(values, FP16, self.shards), self.master, self.master_scale)
+    def record_write(self, param: Tensor) -> None:
+        """Remember that the codes of ``param`` and the scale were written together."""
+        if not param.is_inference():
+            self._version = private.version_of(param)
 
-    def record_write(self) -> None:
-        """Remember that codes and scale were written together."""
-        param = self._bound()
-        if param is not None and not param.is_inference():
-            self._version = param._version
-
-    def check_writes(self) -> None:
+    def check_writes(self, param: Tensor) -> None:
         """Raise RuntimeError if other code wrote to the codes. Writes through ``param.data`` are not noticed."""
-        param = self._bound()
-        if self.shards is None and param is not None and not param.is_inference() and param._version != self._version:
+        if codes_of(param) is param and not param.is_inference() and private.version_of(param) != self._version:
             raise RuntimeError(
                 f"a weight of shape {tuple(param.shape)} that is kept as codes with a scale (MS-AMP) was written to,"
                 " without the scale. Load the model's state dict again. Write with"
                 " `lightning_lowprec.msamp.set_values_(weight, values)`, read with `values_of(weight)`; to average"
                 " models, average their state dicts."
             )
-
-    def _bound(self) -> Any:
-        return None if self._param is None else self._param()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's attributes: a copy has no parameter until :meth:`bind`."""
-        return {**self.__dict__, "_param": None}
 
 
 def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
@@ -141,12 +119,12 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     check_choice("level", level, LEVELS)
     if msamp_state_of(param) is not None:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
-    master, master_scale = encode(param.detach().float(), FP16)
+    codes, scale = encode(param.detach().float(), FP16)
+    state = MsampWeightState(scale)
     if level == "O3":
+        master, master_scale = codes, scale
         codes, scale = encode(master.float() / master_scale, E4M3)
         state = MsampWeightState(scale, master, master_scale)
-    else:
-        codes, state = master, MsampWeightState(master_scale, None, None)
     param.grad = None
     param.data = codes
     state.bind(param)
@@ -160,9 +138,14 @@ def msamp_state_of(param: Any) -> MsampWeightState | None:
 
 
 def required_state_of(param: Any) -> MsampWeightState:
-    """Return the state of a parameter that is known to hold codes."""
+    """Return the state of a parameter of codes; raise TypeError if another tensor took its place."""
     state = msamp_state_of(param)
-    assert state is not None, "no codes"
+    if state is None:
+        raise TypeError(
+            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(param.shape)} tensor of {param.dtype}; expected"
+            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
+            " the layer unconverted; give `torch.func.functional_call` the parameters, not a state dict."
+        )
     return state
 
 
@@ -181,7 +164,7 @@ def codes_of(param: Any) -> Tensor:
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
     state = required_state_of(param)
-    state.check_writes()
+    state.check_writes(param)
     return sharded_like(codes_of(param).float() / state.scale, param)
 
 
@@ -193,17 +176,17 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     master. For a sharded parameter a collective: every rank calls it.
     """
     state = required_state_of(param)
-    given = local(values.detach()).float()
-    master = state.master_values()
-    if master is not None:
-        rounded = _rounded(given, state.shards)
-        candidates = [m for m in (given, master, state.pending_master) if m is not None]
-        fitting = [m for m in candidates if _equal_on_all_ranks(_rounded(m, state.shards), rounded, state.shards)]
-        state.set_master_values((fitting or [given])[-1])
+    codes, given = codes_of(param), local(values.detach()).float()
+    if state.master is not None:
+        master, master_scale = state.stepped(codes)
+        rounded, best = _rounded(given, state.shards), given
+        for candidate in (master.float() / master_scale, state.pending_master):
+            if candidate is not None and _rounds_to(rounded, candidate, state.shards):
+                best = candidate
+        encode_into(master, master_scale, best, FP16, state.shards)
         state.pending_master = None
-    format = FP16 if master is None else E4M3
-    _store(*encode(given, format, state.shards), codes_of(param), state.scale)
-    state.record_write()
+    encode_into(codes, state.scale, given, FP16 if state.master is None else E4M3, state.shards)
+    state.record_write(param)
 
 
 @torch.no_grad()
@@ -217,8 +200,8 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     if state is None or state.master is None:
         return
     values = local(master).to(param.device).float()
-    if _equal_on_all_ranks(_rounded(values, state.shards), local(values_of(param)), state.shards):
-        state.set_master_values(values)
+    if _rounds_to(local(values_of(param)), values, state.shards):
+        encode_into(*state.stepped(values), values, FP16, state.shards)
     else:
         state.pending_master = values
 
@@ -226,14 +209,15 @@ def set_master_(param: Tensor, master: Tensor) -> None:
 def master_of(param: Tensor) -> Tensor | None:
     """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
     state = msamp_state_of(param)
-    values = None if state is None else state.master_values()
-    return None if values is None else sharded_like(values, param)
+    if state is None or state.master is None:
+        return None
+    master, scale = state.stepped(state.master)
+    return sharded_like(master.float() / scale, param)
 
 
 def sharded_like(part: Tensor, param: Tensor) -> Tensor:
     """Return ``part`` as a DTensor if the parameter of codes is one; else ``part`` itself."""
-    shards = required_state_of(param).shards
-    return part if shards is None or not hasattr(param, "to_local") else shards.to_dtensor(part, param)
+    return private.with_local_tensor(part, param) if isinstance(param, DTensor) else part
 
 
 def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
@@ -243,18 +227,21 @@ def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tupl
     return saturating_cast(values * scale, format), scale
 
 
-def _rounded(values: Tensor, shards: Shards | None) -> Tensor:
-    """Return the values of a level O3 parameter whose master has ``values``."""
-    master, master_scale = encode(values, FP16, shards)
-    codes, scale = encode(master.float() / master_scale, E4M3, shards)
+def encode_into(codes: Tensor, scale: Tensor, values: Tensor, format: Format, shards: Shards | None) -> None:
+    """Write the codes of ``values`` and their scale into tensors."""
+    new_codes, new_scale = encode(values, format, shards)
+    codes.copy_(new_codes)
+    scale.copy_(new_scale)
+
+
+def _rounded(master: Tensor, shards: Shards | None) -> Tensor:
+    """Return the values of a level O3 parameter whose master has the values ``master``."""
+    codes, scale = encode(master, FP16, shards)
+    codes, scale = encode(codes.float() / scale, E4M3, shards)
     return codes.float() / scale
 
 
-def _equal_on_all_ranks(a: Tensor, b: Tensor, shards: Shards | None) -> bool:
-    differ = torch.tensor(0.0 if torch.equal(a, b) else 1.0, device=a.device)
+def _rounds_to(rounded: Tensor, master: Tensor, shards: Shards | None) -> bool:
+    """Whether on every rank a parameter has the values ``rounded`` if its master has the values ``master``."""
+    differ = torch.tensor(float(not torch.equal(_rounded(master, shards), rounded)), device=rounded.device)
     return not bool(differ if shards is None else shards.maximum(differ))
-
-
-def _store(codes: Tensor, scale: Tensor, into: Tensor, into_scale: Tensor) -> None:
-    into.copy_(codes)
-    into_scale.copy_(scale)

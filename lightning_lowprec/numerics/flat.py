@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _ALIGN: Final = 8  # elements: every view starts at a multiple of 16 bytes, as vectorised kernels prefer
 
@@ -57,17 +58,12 @@ class FlatBuffer:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, sharing memory, and any other tensor unchanged; call without grad mode."""
-    to_local: Any = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharding(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function from a local tensor to a leaf that shares its memory: a DTensor if ``tensor`` is a DTensor."""
-    if not hasattr(tensor, "to_local"):
+    if not isinstance(tensor, DTensor):
         return Tensor.detach
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    layout: Any = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
-    whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return lambda view: DTensor.from_local(view, **layout, run_check=False, **whole).detach()
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda view: DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride).detach()

@@ -18,19 +18,15 @@ class Format:
     """The dtype of torch."""
     max: float
     """The largest finite value."""
-    smallest: float
-    """The smallest positive value, a subnormal; a value up to half of it rounds to zero."""
-    bytes: int
-    """The size of one element."""
     has_inf: bool
     """Whether infinity has a code; otherwise infinity becomes NaN."""
 
 
-E4M3: Final = Format(dtype=torch.float8_e4m3fn, max=448.0, smallest=2.0**-9, bytes=1, has_inf=False)
+E4M3: Final = Format(dtype=torch.float8_e4m3fn, max=448.0, has_inf=False)
 """Weights, activations, first moments (OCP FP8, arXiv 2209.05433, table 1)."""
 
-E5M2: Final = Format(dtype=torch.float8_e5m2, max=57344.0, smallest=2.0**-16, bytes=1, has_inf=True)
+E5M2: Final = Format(dtype=torch.float8_e5m2, max=57344.0, has_inf=True)
 """Gradients of activations, which need more range than precision (the same table)."""
 
-FP16: Final = Format(dtype=torch.float16, max=65504.0, smallest=2.0**-24, bytes=2, has_inf=True)
+FP16: Final = Format(dtype=torch.float16, max=65504.0, has_inf=True)
 """IEEE 754 binary16: masters and second moments, with a scale."""

@@ -36,11 +36,8 @@ def fp8_gradient_hook(
     The bucket is (N,) float32, bfloat16 or float16. Every rank sends 2 (ranks - 1) / ranks bytes per element (an
     all-reduce in float32 sends four times as many), and 4 to 8 bytes per parameter for its amax. All ranks get the same
     bits. If a parameter's gradient has inf or NaN on any rank, the whole gradient is NaN on every rank, so that a loss
-    scaler sees it. On CUDA the hook runs on a separate stream, in parallel to the rest of the backward.
-
-    Args:
-        state: the process group of ``ddp`` if it was given one, else None.
-        bucket: DDP's.
+    scaler sees it. On CUDA the hook runs on a separate stream, in parallel to the rest of the backward. ``state`` is
+    the process group of ``ddp`` if it was given one, else None.
 
     Raises:
         TypeError: the gradients are sparse or of another dtype.

@@ -7,13 +7,10 @@ from torch import Tensor
 
 
 def pad_rows(x: Tensor, multiple: int, *, repeat_last: bool = False) -> Tensor:
-    """[*, K] -> [M, K]: flatten the leading dimensions and append rows until M is a multiple.
+    """[*, K] -> [M, K]: flatten the leading dimensions and append rows of zeros until M is a multiple of ``multiple``.
 
-    Args:
-        x: the batch; if nothing is missing, the result is a view of it.
-        multiple: of this number.
-        repeat_last: append copies of the last row, which are detached, instead of zeros. A copy changes no amax of any
-            function that is computed row by row; a row of zeros can change it (a LayerNorm makes its bias of zeros).
+    ``repeat_last`` appends detached copies of the last row. A copy changes no amax of any function that is computed row
+    by row; a row of zeros can change it (a LayerNorm makes its bias of zeros). The result may be a view of ``x``.
     """
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % multiple

@@ -29,85 +29,52 @@ _CHUNK: Final = 1 << 22  # elements per chunk, where an operation needs temporar
 _MASK64: Final = (1 << 64) - 1
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bf16 (ties away from zero) and the remainder: (...) float32 -> (...) bfloat16, (...) int16.
+def split_(master: Tensor, remainder: Tensor) -> None:
+    """Split in place: ``master`` (float32) keeps the nearest bf16 values, ``remainder`` (int16) gets the rest.
 
     NaN stays NaN; a value beyond the largest bf16 becomes inf, and its remainder brings it back.
-
-    Raises:
-        TypeError: ``master`` is not float32.
     """
-    upper = _float32(master).clone()
-    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
-    split_(upper, remainder)
-    return upper.to(torch.bfloat16), remainder
-
-
-def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 that :func:`split` was given: (...) bfloat16, (...) int16 -> (...) float32.
-
-    Raises:
-        TypeError: the two are not bfloat16 and int16.
-    """
-    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
-        raise TypeError(f"expected bfloat16 and int16, got {weight.dtype} and {remainder.dtype}.")
-    return join_(weight.float().contiguous(), remainder.contiguous())
-
-
-def split_(master: Tensor, remainder: Tensor) -> None:
-    """Split in place: ``master`` keeps the bf16 values (as float32), ``remainder`` (int16) gets the rest."""
     bits = _canonical_nan_(master).view(torch.int32)
     remainder.copy_(bits)  # int32 -> int16 keeps the lower half
     bits.add_(_HALF).bitwise_and_(_UPPER)
 
 
-def join_(upper: Tensor, remainder: Tensor) -> Tensor:
-    """Join in place: ``upper`` (float32, bf16 values, contiguous) becomes the master, and is returned.
+def join_(upper: Tensor, remainder: Tensor) -> None:
+    """Join in place: ``upper`` (float32, bf16 values, contiguous) becomes the master.
 
-    :func:`split` never gives a zero a negative remainder. A zero with a negative remainder was set later (pruned), and
+    :func:`split_` never gives a zero a negative remainder. A zero with a negative remainder was set later (pruned), and
     adding the remainder would borrow from the sign and make a NaN, so the remainder is ignored.
     """
     flat, rest = upper.view(-1), remainder.view(-1)
     for offset in range(0, flat.numel(), _CHUNK):
         part, low = flat[offset : offset + _CHUNK], rest[offset : offset + _CHUNK]
         part.view(torch.int32).add_(torch.where(part == 0, low.clamp(min=0), low))
-    return upper
 
 
 def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     """Return ``master`` where it rounds to ``weight`` (either way at a tie), and ``weight`` where it was edited.
 
-    Args:
-        master: (...) float32.
-        weight: (...) float16 or bfloat16, on the same device.
+    (...) float32, (...) float16 or bfloat16 -> (...) float32.
     """
     agrees = master.to(weight.dtype) == weight
     if weight.dtype == torch.bfloat16:
-        agrees |= split(master)[0] == weight
+        rounded = master.clone()
+        split_(rounded, torch.empty_like(master, dtype=torch.int16))
+        agrees |= rounded == weight
     return torch.where(agrees, master, weight.float())
 
 
-def stochastic_round(values: Tensor, *, seed: int, step: int, start: int = 0) -> Tensor:
-    """Round to one of the two neighbours, without bias: (...) float32 -> (...) bfloat16; bf16 values do not change.
+def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
+    """Round every value to one of its two neighbours, without bias: ``flat``, (N,) float32, gets bf16 values.
 
-    inf stays inf, NaN stays NaN; as in a cast, a value beyond the largest bf16 may become inf.
+    bf16 values do not change, inf stays inf, NaN stays NaN; a value beyond the largest bf16 may become inf.
 
     Args:
-        values: (...) float32.
+        flat: changed in place.
         seed: the seed of the run.
         step: counts the roundings; the same step gives the same bits.
         start: the position of the first element among all elements that share ``seed``.
-
-    Raises:
-        TypeError: ``values`` is not float32.
     """
-    flat = _float32(values).reshape(-1).clone()
-    stochastic_round_(flat, seed=seed, step=step, start=start)
-    return flat.to(torch.bfloat16).view(values.shape)
-
-
-def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
-    """Round stochastically in place: ``flat``, (N,) float32, gets bf16 values."""
     bits = _canonical_nan_(flat).view(torch.int32)
     for offset in range(0, flat.numel(), _CHUNK):
         chunk = bits[offset : offset + _CHUNK]
@@ -117,7 +84,7 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
 def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
     """Round stochastically in place: ``flat``, (N,) float32, gets float16 values; float16 values do not change.
 
-    The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round`. The grid is 2**(e - 10)
+    The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round_`. The grid is 2**(e - 10)
     wide where 2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
     """
     for offset in range(0, flat.numel(), _CHUNK):
@@ -161,9 +128,3 @@ def _keys(*numbers: int) -> tuple[int, int]:
 
 def _canonical_nan_(x: Tensor) -> Tensor:
     return torch.nan_to_num_(x, nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
-
-
-def _float32(x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        raise TypeError(f"expected float32, got {x.dtype}.")
-    return x

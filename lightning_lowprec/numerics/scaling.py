@@ -31,11 +31,7 @@ def power_of_two_scale(amax: Tensor, format: Format, old: Tensor | None = None) 
     """Return ``2**floor(log2(format.max / amax))``: (...) float32 -> (...) float32, exact, in [2**-126, 2**126].
 
     The exponents are subtracted, and comparing the mantissas decides about 1 more: no division or logarithm rounds.
-
-    Args:
-        amax: (...) float32, the largest absolute values.
-        format: the format that ``amax * scale`` must fit into.
-        old: (...) float32, the scales to keep where ``amax`` is 0 or not finite; None: 1.
+    ``old``, (...) float32, are the scales to keep where ``amax`` is 0 or not finite; None: 1.
     """
     limit_mantissa, limit_exponent = math.frexp(format.max)
     mantissa, exponent = torch.frexp(amax.float())
@@ -51,24 +47,10 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def saturating_cast(x: Tensor, format: Format) -> Tensor:
-    """Round to nearest, ties to even; a finite value beyond the format's largest value becomes the largest value.
+    """Round to nearest, ties to even: (...) float32 -> (...) ``format.dtype``.
 
-    inf stays inf if the format has inf, and becomes NaN otherwise. NaN stays NaN. (A bare cast of torch 2.13 on CPU
-    turns inf into 448 in float8_e4m3fn.)
-
-    Args:
-        x: (...) float32.
-        format: the format of the result, (...).
+    A finite value beyond the format's largest value becomes the largest value. inf stays inf if the format has inf, and
+    becomes NaN otherwise. NaN stays NaN. (A bare cast of torch 2.13 on CPU turns inf into 448 in float8_e4m3fn.)
     """
     finite = x.clamp(-format.max, format.max)  # keeps NaN
     return torch.where(x.isinf(), x if format.has_inf else torch.nan, finite).to(format.dtype)
-
-
-def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Return signal to quantisation noise in dB: ``10 log10(sum reference**2 / sum (reference - approximation)**2)``.
-
-    Equal tensors give inf. Sums are in float64.
-    """
-    signal = reference.double()
-    noise = (signal - approximation.double()).square().sum()
-    return float(10 * torch.log10(signal.square().sum() / noise)) if noise else float("inf")

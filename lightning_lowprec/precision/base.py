@@ -1,13 +1,13 @@
 """The base of every precision plugin, for Trainer and Fabric alike.
 
-A plugin is a thin layer of Lightning's hooks over four parts, each in a file of its own:
+A plugin is a thin layer of Lightning's hooks over four parts, each in a separate file:
 
 * :mod:`~lightning_lowprec.precision.modules`: the modules that were set up, and where the device becomes known;
 * :mod:`~lightning_lowprec.precision.optimizers`: the optimizers and DDP modules around them, and their checks;
 * :mod:`~lightning_lowprec.precision.step`: what happens at a training step, from the loss to the weights;
 * :mod:`~lightning_lowprec.precision.state`: what checkpoints hold.
 
-How Trainer and Fabric differ stands in :mod:`~lightning_lowprec.precision.host`.
+The differences between Trainer and Fabric are in :mod:`~lightning_lowprec.precision.host`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class LowPrecision(TrainerPrecision, ABC):
     """Base of every precision plugin: autocast, loss scaling, half-precision weights, Trainer and Fabric.
 
     Args:
-        loss_scale: how the loss is scaled, or None.
-        masters: what casts weights and gives optimizers float32 masters, or None for float32 weights.
+        loss_scale: the options of loss scaling, or None for an unscaled loss.
+        masters: casts weights and gives optimizers float32 masters; None for float32 weights.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
     backend: ClassVar[str | None] = None
-    """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: it converts no layers."""
+    """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
     backend_is_chosen: bool = False
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
     keeps_codes: bool = False
@@ -68,7 +68,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self._will_train = True
         self._half_weights = False
 
-    # ---- what a plugin defines
+    # ---- the methods that a plugin defines
 
     @property
     @abstractmethod
@@ -77,7 +77,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @abstractmethod
     def how(self, device: torch.device) -> str:
-        """One line about how the precision runs on ``device``."""
+        """Return one line: the kernels or the emulation by which the precision runs on ``device``."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -88,15 +88,15 @@ class LowPrecision(TrainerPrecision, ABC):
         return self.autocast_dtype
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why this precision cannot run on ``device`` and what would help, or None if it can."""
+        """Return why this precision cannot run on ``device``, and the remedy; None if it can."""
         return None
 
     def emulates(self, device: torch.device) -> bool:
-        """Whether the precision would run on ``device`` by the arithmetic of another format: slowly, for tests."""
+        """Return whether ``device`` emulates the precision by the arithmetic of another format: slow, for tests."""
         return False
 
     def gathers(self, options: Any) -> str | None:
-        """Why FSDP2 cannot gather the weights as float8, as the end of a sentence, or None if it can.
+        """Return why FSDP2 cannot gather the weights as float8, as the end of a sentence; None if it can.
 
         Args:
             options: the ``ShardOptions``.
@@ -104,9 +104,9 @@ class LowPrecision(TrainerPrecision, ABC):
         return f"`precision={self.precision!r}` has no FP8 weights"
 
     def sharded_identity(self) -> tuple[Any, ...]:
-        """Everything about this precision that is built into a model when it is sharded.
+        """Return everything about this precision that sharding builds into a model.
 
-        A model that was sharded under another identity cannot be used: it has to be built anew.
+        A model that was sharded under another identity cannot be used; build the model anew.
         """
         return (self.precision,)
 
@@ -117,18 +117,18 @@ class LowPrecision(TrainerPrecision, ABC):
         """End the preparation of a module, after its weights were cast and known optimizers have masters."""
 
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        """The layers of a module whose trainable weights must be in an optimizer: those of the plugin's backend."""
+        """Return the layers of the plugin's backend: their trainable weights must be in an optimizer."""
         return () if self.backend is None else filter(backends.get(self.backend).owns, module.modules())
 
     # ---- set-up of modules
 
     def bind_device(self, device: torch.device) -> None:
-        """Say where the modules will run, before they are moved there; touches no device."""
+        """Set the device that the modules will run on, before they are moved; touches no device."""
         self.modules.bind(device)
 
     @override
     def convert_module(self, module: Module) -> Module:
-        """Prepare ``module`` in place: now if its device is known, else at the first forward."""
+        """Prepare ``module`` in place: at once if the device is known, else at the first forward."""
         trainer = trainer_of(module)
         if trainer is not None and trainer.precision_plugin is not self:  # from an earlier fit; now Fabric runs it
             trainer = None
@@ -170,7 +170,7 @@ class LowPrecision(TrainerPrecision, ABC):
     # ---- set-up under FSDP2
 
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:
-        """FSDP2 will shard the modules: float32 masters are its float32 shards, other forms wait for the shards.
+        """Prepare for FSDP2. Its float32 shards are the float32 masters; other forms of masters wait for the shards.
 
         Args:
             reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
@@ -180,7 +180,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self.masters = None if self.masters is None else self.masters.under_fsdp2()
 
     def cast_shards(self, module: Module) -> None:
-        """Cast the float32 shards of ``module``, which has been sharded, if the weights are half precision."""
+        """Cast the float32 shards of a sharded ``module`` if the precision has half-precision weights."""
         self.modules.note_sharded(module)
         if self.masters is not None:
             self.masters.cast(module, self.autocast_dtype)
@@ -189,12 +189,12 @@ class LowPrecision(TrainerPrecision, ABC):
     # ---- set-up of optimizers
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer in Fabric, by the names in ``precision=``, before its first step."""
+        """Prepare an optimizer before its first step; called in Fabric if ``precision=`` has one of our names."""
         self.optimizers.add(optimizer)
         self._prepare_optimizer(optimizer)
 
     def see_module(self, module: Module) -> None:
-        """Look at a module as the strategy wrapped it (DDP): Fabric by the names, the Trainer by ``connect``."""
+        """Prepare a module that DDP has wrapped, to reduce gradients in the chosen dtype."""
         if self.masters is not None:
             self.masters.gradients.reduce_ddp(module)
 
@@ -206,7 +206,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Trainer: look at the wrapped model, and prepare all optimizers before their first step."""
+        """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         self.see_module(model)
         if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
             for optimizer in optimizers:
@@ -218,25 +218,25 @@ class LowPrecision(TrainerPrecision, ABC):
         return super().connect(model, optimizers, lr_schedulers)
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
-        """Fabric, after every set-up of modules."""
+        """Check and prepare in Fabric before the first step after a set-up of modules."""
         if self.optimizers.any_added:
             self._check_optimizers([*self.optimizers.known, optimizer])
         if self.masters is not None:
             refuse_uncast(self.modules.sharded, self.precision)
             self.masters.gradients.check_reduced()
-            self.masters.add_masters(optimizer)  # without the names, the optimizer was not known before
+            self.masters.add_masters(optimizer)  # with `plugins=`, the optimizer was not known before
             self.masters.drop_originals()
         self.modules.note_check()
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Raise if a converted layer will not train; runs once per set-up, with every optimizer that is known."""
+        """Raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
         self.optimizers.check(self.modules, optimizers, self._converted_layers)
 
     # ---- forward
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on the module's device; casts are cached in Fabric and not in the Trainer, as Lightning does."""
+        """Return autocast on the module's device; casts are cached in Fabric, not in the Trainer, as in Lightning."""
         device = self._known_device()
         return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
 
@@ -244,7 +244,7 @@ class LowPrecision(TrainerPrecision, ABC):
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point tensors to the autocast dtype, in Fabric and where the weights are half precision.
 
-        In the Trainer, over float32 weights, batches keep their dtype, as with Lightning's own mixed precision.
+        In the Trainer, with float32 weights, batches keep their dtype, as with Lightning's own mixed precision.
         """
         if self._in_trainer and not self._half_weights:
             return data
@@ -268,7 +268,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only where the override is needed."""
+        """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only if the override is needed."""
         accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
@@ -297,7 +297,7 @@ class LowPrecision(TrainerPrecision, ABC):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; with loss scaling: run the closure, unscale, let the Trainer clip, step unless not finite."""
+        """Step. With loss scaling: run the closure, unscale, let the Trainer clip, step if all gradients are finite."""
         if self.modules.need_check:
             self._before_first_step(optimizer)
         if self.scaler is not None:
@@ -315,7 +315,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
-        """The tensors that the optimizer updates (float32 masters if there are any), for clipping and logging."""
+        """Return the tensors that the optimizer updates (float32 masters if they exist), for clipping and logging."""
         return main_params(optimizer)
 
     @override
@@ -325,7 +325,7 @@ class LowPrecision(TrainerPrecision, ABC):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients, also in manual optimization, also of fused optimizers."""
+        """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if clip_val > 0:
@@ -336,20 +336,20 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
+        """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
         found: dict[str, Any] = {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
         return found
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loss scale if both runs scale the loss; else drop the stored scale and log that."""
+        """Restore the loss scale if both runs scale the loss; else drop the stored scale and log a line."""
         if self.backend_is_chosen and self.backend is not None:
             state.check_resumes(self.precision, self.backend, state_dict)
         state.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Trainer: load what another plugin left, so that a checkpoint of any precision resumes under any other."""
+        """Trainer: load the states of other plugins, so that a checkpoint of any precision resumes under any other."""
         for found in state.foreign_states(checkpoint, type(self), LowPrecision):
             self.load_state_dict(found)
 

@@ -1,4 +1,4 @@
-"""What the FP8 plugins share: emulation, refusals, and the plan of a model, which converts something or raises."""
+"""Functions that the FP8 plugins share: emulation, refusals, and a plan that converts a layer or raises."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_lowprec.precision.state import check_ranks_agree
 
 
 def emulates(emulate: bool | None, device: torch.device) -> bool:
-    """Whether FP8 is emulated on ``device``: on CPU unless the user says no, on a GPU only if the user says so."""
+    """Return whether FP8 is emulated on ``device``: the user's choice, by default yes on CPU and no on a GPU."""
     return device.type == "cpu" if emulate is None else emulate
 
 
 def kernel_refusal(emulate: bool | None, device: torch.device, constructor: str) -> str | None:
-    """Why no FP8 kernel runs on ``device`` although FP8 is not emulated, and what would help; None if all is well.
+    """Return why a GPU runs no FP8 kernel, and the remedy; None if it does, if FP8 is emulated, and on CPU.
 
     Args:
         emulate: the user's choice.
-        device: where the model runs.
-        constructor: the call that would emulate, for the message: ``"FP8TorchAO(..., emulate=True)"``.
+        device: the device of the model.
+        constructor: the call that emulates FP8, for the message: ``"FP8TorchAO(..., emulate=True)"``.
     """
     reason = fp8_refusal(device)
     if reason is None or device.type == "cpu" or emulates(emulate, device):
@@ -37,7 +37,7 @@ def kernel_refusal(emulate: bool | None, device: torch.device, constructor: str)
 
 
 def how(emulate: bool | None, device: torch.device) -> str:
-    """One line: FP8 kernels, or emulated."""
+    """Return one line: FP8 kernels, or emulation."""
     if not emulates(emulate, device):
         return f"FP8 kernels of {describe(device)}"
     return (
@@ -47,7 +47,7 @@ def how(emulate: bool | None, device: torch.device) -> str:
 
 
 def peak_dtype(plugin: LowPrecision) -> torch.dtype:
-    """See ``LowPrecision.compute_dtype``: ``torch.int8`` where FP8 kernels run, else the base dtype."""
+    """Return ``torch.int8`` where FP8 kernels run, else the base dtype; see ``LowPrecision.compute_dtype``."""
     return plugin.autocast_dtype if plugin.emulates(plugin.modules.device or default_device()) else torch.int8
 
 
@@ -55,7 +55,7 @@ def check_runs(plugin: LowPrecision, device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``, or means another backend on another rank.
 
     Raises:
-        RuntimeError: the message says why and what would help.
+        RuntimeError: the message has the reason and the remedy.
     """
     refusal = plugin.refusal(device)
     if refusal is not None:
@@ -73,13 +73,13 @@ def plan_or_raise(
     recipe: Recipe = "tensorwise",
     converted_class: type[Module] | None = None,
 ) -> Plan:
-    """The plan for a module. A plan that converts nothing passes only with ``min_gain="auto"``, which logs that.
+    """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
     Args:
-        module: what is set up.
-        layers: the user's wishes.
-        precision: its name, for messages.
-        base: the dtype of everything else, for messages.
+        module: the module to convert.
+        layers: the user's choices.
+        precision: the name of the precision, for messages.
+        base: the dtype outside of FP8, for messages.
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
 
@@ -101,13 +101,13 @@ def plan_or_raise(
 
 
 def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:
-    """The error for a plan that converts nothing.
+    """Return the error for a plan that converts nothing.
 
     Args:
-        precision: its name.
+        precision: the name of the precision.
         found: ``"none of the 3 linear layers of Net"``.
-        plan: shown as a table.
-        multiple: what features must be multiples of.
+        plan: the plan, which the message shows as a table.
+        multiple: features must be multiples of this number.
     """
     return ValueError(
         f"`precision={precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"

@@ -1,4 +1,4 @@
-"""fp16 and bf16 by autocast, over float32 weights or over half weights with float32 masters."""
+"""fp16 and bf16 by autocast, with float32 weights or with half-precision weights and float32 masters."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _NAMES: dict[tuple[str, str | None], str] = {
 
 
 class HalfChoices(LossScaleChoices, MasterChoices, total=False):
-    """Every option of :class:`HalfMixed` but its dtype, for type checkers."""
+    """Every option of :class:`HalfMixed` except ``dtype``, for type checkers."""
 
 
 @final
 @shows(LossScaleOptions, MasterOptions)
 class HalfMixed(LowPrecision):
-    """Half-precision compute by ``torch.autocast``, over float32 weights or over half weights with float32 masters.
+    """Half precision by ``torch.autocast``, with float32 weights or with half-precision weights and float32 masters.
 
     Args:
         dtype: ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the device has it, else fp16.
 
     Raises:
-        ValueError: an unknown dtype; a loss scale with bf16, which has the range of float32; no loss scale with fp16;
-            an option that needs masters without masters.
+        ValueError: the dtype is unknown; bf16 gets a loss scale, although it has the range of float32; fp16 gets no
+            loss scale; or an option needs ``master_weights`` and there are none.
     """
 
     def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:
         check_choice("dtype", dtype, get_args(HalfName))
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
-        # "auto" checks the arguments as fp16 would; whether they are used is decided on the device
+        # "auto" checks the arguments as fp16 does; the device decides later whether they are used
         scale = take(LossScaleOptions, options).resolve("fp16" if dtype == "auto" else dtype)
         self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
         masters = take(MasterOptions, options).resolve(dtype)
@@ -68,7 +68,7 @@ class HalfMixed(LowPrecision):
 
     @override
     def how(self, device: torch.device) -> str:
-        """Which dtype, and why."""
+        """Return the dtype and the reason for it."""
         if self._dtype is not None:
             return f"{str(self._dtype).removeprefix('torch.')} autocast"
         refusal = bf16_refusal(device)

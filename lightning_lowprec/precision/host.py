@@ -1,14 +1,14 @@
-"""Who runs a module, Trainer or Fabric, on which device; and what Fabric sees of a plugin's hooks.
+"""Find out whether Trainer or Fabric runs a module, and on which device; hide hooks from Fabric.
 
-The two call the same hooks with different signatures:
+Trainer and Fabric call the same hooks with different signatures:
 
 * backward: the Trainer calls ``backward(loss, module, optimizer, *args)`` and expects ``pre_backward`` and
   ``post_backward`` to run its hooks and to return the loss; Fabric calls ``backward(loss, module_or_None, *args)``
-  and ignores what the other two return. A LightningModule inside Fabric belongs to Fabric.
+  and ignores the results of the other two. A LightningModule inside Fabric belongs to Fabric.
 * step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
-* Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. A plugin without loss
-  scaling must not cost its users ``loss.backward()``, so its hooks show themselves as Fabric's own there. (Accumulating
-  in float32 under DDP does cost it.)
+* Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. Without loss scaling, users
+  may call ``loss.backward()``, so the hooks pretend to be Fabric's own. (With accumulation in float32 under DDP, users
+  must call ``fabric.backward(loss)``.)
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def trainer_of(module: Module | None) -> Trainer | None:
-    """The Trainer that runs ``module``, or None: a plain module, or a LightningModule inside Fabric."""
+    """Return the Trainer that runs ``module``; None for a plain module or a LightningModule inside Fabric."""
     if not isinstance(module, LightningModule):
         return None
     try:
         trainer = module.trainer
-    except RuntimeError:  # not attached
+    except RuntimeError:  # no Trainer is attached
         return None
     return trainer if isinstance(trainer, Trainer) else None  # Fabric attaches a shim
 
 
 def in_trainer(module: Module | None) -> TypeGuard[LightningModule]:
-    """Whether a Trainer runs ``module``."""
+    """Return whether a Trainer runs ``module``."""
     return trainer_of(module) is not None
 
 
 def shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
-    """Let Fabric's "is this hook overridden?" find the original: it compares code objects behind ``__wrapped__``."""
+    """Hide an override from Fabric, which compares the code objects behind ``__wrapped__`` with its own hooks."""
 
     def decorate(hook: F) -> F:
         hook.__wrapped__ = original  # type: ignore[attr-defined]
@@ -57,11 +57,11 @@ def shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def device_of(module: Module) -> torch.device:
-    """Where the module's parameters are; a module without any, or on meta, will be where Lightning puts it."""
+    """Return the device of the parameters; without parameters, or on meta, Lightning's default device."""
     parameter = next(module.parameters(), None)
     return default_device() if parameter is None or parameter.is_meta else parameter.device
 
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors of any collection, cast; everything else as it is."""
+    """Cast the floating-point tensors of a collection; leave everything else unchanged."""
     return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)

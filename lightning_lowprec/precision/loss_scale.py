@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -35,20 +35,20 @@ class LossScale:
     initial: float = 2.0**16
     """The scale of the first step."""
     growth_factor: float = 2.0
-    """Multiplies the scale after ``growth_interval`` good steps in a row; 1.0 never grows."""
+    """Multiplies the scale after ``growth_interval`` good steps in a row; with 1.0 the scale never grows."""
     backoff_factor: float = 0.5
-    """Multiplies the scale on a step with a non-finite gradient; 1.0 never backs off."""
+    """Multiplies the scale on a step with a non-finite gradient; with 1.0 the scale never backs off."""
     growth_interval: int = 2000
     """Good steps in a row before the scale grows."""
     hysteresis: int = 1
-    """Overflows until the scale backs off, counted since the scale last grew; then it backs off at every overflow.
+    """The scale backs off at this many overflows since it last grew, and at every later overflow until it grows.
 
-    As in Megatron, whose default is 2.
+    Megatron has the same option, with the default 2.
     """
     floor: float = 1.0
-    """The scale never backs off below this."""
+    """The scale never backs off below this value."""
     patience_at_floor: int = 50
-    """Skipped steps in a row at the floor after which the run stops with an error."""
+    """After this many skipped steps in a row at the floor, the run stops with an error."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -79,11 +79,19 @@ class LossScale:
         )
 
 
+@dataclass
+class _Gradients:
+    """The gradients of one optimizer, between two of its steps."""
+
+    unscaled: bool = False
+    found_inf: list[Tensor] = field(default_factory=list)  # above 0 where gradients that were unscaled were not finite
+
+
 class LossScaler:
     """Scales losses, unscales gradients, and skips the steps whose gradients are not finite.
 
     The scale is a number on the host. The decision to skip needs one read from the device per step, as in
-    ``torch.amp.GradScaler``; all else is plain arithmetic.
+    ``torch.amp.GradScaler``.
     """
 
     def __init__(self, config: LossScale) -> None:
@@ -94,9 +102,7 @@ class LossScaler:
         self._good_steps: int = 0
         self._overflows_left: int = config.hysteresis
         self._skipped_at_floor: int = 0
-        self._found_inf: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
-        self._carried: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._gradients: weakref.WeakKeyDictionary[Optimizer, _Gradients] = weakref.WeakKeyDictionary()
 
     def get_scale(self) -> float:
         """Return the current scale; loggers know this name from ``torch.amp.GradScaler``."""
@@ -104,38 +110,40 @@ class LossScaler:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, to multiply its gradients when the scale changes."""
-        self._optimizers.add(optimizer)
+        self._gradients.setdefault(optimizer, _Gradients())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
-        for optimizer in list(self._found_inf):  # unscaled for clipping, not stepped: another backward follows
-            self._carried[optimizer] = self._found_inf.pop(optimizer)  # clipping may have hidden non-finite values
-            _multiply_grads(optimizer, self.scale)
+        for optimizer, gradients in self._gradients.items():
+            if gradients.unscaled:  # for clipping, and another backward follows before a step
+                gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
+                _multiply_grads(optimizer, self.scale)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale in place, once per step, and note whether they are finite."""
         self.watch(optimizer)
-        if optimizer in self._found_inf:
+        gradients = self._gradients[optimizer]
+        if gradients.unscaled:
             return
         if has_masters(optimizer):
             move_grads_to_masters(optimizer)
-        found = self._carried.pop(optimizer, [])
-        found += [unscale_all_(grads, 1.0 / self.scale) for grads in _groups_of_grads(optimizer)]
-        self._found_inf[optimizer] = found
+        gradients.found_inf += [unscale_all_(grads, 1.0 / self.scale) for grads in _groups_of_grads(optimizer)]
+        gradients.unscaled = True
 
     def found_inf(self, optimizer: Optimizer) -> bool:
         """Return whether an unscaled gradient of this step is not finite (reads from the device)."""
-        return any(flag.item() > 0 for flag in self._found_inf.get(optimizer, ()))
+        gradients = self._gradients.get(optimizer, _Gradients())
+        return gradients.unscaled and any(flag.item() > 0 for flag in gradients.found_inf)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Unscale if that was not done yet, step if all gradients are finite, and update the scale."""
+        """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""
         self.unscale(optimizer)
         skip = self.found_inf(optimizer)
         if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
             drop_grads(optimizer)
         output = None if skip else optimizer.step(**kwargs)
-        del self._found_inf[optimizer]
+        self._gradients[optimizer] = _Gradients()
         self._update(skip, stepped=optimizer)
         return output
 
@@ -154,7 +162,9 @@ class LossScaler:
                 self._good_steps = 0
                 self._overflows_left = self.config.hysteresis
         if self.scale != old:
-            self._rescale_pending_gradients(self.scale / old, stepped)
+            for optimizer, gradients in self._gradients.items():
+                if optimizer is not stepped and not gradients.unscaled:
+                    _multiply_grads(optimizer, self.scale / old)
 
     def _back_off(self) -> None:
         self._overflows_left -= 1
@@ -170,13 +180,8 @@ class LossScaler:
                 " the data or the loss, lower the learning rate, or use a bf16 precision, which has the range of fp32."
             )
 
-    def _rescale_pending_gradients(self, factor: float, stepped: Optimizer) -> None:
-        for optimizer in self._optimizers:
-            if optimizer is not stepped and optimizer not in self._found_inf:
-                _multiply_grads(optimizer, factor)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers under the keys of ``torch.amp.GradScaler``: each of the two loads the other's state."""
+        """Return plain numbers under the keys of ``torch.amp.GradScaler``: either class loads the other's state."""
         return {
             "scale": self.scale,
             "growth_factor": self.config.growth_factor,
@@ -199,14 +204,11 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers, which cannot move to another process."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_found_inf", "_carried", "_optimizers")}
+        return {key: value for key, value in self.__dict__.items() if key != "_gradients"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without optimizers."""
-        self.__dict__.update(state)
-        self._found_inf = weakref.WeakKeyDictionary()
-        self._carried = weakref.WeakKeyDictionary()
-        self._optimizers = weakref.WeakSet()
+        self.__dict__.update(state, _gradients=weakref.WeakKeyDictionary())
 
     def __repr__(self) -> str:
         """Show the scale and its options."""
@@ -219,7 +221,7 @@ def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
 
 
 def _groups_of_grads(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the gradients, of masters too, in lists of one device, dtype and mesh; of a sparse gradient the values."""
+    """Return the gradients (values of sparse ones), of masters too, in lists of one device, dtype and mesh each."""
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
     for param in (*parameters_of(optimizer), *held_masters(optimizer)):
         if param.grad is None:

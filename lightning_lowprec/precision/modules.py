@@ -1,4 +1,4 @@
-"""The modules that a plugin has set up, and the device that they will run on."""
+"""The modules that a plugin has set up, and their device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_lowprec.references import alive
 class Modules:
     """The modules of one plugin, from their set-up to the check of their optimizers.
 
-    A module is prepared (converted, cast) once the device is known, which comes from the first of these sources:
+    A module is prepared (converted, cast) as soon as the device is known. The first of these sources gives the device:
 
     1. the strategy: :meth:`bind`, before any module is moved;
-    2. the parameters of the first module: at once if they are where they will stay, else at the first forward;
+    2. the parameters of the first module: at once if they will not be moved any more, else at the first forward;
     3. the device that Lightning would choose, if a forward runs without any module.
     """
 
@@ -34,23 +34,23 @@ class Modules:
         self._unchecked: list[weakref.ref[Module]] = []
 
     def bind(self, device: torch.device) -> None:
-        """Say where the modules will run."""
+        """Set the device that the modules will run on."""
         self.device = device
 
     def bind_fsdp2(self) -> None:
-        """Say that FSDP2 will shard the modules."""
+        """Note that FSDP2 will shard the modules."""
         self.sharded = weakref.WeakSet() if self.sharded is None else self.sharded
 
     def note_sharded(self, module: Module) -> None:
-        """``module`` has been sharded."""
+        """Note that FSDP2 has sharded ``module``."""
         self.sharded = weakref.WeakSet([*(self.sharded or ()), module])
 
     def is_sharded(self, module: Module) -> bool:
-        """Whether FSDP2 has sharded ``module`` for this plugin."""
+        """Return whether FSDP2 has sharded ``module`` for this plugin."""
         return module in (self.sharded or ())
 
     def add(self, module: Module) -> bool:
-        """Add a module that waits for its preparation; returns whether the device is known, so that it may begin."""
+        """Add a module that waits for its preparation; return whether the device is known and preparation can begin."""
         self._waiting.append(weakref.ref(module))
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         return self.device is not None or not may_still_move
@@ -61,7 +61,7 @@ class Modules:
         return self.device is not None and not self._waiting
 
     def take_waiting(self) -> Iterator[tuple[Module, torch.device]]:
-        """Every waiting module with its device; each is noted as prepared when the next one is asked for."""
+        """Yield every waiting module with its device; note a module as prepared when the caller asks for the next."""
         waiting, self._waiting = self._waiting, []
         for module in alive(waiting):
             self.device = self.device or device_of(module)
@@ -72,7 +72,7 @@ class Modules:
 
     @property
     def waiting(self) -> list[Module]:
-        """The modules that are set up and not prepared yet."""
+        """The modules that were set up and are not prepared yet."""
         return alive(self._waiting)
 
     @property
@@ -87,13 +87,13 @@ class Modules:
 
     @property
     def need_check(self) -> bool:
-        """Whether a module was prepared since the last check, even one that is gone by now."""
+        """Whether a module was prepared since the last check, even if this module no longer exists."""
         return bool(self._unchecked)
 
     def note_check(self) -> None:
-        """The optimizers of every prepared module have been checked."""
+        """Note that the optimizers of every prepared module have been checked."""
         self._unchecked = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Modules stay in their process."""
+        """Leave out the modules, which stay in their process."""
         return {**self.__dict__, "_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}

@@ -21,10 +21,10 @@ class Optimizers:
     def __init__(self) -> None:
         self._added: list[weakref.ref[Optimizer]] = []
         self.reshard: Callable[[Module], None] | None = None
-        """Frees the gathered weights of a module under FSDP2: gathered weights would show copies."""
+        """Frees the gathered weights of a module under FSDP2, so that ``parameters()`` shows the shards."""
 
     def add(self, optimizer: Optimizer) -> None:
-        """Note an optimizer."""
+        """Add an optimizer."""
         self._added.append(weakref.ref(optimizer))
 
     @property
@@ -34,7 +34,7 @@ class Optimizers:
 
     @property
     def any_added(self) -> bool:
-        """Whether an optimizer was ever added: without the names in ``precision=`` none is."""
+        """Whether an optimizer was ever added; Fabric adds none if the user gave ``plugins=`` instead of a name."""
         return bool(self._added)
 
     def check(
@@ -43,8 +43,8 @@ class Optimizers:
         """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
 
         Args:
-            modules: the plugin's.
-            optimizers: all that are known.
+            modules: the modules of the plugin.
+            optimizers: all known optimizers.
             layers_of: finds the converted layers of a module.
 
         Raises:
@@ -56,5 +56,5 @@ class Optimizers:
         check_converted(modules.prepared, modules.unchecked, optimizers, layers_of)
 
     def __getstate__(self) -> dict[str, object]:
-        """Optimizers stay in their process."""
+        """Leave out the optimizers, which stay in their process."""
         return {**self.__dict__, "_added": [], "reshard": None}

@@ -1,6 +1,6 @@
-"""Options that precision plugins share: loss scaling, and how FP8 layers run. Each is defined and documented once.
+"""Options that precision plugins share: loss scaling and FP8 layers. Each option is defined and documented once.
 
-See :mod:`lightning_lowprec.conversion.options` for how the options of a group become parameters of a plugin.
+See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plugin from the options of a group.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ LossScaleChoice = Literal["auto", "dynamic"] | float | LossScale | None
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """How the loss is scaled.
+    """Options of the loss scale.
 
     Args:
         loss_scale: ``"auto"`` scales dynamically with fp16 and not at all with bf16. ``"dynamic"``, a number (a static
-            scale) or a :class:`~lightning_lowprec.LossScale` are for fp16 only.
+            scale) and a :class:`~lightning_lowprec.LossScale` are for fp16 only.
     """
 
     loss_scale: LossScaleChoice = "auto"
 
     def resolve(self, base: Base) -> LossScale | None:
-        """The loss scale for a base dtype, or None for an unscaled loss.
+        """Return the loss scale for a base dtype, or None for an unscaled loss.
 
         Raises:
-            ValueError: a scale with bf16, no scale with fp16, or a value that is no scale.
+            ValueError: bf16 gets a scale, fp16 gets no scale, or the value is no scale.
         """
         choice = self.loss_scale
         if choice == "auto":
@@ -61,13 +61,13 @@ class LossScaleChoices(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Options:
-    """How a model with FP8 layers runs outside of their GEMMs, in evaluation, and without FP8 hardware.
+    """Options of FP8 layers: the dtype outside of their GEMMs, evaluation, and emulation without FP8 hardware.
 
     Args:
         base: dtype of every operation outside of FP8: ``"bf16"``, or ``"fp16"`` with loss scaling.
         fp8_eval: whether validation, test and prediction run in FP8 too.
-        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. None: yes on CPU, no on a GPU,
-            and a GPU without FP8 raises.
+        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. None: True on CPU, False on a
+            GPU; a GPU without FP8 then raises.
     """
 
     base: Base = "bf16"

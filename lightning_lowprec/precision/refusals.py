@@ -12,14 +12,14 @@ from torch.nn import Module
 from lightning_lowprec.conversion.backends import coded_weight
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks; the second came with lightning 2.6."""
+"""Callbacks that average parameters; lightning 2.6 added ``WeightAveraging``."""
 
 
 def refuse_codes(module: Module, precision: str, backend: str | None) -> None:
     """Raise for a model whose weights another backend keeps as codes.
 
     Raises:
-        TypeError: names one of the weights.
+        TypeError: the message names one of the weights.
     """
     found = coded_weight(module)
     if found is not None and found[0].name != backend:
@@ -30,10 +30,10 @@ def refuse_codes(module: Module, precision: str, backend: str | None) -> None:
 
 
 def refuse_sharded(module: Module, precision: str) -> None:
-    """Raise for a model that is sharded already: it would train without what the precision promises.
+    """Raise for a model that is sharded already, because the precision can no longer convert or cast it.
 
     Raises:
-        TypeError: names one of the sharded parameters.
+        TypeError: the message names one of the sharded parameters.
     """
     fqn = next((fqn for fqn, p in module.named_parameters() if hasattr(p, "to_local")), None)
     if fqn is not None:
@@ -46,10 +46,10 @@ def refuse_sharded(module: Module, precision: str) -> None:
 
 
 def refuse_uncast(sharded: Iterable[Module] | None, precision: str) -> None:
-    """Raise if the model of a precision with half weights was sharded by hand, in Fabric, and so was never cast.
+    """Raise if the user sharded a model in Fabric without casting it to the precision's half-precision weights.
 
     Raises:
-        RuntimeError: names the two ways to shard.
+        RuntimeError: the message names the two ways to shard.
     """
     if sharded is not None and not list(sharded):
         raise RuntimeError(
@@ -62,11 +62,11 @@ def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
     """Raise for Lightning's callbacks that average the model's parameters.
 
     Args:
-        callbacks: the Trainer's.
-        why: the end of the sentence: the reason, and what can be done instead.
+        callbacks: the callbacks of the Trainer.
+        why: the end of the message: the reason and the remedy.
 
     Raises:
-        MisconfigurationException: names the callback.
+        MisconfigurationException: the message names the callback.
     """
     kinds = tuple(getattr(lightning.pytorch.callbacks, name, ()) for name in AVERAGING)
     for callback in callbacks:

@@ -1,4 +1,4 @@
-"""The state of a plugin in checkpoints: the loss scale, the backend, and what other plugins have left there."""
+"""The state of a plugin in checkpoints: the loss scale, the backend, and the states of other plugins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")
 def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
     """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's).
 
-    A precision that does not scale the loss drops the stored scale and logs that.
+    A precision that does not scale the loss drops the stored scale and logs a line.
     """
     stored = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
     if not stored:
@@ -34,12 +34,12 @@ def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precisi
 
 
 def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> list[dict[str, Any]]:
-    """The states of other plugins in a Trainer's checkpoint; none if the checkpoint has the state of ``plugin``.
+    """Return the states of other plugins in a Trainer's checkpoint; none if the checkpoint has that of ``plugin``.
 
     Args:
-        checkpoint: of the Trainer: the state of a plugin stands under the name of the plugin's class.
-        plugin: the class whose own state has precedence.
-        root: every class derived from this one may have left a state.
+        checkpoint: of the Trainer. The key of a plugin's state is the name of the plugin's class.
+        plugin: the class whose state has precedence.
+        root: states of all classes derived from this class are returned.
     """
     if plugin.__qualname__ in checkpoint:
         return []
@@ -52,14 +52,14 @@ def _names_below(cls: type) -> list[str]:
     return [name for child in children for name in (child.__qualname__, *_names_below(child))]
 
 
-# ---- names without a backend, such as fp8-hybrid, mean one backend on all ranks and after a resume
+# ---- a name without a backend, such as fp8-hybrid, must mean one backend on all ranks and after a resume
 
 
 def check_ranks_agree(precision: str, backend: str) -> None:
     """Raise if ``precision`` means different backends on different ranks. Every rank must call this.
 
     Raises:
-        RuntimeError: the message names the backends, their ranks, and the names that pin one backend.
+        RuntimeError: the message lists the backends, their ranks, and the names that always mean one backend.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -78,7 +78,7 @@ def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> Non
     """Raise if a checkpoint was trained by another backend than the one that ``precision`` means here.
 
     Raises:
-        RuntimeError: the message names the precisions that pin either backend.
+        RuntimeError: the message lists a name that always means the old backend, and one for the new backend.
     """
     stored = state.get(BACKEND_STATE, backend)
     if stored != backend:
@@ -89,7 +89,7 @@ def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> Non
 
 
 def pinned(precision: str, *names: str) -> str:
-    """The names that mean ``precision`` by these backends: ``'fp8-hybrid-te-fp16' or 'fp8-hybrid-torchao-fp16'``."""
+    """Return the names of ``precision`` that pin these backends: ``"'fp8-hybrid-te' or 'fp8-hybrid-torchao'"``."""
     stem, fp16 = precision.removesuffix("-fp16"), "-fp16" if precision.endswith("-fp16") else ""
     suffixes = {backend.name: backend.suffix for backend in backends.registered()}
     return " or ".join(f"'{stem}{suffixes.get(name, f'-{name}')}{fp16}'" for name in names)

@@ -1,10 +1,11 @@
-"""What happens at a training step, in the order in which it happens.
+"""The parts of a training step, in the order in which they run.
 
     loss --> scale (fp16) --> backward --> [DDP / FSDP2 reduce] --> unscale --> move gradients to the masters
          --> clip --> step, or skip if a gradient is not finite (fp16) --> new loss scale --> masters to weights
 
-A plugin without loss scaling skips every line about the scale. The functions below are the hooks of
-:class:`~lightning_lowprec.precision.base.LowPrecision`, one per arrow; ``scaler`` is None without loss scaling.
+A plugin without loss scaling skips every line about the scale. The hooks of
+:class:`~lightning_lowprec.precision.base.LowPrecision` call the functions below. Without loss scaling, ``scaler`` is
+None.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from lightning_lowprec.private.lightning import after_closure
 
 
 def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
-    """The loss times the loss scale."""
+    """Return the loss times the loss scale."""
     return loss if scaler is None else scaler.scale_loss(loss)
 
 
 def backward(plugin: Any, loss: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-    """Run the backward pass as the Trainer or Fabric does, whichever runs ``model``."""
+    """Run the backward pass of the Trainer or of Fabric, depending on which of them runs ``model``."""
     parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
     parent.backward(plugin, loss, model, *args, **kwargs)
 
@@ -69,7 +70,7 @@ def step(
     closure: Callable[[], Any] | None,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Step without loss scaling, as the Trainer (with a model and a closure) or Fabric does."""
+    """Step without loss scaling, as the Trainer does (with a model and a closure) or as Fabric does."""
     if model is not None and closure is not None:
         return TrainerPrecision.optimizer_step(plugin, optimizer, model=model, closure=closure, **kwargs)
     return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)

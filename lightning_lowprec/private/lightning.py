@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Final, NamedTuple, get_args
+from collections.abc import Iterable
+from typing import Any, Final, get_args
 
-TESTED: Final = "lightning_lowprec is tested with lightning 2.5.0 to 2.6."
 MODEL_PARALLEL_NAMES: Final = (
     "_data_parallel_size",
     "_tensor_parallel_size",
@@ -15,137 +15,93 @@ MODEL_PARALLEL_NAMES: Final = (
 """Attributes of ModelParallelStrategy, which 'fsdp2' sets."""
 SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
 """Attributes of the Trainer's ``_signal_connector``."""
-FSDP_NAMES: Final = (
-    "_accelerator",
-    "_activation_checkpointing_kwargs",
-    "_parallel_devices",
-    "_process_group_backend",
-    "_state_dict_type",
-    "_timeout",
-    "cluster_environment",
-    "cpu_offload",
-    "mixed_precision",
-    "sharding_strategy",
-)
-"""Attributes of FSDPStrategy, in Fabric and in the Trainer."""
-FABRIC_FSDP_NAMES: Final = ("_fsdp_kwargs", "_precision")
-TRAINER_FSDP_NAMES: Final = ("_checkpoint_io", "_precision_plugin", "kwargs")
+PRECISION_NAMES: Final = ("_after_closure",)
+"""Attributes of the Trainer's precision plugins."""
+FSDP_NAMES: Final = {
+    "state_dict_type": "_state_dict_type",
+    "process_group_backend": "_process_group_backend",
+    "timeout": "_timeout",
+    "cluster_environment": "cluster_environment",
+    "activation_checkpointing": "_activation_checkpointing_kwargs",
+    "cpu_offload": "cpu_offload",
+    "mixed_precision": "mixed_precision",
+    "sharding_strategy": "sharding_strategy",
+}
+"""Attributes of FSDPStrategy, in Fabric and in the Trainer, by the choices that they hold."""
+FABRIC_FSDP_NAMES: Final = {"precision": "_precision", "fsdp": "_fsdp_kwargs"}
+TRAINER_FSDP_NAMES: Final = {"precision": "_precision_plugin", "fsdp": "kwargs", "checkpoint_io": "_checkpoint_io"}
+"""More of them; "fsdp" holds the arguments of ``FullyShardedDataParallel``."""
 
 
 def moved() -> list[str]:
     """Return the private names that the installed Lightning no longer has, in words; empty on supported versions."""
-    return [*moved_connectors(), *_moved_of_fsdp2(), *_moved_of_precision()]
+    from lightning.fabric import strategies as fabric
+    from lightning.pytorch import strategies as trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    used: dict[str, tuple[type, Iterable[str]]] = {
+        "ModelParallelStrategy": (trainer.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
+        "Fabric's ModelParallelStrategy": (fabric.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
+        "FSDPStrategy": (trainer.FSDPStrategy, (FSDP_NAMES | TRAINER_FSDP_NAMES).values()),
+        "Fabric's FSDPStrategy": (fabric.FSDPStrategy, (FSDP_NAMES | FABRIC_FSDP_NAMES).values()),
+        "_SignalConnector": (_SignalConnector, SIGNAL_NAMES),
+        "Precision": (Precision, PRECISION_NAMES),
+    }
+    missing = [f"{owner}.{name}" for owner, (cls, names) in used.items() for name in names if not _has(cls, name)]
+    return [*moved_connectors(), *missing]
+
+
+def _has(cls: Any, name: str) -> bool:
+    """Return whether a class has an attribute, or sets the attribute in ``__init__``."""
+    codes = [getattr(base.__init__, "__code__", None) for base in cls.__mro__]
+    return hasattr(cls, name) or any(name in code.co_names for code in codes if code is not None)
+
+
+def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
+    """Raise ImportError if ``owner`` lacks one of the names."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        import lightning
+
+        raise ImportError(
+            f"lightning {lightning.__version__} has moved {', '.join(missing)} of {consequence} lightning_lowprec is"
+            " tested with lightning 2.5.0 to 2.6."
+        )
 
 
 # ---- FSDP2
 
 
-def _moved_of_fsdp2() -> list[str]:
-    from lightning.fabric import strategies as fabric
-    from lightning.pytorch import strategies as trainer
-    from lightning.pytorch.trainer.connectors import signal_connector
-
-    objects: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "ModelParallelStrategy": (trainer.ModelParallelStrategy(), MODEL_PARALLEL_NAMES),
-        "Fabric's ModelParallelStrategy": (fabric.ModelParallelStrategy(lambda m, mesh: m), MODEL_PARALLEL_NAMES),
-        "FSDPStrategy": (trainer.FSDPStrategy(), (*FSDP_NAMES, *TRAINER_FSDP_NAMES)),
-        "Fabric's FSDPStrategy": (fabric.FSDPStrategy(), (*FSDP_NAMES, *FABRIC_FSDP_NAMES)),
-    }
-    missing = [
-        f"{owner}.{name}"
-        for owner, (instance, names) in objects.items()
-        for name in names
-        if not hasattr(instance, name)
-    ]
-    connector: Any = signal_connector._SignalConnector
-    known = (*dir(connector), *connector.__init__.__code__.co_names)  # a method, and an attribute set by `__init__`
-    return missing + [f"_SignalConnector.{name}" for name in SIGNAL_NAMES if name not in known]
-
-
 def check_model_parallel(strategy: Any) -> None:
     """Raise ImportError if this Lightning's ModelParallelStrategy lacks one of :data:`MODEL_PARALLEL_NAMES`."""
-    missing = [name for name in MODEL_PARALLEL_NAMES if not hasattr(strategy, name)]
-    if missing:
-        raise ImportError(
-            f"{_version()} has moved {', '.join(missing)} of ModelParallelStrategy, so 'fsdp2' does not run on it;"
-            f" {TESTED}"
-        )
+    _check(strategy, MODEL_PARALLEL_NAMES, "ModelParallelStrategy, so 'fsdp2' does not run on it;")
 
 
-def _version() -> str:
-    import lightning
-
-    return f"lightning {lightning.__version__}"
-
-
-def set_parallel_sizes(strategy: Any, data: int, tensor: int) -> None:
-    """Set the sizes from which a ModelParallelStrategy makes its mesh."""
-    strategy._data_parallel_size = data
-    strategy._tensor_parallel_size = tensor
+def set_names(owner: Any, **values: Any) -> None:
+    """Set attributes of a ModelParallelStrategy or LightningModule, by their names without the first underscore."""
+    for name, value in values.items():
+        setattr(owner, f"_{name}", value)
 
 
-def set_process_group_backend(strategy: Any, backend: str) -> None:
-    """Set the backend of the process group, before it exists."""
-    strategy._process_group_backend = backend
-
-
-def set_device_mesh(owner: Any, mesh: Any) -> None:
-    """Set the mesh of a ModelParallelStrategy or of a LightningModule."""
-    owner._device_mesh = mesh
-
-
-class FsdpChoices(NamedTuple):
-    """The arguments that a user gave to Lightning's FSDPStrategy."""
-
-    kwargs: dict[str, Any]
-    """For ``FullyShardedDataParallel``."""
-    precision: Any
-    accelerator: Any
-    devices: Any
-    state_dict_type: str
-    process_group_backend: str | None
-    timeout: Any
-    checkpoint_io: Any
-    activation_checkpointing: dict[str, Any]
-
-
-def fsdp_choices(strategy: Any, *, in_fabric: bool) -> FsdpChoices:
-    """Return what an FSDPStrategy of Fabric or of the Trainer was made with.
+def fsdp_choices(strategy: Any, *, in_fabric: bool) -> dict[str, Any]:
+    """Return what an FSDPStrategy of Fabric or of the Trainer was made with, by the keys of :data:`FSDP_NAMES`.
 
     Raises:
         ImportError: this Lightning keeps the arguments under other names.
     """
-    missing = [
-        name
-        for name in (*FSDP_NAMES, *(FABRIC_FSDP_NAMES if in_fabric else TRAINER_FSDP_NAMES))
-        if not hasattr(strategy, name)
-    ]
-    if missing:
-        raise ImportError(
-            f"{_version()} has moved {', '.join(missing)} of FSDPStrategy, so it cannot be translated; write"
-            " `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
-            f" {TESTED}"
-        )
-    return FsdpChoices(
-        kwargs=dict(strategy._fsdp_kwargs if in_fabric else strategy.kwargs),
-        precision=strategy._precision if in_fabric else strategy._precision_plugin,
-        accelerator=strategy._accelerator,
-        devices=strategy._parallel_devices,
-        state_dict_type=strategy._state_dict_type,
-        process_group_backend=strategy._process_group_backend,
-        timeout=strategy._timeout,
-        checkpoint_io=getattr(strategy, "_checkpoint_io", None),
-        activation_checkpointing=strategy._activation_checkpointing_kwargs,
-    )
+    names = FSDP_NAMES | (FABRIC_FSDP_NAMES if in_fabric else TRAINER_FSDP_NAMES)
+    instead = "write `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
+    _check(strategy, names.values(), f"FSDPStrategy, so it cannot be translated; {instead}")
+    return {choice: getattr(strategy, name) for choice, name in names.items()}
 
 
 def note_sigterm(trainer: Any) -> None:
     """Let the handler of SIGTERM do only two things: note the signal, and pass it on to the ranks started by this one.
 
-    Lightning 2.6 broadcasts inside the handler, wherever the training step is just then. Ranks that are in another
-    collective then wait for each other for ever. Lightning ends a run after the batch if a signal was noted, as 2.5
-    does. To be removed when Lightning's handler calls no collective any more. If Lightning has moved the names, its
-    own handler stays.
+    Lightning 2.6 broadcasts inside the handler. Ranks that are in another collective then wait for each other for ever.
+    Lightning ends a run after the batch if a signal was noted, as 2.5 does. To be removed when Lightning's handler
+    calls no collective any more. If Lightning has moved the names, its own handler stays.
     """
     connector: Any = getattr(trainer, "_signal_connector", None)
     if not all(hasattr(connector, name) for name in SIGNAL_NAMES):
@@ -203,10 +159,10 @@ def precision_names() -> tuple[str | int, ...]:
 
 def strategy_registry(*, for_trainer: bool) -> Any:
     """Return Lightning's registry of strategies: name -> ``{"strategy": class, ...}``."""
-    import lightning.fabric.connector as fabric
-    import lightning.pytorch.trainer.connectors.accelerator_connector as trainer
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.pytorch.strategies import StrategyRegistry
 
-    return trainer.StrategyRegistry if for_trainer else fabric.STRATEGY_REGISTRY
+    return StrategyRegistry if for_trainer else STRATEGY_REGISTRY
 
 
 def strategy_names(connector: Any) -> Any:
@@ -232,17 +188,11 @@ def precision_plugin_of(model: Any) -> Any:
 # ---- the step of a precision plugin
 
 
-def _moved_of_precision() -> list[str]:
-    from lightning.pytorch.plugins.precision import Precision
-
-    return [] if hasattr(Precision, "_after_closure") else ["Precision._after_closure"]
-
-
 def check_precision_plugin() -> None:
     """Raise ImportError if Lightning's Precision lacks what a step with loss scaling needs."""
-    missing = _moved_of_precision()
-    if missing:
-        raise ImportError(f"{_version()} has moved {', '.join(missing)}, which loss scaling needs; {TESTED}")
+    from lightning.pytorch.plugins.precision import Precision
+
+    _check(Precision, PRECISION_NAMES, "Precision, which loss scaling needs;")
 
 
 def after_closure(plugin: Any, model: Any, optimizer: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
+
+from lightning_lowprec.private.names import missing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -26,8 +26,14 @@ FSDP2: Final = "'fsdp2'"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
+_OPTIMIZER_STEP: Final = (  # how optimizers, their step hooks and schedulers notice that a step was made
+    "torch.optim.Optimizer().hooked",
+    "torch.optim.lr_scheduler.LRScheduler()._opt_called",
+    "torch.optim.lr_scheduler.LRScheduler()._wrapped_by_lr_sched",
+)
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
+        *_OPTIMIZER_STEP,
         "torch._foreach_copy_",
         "torch._foreach_mul",
         "torch._foreach_mul_",
@@ -35,10 +41,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.Tensor._version",
         "torch.nn.Module._apply",
         "torch.nn.modules.batchnorm._BatchNorm",
-        "torch.ops.aten.copy_.default._schema",
+        "torch.utils._pytree.tree_map_only",
     ),
     LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
     MSAMP: (
+        *_OPTIMIZER_STEP,
         "torch.Tensor._make_wrapper_subclass",
         "torch._C._disabled_torch_function_impl",
         "torch._scaled_mm",
@@ -48,6 +55,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_copy_.default",
         "torch.ops.aten._foreach_norm.Scalar",
         "torch.ops.aten._foreach_zero_.default",
+        "torch.ops.aten.copy_.default._schema",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
     FSDP2: (
@@ -62,9 +70,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes",
+        "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
         f"{_FSDP}._fsdp_common.TrainingState.FORWARD",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup()._training_state",
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
     ),
     TRANSFORMER_ENGINE: (
@@ -86,65 +94,25 @@ def moved() -> list[str]:
 
 
 def check(part: str) -> None:
-    """Raise if PyTorch lacks a private name that a part of this package needs; called at set-up, before any step.
-
-    Args:
-        part: a key of :data:`NAMES`.
+    """Raise if PyTorch lacks a private name that ``part`` of this package needs; called at set-up, before any step.
 
     Raises:
-        ImportError: the message names PyTorch's version and what is missing.
+        ImportError: a name is missing.
     """
-    missing = _missing(part)
-    if missing:
+    lost = _missing(part)
+    if lost:
         raise ImportError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)}, needed for {part}. Install a torch that"
+            f"torch {torch.__version__} no longer has {', '.join(lost)}, needed for {part}. Install a torch that"
             " this version of lightning_lowprec supports."
         )
 
 
 def _missing(part: str) -> list[str]:
-    missing = [name for name in NAMES[part] if not _exists(name)]
-    if part in (MASTERS, MSAMP):
-        return [*missing, *_missing_handshake()]
-    state = f"{_FSDP}._fsdp_state.FSDPState"
-    if part == FSDP2 and not any(_exists(f"{state}.{name}") for name in PARAM_GROUPS):
-        return [*missing, f"{state}.{PARAM_GROUPS[0]}"]
-    return missing
-
-
-def _exists(name: str) -> bool:
-    """Return whether ``name`` is there: a module, an attribute, or an attribute that a class sets in ``__init__``."""
-    value: Any = torch
-    path = "torch"
-    for part in name.split(".")[1:]:
-        path = f"{path}.{part}"
-        if hasattr(value, part):
-            value = getattr(value, part)
-        elif isinstance(value, type):
-            code = getattr(getattr(value, "__init__", None), "__code__", None)
-            return part in getattr(code, "co_names", ())
-        else:
-            try:
-                value = importlib.import_module(path)
-            except ImportError:
-                return False
-    return True
-
-
-@functools.cache
-def _missing_handshake() -> list[str]:
-    """Look at a real scheduler: torch defines the names of its handshake with optimizers nowhere else."""
-    optimizer = SGD([torch.zeros(1)], lr=1.0)
-    LambdaLR(optimizer, lambda _: 1.0)
-    noting_step = optimizer.step
-    missing = []
-    if not hasattr(noting_step, "_wrapped_by_lr_sched"):
-        missing.append("optimizer.step._wrapped_by_lr_sched")
-    if "_opt_called" not in noting_step.__code__.co_names:
-        missing.append("optimizer._opt_called")
-    if not hasattr(SGD.step, "hooked"):
-        missing.append("torch.optim.Optimizer.step.hooked")
-    return missing
+    lost = missing(NAMES[part])
+    groups = [f"{_FSDP}._fsdp_state.FSDPState().{name}" for name in PARAM_GROUPS]
+    if part == FSDP2 and missing(groups) == groups:
+        lost.append(groups[0])
+    return lost
 
 
 # ---- learning rate schedulers and the step of an optimizer

@@ -1,13 +1,14 @@
-"""Make a plain checkpoint, with weights only, from a checkpoint of any precision."""
+"""``lowprec export``: make a plain checkpoint, with weights only, from a checkpoint of any precision."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_lowprec.extras import require
@@ -18,10 +19,23 @@ WEIGHT_KEYS = ("state_dict", "model")
 """The keys under which the Trainer and, by convention, Fabric users save the weights."""
 
 
+def run(argv: Sequence[str]) -> int:
+    """Write the file and print how much the file holds."""
+    parser = ArgumentParser(
+        prog="lowprec export", description="Write only the weights of a checkpoint to a plain file."
+    )
+    parser.add_function_arguments(export, as_group=False, as_positional=True)
+    args = parser.parse_args(argv)
+    weights = export(**vars(args))
+    size = sum(value.numel() * value.element_size() for value in weights.values())
+    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {args.out}")
+    return 0
+
+
 def export(
     checkpoint: Path, out: Path, *, dtype: DtypeName = "keep", key: str | None = None, strip_prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Write the weights of ``checkpoint`` to ``out`` and return them.
+    """Write only the weights of a checkpoint to a plain file, and return them.
 
     Args:
         checkpoint: a file of the Trainer, of ``fabric.save`` or of ``torch.save``, or a safetensors file.
@@ -32,18 +46,31 @@ def export(
         strip_prefix: removed from every name, e.g. ``"model."`` for a model inside a LightningModule.
 
     Raises:
-        ValueError: the checkpoint has no weights under the key, or a name has no such prefix.
+        ValueError: there is no such file, the checkpoint has no weights under the key, or a name has no such prefix.
     """
-    weights = _named(read_weights(checkpoint, key), strip_prefix)
+    if not checkpoint.is_file():
+        raise ValueError(f"`checkpoint={str(checkpoint)!r}` is not a file; expected a checkpoint (no sharded folder).")
+    weights = _read(checkpoint, key)
+    outside = [name for name in weights if not name.startswith(strip_prefix)]
+    if outside:
+        raise ValueError(
+            f"`strip_prefix={strip_prefix!r}` is not at the start of {outside[0]!r} (and {len(outside) - 1} more);"
+            " expected a prefix that every weight has."
+        )
+    weights = {name.removeprefix(strip_prefix): value for name, value in weights.items()}
     if dtype != "keep":
-        weights = {name: _cast(value, DTYPES[dtype]) for name, value in weights.items()}
+        weights = {n: v.to(DTYPES[dtype]) if v.is_floating_point() else v for n, v in weights.items()}
     aside = out.with_name(f".{out.name}.partial")
-    _write(weights, aside, safetensors=out.suffix == ".safetensors")
+    if out.suffix == ".safetensors":
+        separate = {name: value.clone() for name, value in weights.items()}  # safetensors refuses tied tensors
+        require("safetensors.torch", "a safetensors file").save_file(separate, aside, metadata={"format": "pt"})
+    else:
+        torch.save(weights, aside)
     os.replace(aside, out)
     return weights
 
 
-def read_weights(checkpoint: Path, key: str | None = None) -> dict[str, Tensor]:
+def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, on CPU."""
     if checkpoint.suffix == ".safetensors":
         loaded: dict[str, Tensor] = require("safetensors.torch", "a safetensors checkpoint").load_file(checkpoint)
@@ -61,39 +88,10 @@ def read_weights(checkpoint: Path, key: str | None = None) -> dict[str, Tensor]:
 
 def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
     """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
-    if not isinstance(content, dict):
+    found = content
+    if isinstance(content, dict):
+        top = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), dict)), content)
+        found = top if key is None else content.get(key)
+    if not isinstance(found, dict):
         return {}
-    if key is not None:
-        found = content.get(key)
-    else:
-        found = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), dict)), content)
-    return (
-        {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
-    )
-
-
-def _named(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    outside = [name for name in weights if not name.startswith(prefix)]
-    if outside:
-        raise ValueError(
-            f"`strip_prefix={prefix!r}` is not at the start of {outside[0]!r} (and {len(outside) - 1} more); expected a"
-            " prefix that every weight has."
-        )
-    return {name.removeprefix(prefix): value for name, value in weights.items()}
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
-
-
-def _write(weights: dict[str, Tensor], path: Path, *, safetensors: bool) -> None:
-    if not safetensors:
-        torch.save(weights, path)
-        return
-    seen: set[int] = set()
-    separate = {}
-    for name, value in weights.items():  # safetensors refuses tied tensors: each is stored separately
-        shared = value.untyped_storage().data_ptr() in seen
-        seen.add(value.untyped_storage().data_ptr())
-        separate[name] = value.clone() if shared else value.contiguous()
-    require("safetensors.torch", "a safetensors file").save_file(separate, path, metadata={"format": "pt"})
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_lane import contenders, measure
-from lightning_lowprec.tools.availability import availability
+from lightning_lowprec.tools.doctor import availability
 
 
 def test_a_name_of_ours_is_missing_where_it_cannot_run():

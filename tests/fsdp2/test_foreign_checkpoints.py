@@ -151,7 +151,7 @@ def says_what_is_wrong(rank, ranks, folder):
         fabric.load(path, {"net": model})
     with pytest.raises(KeyError, match="holds nothing under 'adam'; it holds: model, optimizer"):
         fabric.load(path, {"model": model, "adam": optimizer})
-    with pytest.raises(KeyError, match="nothing under 'epoch'; it holds: step"):
+    with pytest.raises(KeyError, match="nothing under 'epoch'; it holds: model, optimizer, step"):
         fabric.load(path, {"model": model, "epoch": 0})
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
         fabric.load(folder / "nowhere.ckpt", {"model": model})

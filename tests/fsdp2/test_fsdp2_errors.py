@@ -1,5 +1,8 @@
 """What cannot be sharded says so, before any collective runs; one process."""
 
+import gc
+import weakref
+
 import lightning as L
 import pytest
 import torch
@@ -269,14 +272,22 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
 
 
 def test_weights_computed_in_another_dtype(alone):
-    made = shard_alone(Net(), alone)
-    other = shard_alone(Net(), alone, param_dtype=torch.float16)
+    nets = Net(), Net()
+    shard_alone(nets[0], alone)
+    shard_alone(nets[1], alone, param_dtype=torch.float16)
     seen = []
-    for sharded in (made, other):
-        block = sharded.groups["blocks.0"]
-        block.up.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
-        loss_of(sharded.groups[""], batch(0, 0)).backward()
+    for net in nets:
+        net.blocks[0].up.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+        loss_of(net, batch(0, 0)).backward()
     assert seen == [torch.bfloat16, torch.float16]
+
+
+def test_a_sharded_model_can_be_deleted(alone):
+    model = parallelize(Net(), alone, FP8TorchAO())
+    dead = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None
 
 
 def test_blocks_are_the_outermost_repeated_modules():

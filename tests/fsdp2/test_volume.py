@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.planning.volume import Weights, all_gather, all_reduce, gathered, step
 from tests.fsdp2.two_ranks import run
+from tests.fsdp2.volume import Weights, all_gather, all_reduce, gathered, step
 
 DEPTH, WIDTH, VOCABULARY = 2, 32, 256
 LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4

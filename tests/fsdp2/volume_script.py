@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +70,7 @@ class CountScatters(L.Callback):
 
 def count_scatters(net):
     scatters = []
-    for group in sharding._sharded[net].sharded.groups.values():
+    for group in [module for module in net.modules() if isinstance(module, FSDPModule)]:
         scatters.append(CountedScatter())
         group.set_custom_reduce_scatter(scatters[-1])
     return scatters

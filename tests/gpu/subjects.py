@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.availability import availability
+from lightning_lowprec.tools.doctor import availability
 from tests.gpu.device import DEVICE
 
 WIDTH = 128

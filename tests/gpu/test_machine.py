@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.tools.availability import availability
+from lightning_lowprec.tools.doctor import availability
 from tests.gpu.device import DEVICE, DRY, on_gpu_only
 from tests.gpu.subjects import FP8_NAMES, Stack
 

@@ -81,6 +81,22 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
     return [state[i]["master_param"].clone() for i in sorted(state)]
 
 
+def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict as the plain optimizer has it."""
+    state = {key: {k: v for k, v in entry.items() if k != "master_param"} for key, entry in state_dict["state"].items()}
+    return {**state_dict, "state": {key: entry for key, entry in state.items() if entry}}
+
+
+def buffers_of(optimizer: Any) -> list[torch.Tensor]:
+    """The flat tensors that hold masters and moments, of which some have no memory between steps."""
+    if not hasattr(optimizer, "_masters"):
+        return []
+    stores, moments = optimizer._masters.stores, optimizer._masters._moments
+    remainders = [store.remainder for store in stores if hasattr(store, "remainder")]
+    moment_stores = [] if moments is None else moments._stores.values()
+    return [*remainders, *(store.buffer.flat for store in (*stores, *moment_stores))]
+
+
 def through_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)

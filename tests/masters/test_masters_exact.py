@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters, without_masters
-from tests.masters.master_loops import X, Y, by_hand, equal, masters_of, net, through_file, train, wrapped
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
+from tests.masters.master_loops import (
+    X,
+    Y,
+    by_hand,
+    equal,
+    masters_of,
+    net,
+    through_file,
+    train,
+    without_masters,
+    wrapped,
+)
 
 OPTIMIZERS = {
     "sgd": partial(optim.SGD, lr=1e-2),

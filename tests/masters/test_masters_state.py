@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters, without_masters
+from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
 from lightning_lowprec.numerics import rounding
-from tests.masters.master_loops import equal, masters_of, net, through_file, train, wrapped
+from tests.masters.master_loops import equal, masters_of, net, through_file, train, without_masters, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
 FORMS = ["fp32", "remainder", "stochastic", pytest.param(ALL_BF16, id="all-bf16")]

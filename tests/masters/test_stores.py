@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
-from tests.masters.master_loops import masters_of, through_file, train, wrapped
+from tests.masters.master_loops import buffers_of, masters_of, through_file, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
 FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
@@ -179,7 +179,7 @@ def test_bytes_per_parameter(form):
     for p in params:
         p.grad = torch.randn_like(p)
     state = [v for p in params for v in optimizer.state[p].values() if v.dim()]
-    held = [t for store in optimizer._masters.stores for t in store.at_rest()]
+    held = buffers_of(optimizer)
     tensors = [*params, *(p.grad for p in params), *state, *held]
     at_rest = sum(s.nbytes() for s in storages(*tensors).values()) / n
     with Peak(*tensors) as peak:

@@ -75,7 +75,7 @@ def through_file(state, tmp_path):
 
 def bytes_at_rest(p, optimizer):
     """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
-    kept = [p, p.grad.codes, p.grad.inv_scale, p.msamp_state.scale, *optimizer.state[p].values()]
+    kept = [p, p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }

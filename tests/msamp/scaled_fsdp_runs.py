@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
+from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
 from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.fsdp2 import code_shards
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
+from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
-from lightning_lowprec.msamp.sgd import ScaledSGD
-from lightning_lowprec.msamp.weight import master_of, set_values_
+from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like
 
 STEPS = 20
 OPTIMIZERS = {
@@ -58,12 +58,12 @@ class Net(nn.Module):
 def sharded(kind="adamw", seed=0):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = Net(seed)
-    coded = code_shards(model, mesh.size())
+    code_shards(model, mesh.size())
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model})
-    coded.collect(mesh)
+    collect(model, mesh)
     return model, OPTIMIZERS[kind](model.parameters()), traffic
 
 
@@ -105,8 +105,8 @@ def decoded(model, optimizer):
         for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             if key in entry:
                 state[name][key] = entry[key].float() / entry.get(f"{key}_scale", 1.0)
-        if "master" in entry:
-            state[name]["master_param"] = entry["master"].float() / entry["master_scale"]
+        if master_of(p) is not None:
+            state[name]["master_param"] = master_of(p)
     return {"model": model.state_dict(), "optimizer": {"state": state}}
 
 
@@ -161,9 +161,7 @@ def same_batches(kind):
 def resumed(kind, state):
     """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
     model, optimizer, _ = sharded(kind, seed=1)
-    checkpoint.load_whole(
-        model, state["model"], {"optimizer": optimizer}, {"optimizer": state["optimizer"]}, strict=True
-    )
+    checkpoint.load(StoredFile(dict(state)), model, "model", {"optimizer": optimizer}, strict=True)
     at_start = saved(model, optimizer)
     train(model, optimizer, range(STEPS, STEPS + 3))
     return {"start": at_start, "end": saved(model, optimizer)}
@@ -175,9 +173,9 @@ def in_a_folder(path):
     train(model, optimizer, range(2))
     shards = {"model": checkpoint.model_state(model, full=False),
               "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
-    checkpoint.save_folder(Path(path), shards, {})
+    checkpoint.save(Path(path), shards, {}, full=False)
     other, its, _ = sharded(seed=1)
-    checkpoint.load_folder(Path(path), other, ["model"], {"optimizer": its}, strict=True)
+    checkpoint.load(open_checkpoint(Path(path), True), other, "model", {"optimizer": its}, strict=True)
     return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
 
 
@@ -226,7 +224,7 @@ def stochastic(rank):
     coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
     for p in coded:
         alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
-        set_values_(p, p.msamp_state.shards.to_dtensor(alike, p))
+        set_values_(p, sharded_like(alike, p))
     before = [master_of(p).to_local() for p in coded]
     train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
     moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]

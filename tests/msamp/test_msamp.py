@@ -10,10 +10,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.sgd import ScaledSGD
 from lightning_lowprec.msamp.weight import values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, QUIET, Batches, Net, fit, in_fabric
 

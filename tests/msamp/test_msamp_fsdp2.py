@@ -133,7 +133,7 @@ def test_blocks_are_gathered_as_codes(results):
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_fabric_clips_and_resumes_bit_for_bit(results, kind):
     for found in (result[kind] for result in results):
-        assert found["optimizer"] == "ConvertedAdamW"
+        assert found["optimizer"] == "ScaledAdamW"
         assert found["norm"] == pytest.approx(0.01, rel=1e-3)
         assert not found["loaded"]
         assert not found["end"]

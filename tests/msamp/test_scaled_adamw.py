@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.msamp import optimizer as scaled_optimizer
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (
     OPTIONS,
@@ -50,8 +50,8 @@ def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypat
             assert torch.equal(state[key].float(), coded_state[0].float())
             assert state[f"{key}_scale"].item() == coded_state[1]
         if level == "O3":
-            assert torch.equal(state["master"], reference.master[0])
-            assert state["master_scale"].item() == reference.master[1]
+            assert torch.equal(p.msamp_state.master, reference.master[0])
+            assert p.msamp_state.master_scale.item() == reference.master[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,12 +1,13 @@
 """ScaledAdamW: stochastic rounding, state, and what happens at the edges."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
 from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from tests.msamp.scaled_cases import (
@@ -179,15 +180,15 @@ def test_a_closure_is_run_and_its_loss_returned():
     ("options", "message"),
     [
         ({"level": "O4"}, "`level='O4'` is not valid; expected one of: O1, O2, O3."),
-        ({"lr": -1.0}, "`lr=-1.0` is not valid"),
-        ({"eps": float("nan")}, "`eps=nan` is not valid"),
-        ({"betas": (0.9, 1.0)}, "`betas=(0.9, 1.0)` is not valid"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"eps": float("nan")}, "Invalid epsilon value: nan"),
+        ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
+        ({"amsgrad": True}, "`amsgrad=True` of ScaledAdamW is not possible with MS-AMP."),
     ],
 )
 def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match="is not valid") as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ScaledAdamW([nn.Parameter(torch.ones(2))], **options)
-    assert message in str(error.value)
 
 
 def test_a_parameter_of_another_level_and_one_scaled_twice_are_refused():

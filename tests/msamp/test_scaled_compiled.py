@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lightning_lowprec.msamp import flat_step
-from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.sgd import ScaledSGD
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from tests.msamp.scaled_cases import OPTIONS, bits, every_level, run, same, scaled_params
 
 FORMS = {

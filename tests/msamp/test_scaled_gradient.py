@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import values_of
 
@@ -57,10 +57,10 @@ def test_multiplying_by_a_number_changes_only_the_scale(multiply):
 
 def test_other_operations_in_place_encode_anew():
     gradient = ScaledGradient.of(VALUES)
-    gradient.averaged = True
+    gradient.stage = Stage.AVERAGED
     gradient.add_(VALUES)
     assert torch.equal(gradient.decode(), 2 * VALUES)
-    assert not gradient.averaged
+    assert gradient.stage is Stage.OWN
     gradient.clamp_(-4.0, 3.0)
     assert torch.equal(gradient.decode(), (2 * VALUES).clamp(-4.0, 3.0))
     gradient.mul_(torch.full((2, 3), 2.0))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
 from lightning_lowprec.msamp.weight import set_values_, values_of
-from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.private import torch as private
+from tests.quality import sqnr
 
 LEVELS = ["O1", "O2", "O3"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.numerics import fp8_average as fp8_gradients
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
-from lightning_lowprec.numerics.scaling import sqnr
 from tests.fsdp2.ranks import run
+from tests.quality import sqnr
 
 E4M3 = torch.tensor([v for v in torch.arange(128).to(torch.uint8).view(torch.float8_e4m3fn).tolist() if v == v])
 INF = float("inf")

@@ -154,4 +154,4 @@ def test_optimizers_are_not_kept_alive() -> None:
     scaler.unscale(optimizer)
     del optimizer
     gc.collect()
-    assert len(scaler._optimizers) == len(scaler._found_inf) == 0
+    assert len(scaler._gradients) == 0

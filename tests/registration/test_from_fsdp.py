@@ -234,8 +234,8 @@ def test_derived_classes_and_strangers_are_refused(base):
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [(TrainerFSDP, n) for n in (*FSDP_NAMES, *TRAINER_FSDP_NAMES)]
-    + [(FabricFSDP, n) for n in (*FSDP_NAMES, *FABRIC_FSDP_NAMES)],
+    [(TrainerFSDP, n) for n in (FSDP_NAMES | TRAINER_FSDP_NAMES).values()]
+    + [(FabricFSDP, n) for n in (FSDP_NAMES | FABRIC_FSDP_NAMES).values()],
 )
 def test_a_lightning_that_has_moved_a_name(source, name):
     strategy = source()

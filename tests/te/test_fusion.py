@@ -9,10 +9,10 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
 from lightning_lowprec.numerics.padding import pad_rows
-from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.te.convert import scaled_layers
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 from lightning_lowprec.te.fusion import engines, fuse, fused_modules, unfuse
+from tests.quality import sqnr
 from tests.te.decoders import MAKERS, linears, make, ragged
 from tests.te.onnx_path import plain_torch
 

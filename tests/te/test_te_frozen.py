@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FP8TE, FP8TorchAO
-from lightning_lowprec.numerics.scaling import sqnr
 from lightning_lowprec.te.fp8_weight import FrozenWeight
 from lightning_lowprec.te.linear import convert_linears, store_frozen_in_fp8, te_linears
 from tests.fsdp2.ranks import run
+from tests.quality import sqnr
 from tests.te.reference import losses_of
 from tests.te.subjects import Net, fabric_for
 

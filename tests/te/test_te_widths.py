@@ -20,9 +20,9 @@ def test_formats_are_those_of_the_recipe(name):
         "E2M1": ("e2m1", "e2m1"), "E4M3": ("e4m3", "e4m3"), "HYBRID": ("e4m3", "e5m2, e4m3"),
     }[chosen]  # fmt: skip
     row = widths(name)
-    assert (row.output, row.grad_input, row.grad_weight) == (forward, backward, backward)
+    assert (row["output"], row["grad_input"], row["grad_weight"]) == (forward, backward, backward)
     if gathers_fp8(plugin, ShardOptions()):
-        assert row.fsdp2 == "e4m3"
+        assert row["fsdp2"] == "e4m3"
     else:
-        assert row.fsdp2 == "bf16"
+        assert row["fsdp2"] == "bf16"
         assert param_dtype(plugin) is torch.bfloat16

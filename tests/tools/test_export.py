@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.cli import main
 
 
 class Net(nn.Module):

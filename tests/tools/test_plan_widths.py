@@ -7,7 +7,6 @@ master and the moments are looked at afterwards.
 
 import json
 import logging
-from dataclasses import asdict
 
 import lightning as L
 import pytest
@@ -18,16 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp import adamw as scaled_adamw
+from lightning_lowprec.msamp import adamw_sgd
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.tools.availability import availability
-from lightning_lowprec.tools.cli.main import main
-from lightning_lowprec.tools.planning.widths import Widths, all_names, text, widths
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.doctor import availability
+from lightning_lowprec.tools.planning.widths import COLUMNS, all_names, text, widths
+from tests.masters.master_loops import buffers_of
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 16, 32, 48  # all different, so that the shape of a product tells which of the three it is
@@ -99,8 +99,7 @@ def trained(name):
     scaled = msamp_state_of(weight)
     held = _stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
     masters = getattr(plugin, "masters", None)
-    return Widths(
-        precision=name,
+    seen = dict(
         **products.seen,
         weight=short(weight),
         gradient=gradient,
@@ -109,13 +108,12 @@ def trained(name):
         ddp="fp32" if masters is not None and masters.gradients.reduces else gradient,
         fsdp2=gathered(name, plugin, weight),
     )
+    return {"precision": name, **{column: seen[column] for column in COLUMNS}}
 
 
 def _stored_masters(optimizer):
     """The flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
-    registry = getattr(optimizer, "_masters", None)
-    tensors = [] if registry is None else [tensor for store in registry.stores for tensor in store.at_rest()]
-    return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+    return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 
 def gathered(name, plugin, weight):
@@ -155,10 +153,10 @@ def test_the_table_says_what_is_seen(name, quiet):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
-    monkeypatch.setitem(scaled_adamw._MOMENTS, "exp_avg", FP16)
-    assert trained("msamp-o3").moments == "fp16"
+    monkeypatch.setitem(adamw_sgd._ADAMW_MOMENTS, "exp_avg", FP16)
+    assert trained("msamp-o3")["moments"] == "fp16"
     monkeypatch.setitem(names.TABLE, "fp8-tensorwise", names.TABLE["fp8-rowwise-gw-hp"])
-    assert trained("fp8-tensorwise").grad_weight == "bf16"
+    assert trained("fp8-tensorwise")["grad_weight"] == "bf16"
 
 
 def test_only_transformer_engine_and_16_mixed_do_not_run_here():
@@ -171,7 +169,7 @@ def test_only_transformer_engine_and_16_mixed_do_not_run_here():
 def test_fp16_changes_no_format():
     for name in names.TABLE:
         if name.endswith("-fp16"):
-            assert asdict(widths(name)) == asdict(widths(name.removesuffix("-fp16"))) | {"precision": name}
+            assert widths(name) == widths(name.removesuffix("-fp16")) | {"precision": name}
 
 
 def test_every_name_has_a_row(capsys):
@@ -180,7 +178,7 @@ def test_every_name_has_a_row(capsys):
     assert [row["precision"] for row in printed] == all_names()
     assert {"32-true", *names.TABLE} <= set(all_names())
     for row in printed:
-        assert not row["reason"]
+        assert "reason" not in row
         assert "-" not in {row[column] for column in ("output", "grad_input", "grad_weight", "weight", "moments")}
 
 
@@ -195,7 +193,7 @@ def test_the_table_is_printed_in_columns(capsys):
 def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
     monkeypatch.setitem(names.TABLE, "fp6-theirs", names.TABLE["fp8-rowwise"])
     reason = "its backend is not part of lightning_lowprec"
-    assert widths("fp6-theirs") == Widths(precision="fp6-theirs", reason=reason)
+    assert widths("fp6-theirs") == {"precision": "fp6-theirs", "reason": reason}
     assert main(["plan", "--precisions"]) == 0
     assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
     assert text([widths("fp6-theirs")])

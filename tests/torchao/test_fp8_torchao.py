@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear, fp8_linears
 
 
@@ -256,7 +256,7 @@ except ModuleNotFoundError as error:
 else:
     raise SystemExit("accepted")
 L.Trainer(precision="half-auto", accelerator="cpu", logger=False, enable_checkpointing=False)
-from lightning_lowprec.tools.cli.main import main
+from lightning_lowprec.tools.cli import main
 assert main(["doctor", "--for", "fp8-hybrid"]) == 1
 assert main(["doctor", "--for", "half-auto"]) == 0
 """

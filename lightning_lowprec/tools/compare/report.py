@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import platform
+from dataclasses import asdict
 
-from lightning_lowprec.tools.compare.pictures import loss_picture
-from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult, Verdict
+from lightning_lowprec.tools.compare.pictures import draw_losses
+from lightning_lowprec.tools.compare.result import Comparison
+from lightning_lowprec.tools.doctor import versions
 from lightning_lowprec.tools.table import format_table
 
-STEP_TIME = (
+HOW_MEASURED = (
     "Step time: the median wall time of a training batch, from its start until its loss is read: forward, backward and"
-    " optimizer step, without loading the data. The first few batches are left out."
+    " optimizer step, without loading the data. The first few batches are left out. Peak memory: the most bytes that"
+    " torch allocated on the GPU; not measured on a CPU."
 )
 
 
 def write_report(comparison: Comparison) -> None:
-    """Write ``report.md`` and ``loss.png`` into the folder of the spec."""
-    (comparison.spec.out / "loss.png").write_bytes(loss_picture(comparison))
-    comparison.report.write_text(markdown(comparison), encoding="utf-8")
+    """Write ``results.json``, ``loss.png`` and ``report.md`` into the folder of the spec."""
+    out = comparison.spec.out
+    (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
+    draw_losses(comparison, out / "loss.png")
+    (out / "report.md").write_text(markdown(comparison), encoding="utf-8")
 
 
 def text(comparison: Comparison) -> str:
@@ -27,63 +33,63 @@ def text(comparison: Comparison) -> str:
 
 def markdown(comparison: Comparison) -> str:
     """Return the report."""
-    spec = comparison.spec
-    memory = next((result.memory_kind for result in comparison.results if result.memory_kind), "not measured")
+    spec, results = comparison.spec, comparison.results
+    device = next((result.device for result in results if result.device), "no training started")
+    environment = {"device": device, "python": platform.python_version(), **versions()}
     parts = [
         f"# {spec.model} under {len(spec.precisions)} precisions",
         _verdict(comparison),
         "\n".join(_table(comparison, markdown=True)),
         *(f"> {remark}" for remark in remarks(comparison)),
         "![training loss, validation metric, and its distance from the baseline](loss.png)",
-        f"{STEP_TIME} Peak memory: {memory}.",
+        HOW_MEASURED,
     ]
-    notes = [f"- {result.name}: {note}" for result in comparison.results for note in result.notes]
+    notes = [f"- {result.name}: {note}" for result in results for note in result.notes]
     if notes:
         parts += ["## Messages of the precisions", "\n".join(notes)]
-    for result in comparison.results:
+    for result in results:
         if result.error:
-            parts += [f"## {result.name} failed", _indented(result.error)]
+            parts += [f"## {result.name} failed", _code(result.error)]
     parts += [
         "## Environment",
-        _environment(comparison),
+        "\n".join(f"- {name}: {value or 'not installed'}" for name, value in environment.items()),
         "## Settings",
-        _indented(json.dumps(spec.as_dict(), indent=2)),
+        _code(json.dumps(asdict(spec), indent=2, default=str)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def remarks(comparison: Comparison) -> list[str]:
     """Return sentences to read before the figures, the most important first."""
-    on_cpu = [result.name for result in comparison.results if result.device_type == "cpu"]
+    on_cpu = [result.name for result in comparison.results if result.on_cpu]
     found = []
     if any("fp8" in name or "fp4" in name for name in on_cpu):
         found.append(
             "This ran on a CPU, where FP8 is emulated: the losses show what FP8's rounding does to this training, but"
-            " the step times and the memory say nothing about a GPU."
+            " the step times say nothing about a GPU."
         )
     elif on_cpu:
-        found.append("This ran on a CPU: the step times and the memory say nothing about a GPU.")
+        found.append("This ran on a CPU: the step times say nothing about a GPU.")
     if len(comparison.results) == 1:
         found.append("Only one precision was asked for, so nothing was compared.")
     return found
 
 
 def _table(comparison: Comparison, *, markdown: bool) -> list[str]:
-    header = ("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory", "verdict")
-    rows = [_cells(*pair) for pair in zip(comparison.results, comparison.verdicts, strict=True)]
-    return format_table([header, *rows], right=range(1, 6), markdown=markdown)
-
-
-def _cells(result: PrecisionResult, verdict: Verdict) -> tuple[str, ...]:
-    return (
-        result.name,
-        _number(result.final_val, ".4f"),
-        _number(verdict.gap, "+.2%"),
-        _number(result.final_train, ".4f"),
-        _number(result.step_time, ".1f", 1e3, " ms"),
-        _number(result.peak_memory, ".0f", 2**-20, " MiB"),
-        verdict.text,
-    )
+    rows = [("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory", "verdict")]
+    for result, verdict in zip(comparison.results, comparison.verdicts, strict=True):
+        rows.append(
+            (
+                result.name,
+                _number(result.final_val, ".4f"),
+                _number(verdict.gap, "+.2%"),
+                _number(result.final_train, ".4f"),
+                _number(result.step_time, ".1f", 1e3, " ms"),
+                _number(result.peak_memory, ".0f", 2**-20, " MiB"),
+                verdict.text,
+            )
+        )
+    return format_table(rows, right=range(1, 6), markdown=markdown)
 
 
 def _number(value: float | None, form: str, scale: float = 1.0, unit: str = "") -> str:
@@ -99,13 +105,6 @@ def _verdict(comparison: Comparison) -> str:
     return f"**Not every precision ended with {rule}: {', '.join(failed)}.**"
 
 
-def _environment(comparison: Comparison) -> str:
-    ran = next((result for result in comparison.results if result.device), None)
-    facts = {"device": ran.device, "CPU threads": str(ran.threads), **ran.versions} if ran else {}
-    facts |= {name: str(getattr(comparison.spec, name)) for name in ("seed", "max_steps", "data")}
-    return "\n".join(format_table([("", ""), *facts.items()], markdown=True))
-
-
-def _indented(block: str) -> str:
+def _code(block: str) -> str:
     """Return a block of code in Markdown."""
     return "\n".join(f"    {line}" for line in block.splitlines())

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lightning_lowprec.tools.compare.spec import CompareSpec
@@ -16,7 +15,7 @@ WARMUP_STEPS = 5
 """First steps that the median step time leaves out: they allocate, compile and fill caches."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PrecisionResult:
     """The raw figures of one training, up to the failure if ``error`` is set.
 
@@ -26,13 +25,10 @@ class PrecisionResult:
         step_seconds: wall time of each training batch from its start until its loss is read, optimizer step included.
         val_steps: training batches before each validation.
         val_losses: the validation metric, one per validation.
-        peak_memory: bytes; None if nothing measured them.
-        memory_kind: the meaning of ``peak_memory``, in words.
+        peak_memory: most bytes that torch allocated on the GPU; None on a CPU.
         device: the device, in words.
-        device_type: ``cpu``, ``cuda``, ...
-        threads: CPU threads that torch used.
-        versions: of Python and of the packages that matter.
-        notes: what the precision logged, e.g. how many layers it converted.
+        on_cpu: whether the device is a CPU.
+        notes: messages that the precision logged, e.g. how many layers it converted.
         error: why the training failed.
     """
 
@@ -42,13 +38,21 @@ class PrecisionResult:
     val_steps: list[int] = field(default_factory=list)
     val_losses: list[float] = field(default_factory=list)
     peak_memory: int | None = None
-    memory_kind: str = ""
     device: str = ""
-    device_type: str = ""
-    threads: int = 0
-    versions: Mapping[str, str] = field(default_factory=dict)
+    on_cpu: bool = False
     notes: list[str] = field(default_factory=list)
     error: str | None = None
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        """Add the figures of one message of the training."""
+        if "loss" in message:
+            self.train_losses.append(message["loss"])
+            self.step_seconds.append(message["seconds"])
+        elif "val" in message:
+            self.val_steps.append(len(self.train_losses))
+            self.val_losses.append(message["val"])
+        else:
+            vars(self).update(message)
 
     @property
     def final_val(self) -> float | None:
@@ -85,11 +89,6 @@ class Comparison:
     results: list[PrecisionResult]
 
     @property
-    def report(self) -> Path:
-        """The path of the report."""
-        return self.spec.out / "report.md"
-
-    @property
     def verdicts(self) -> list[Verdict]:
         """One verdict per result."""
         return [judge(result, self.results[0], self.spec.max_loss_gap) for result in self.results]
@@ -99,18 +98,14 @@ class Comparison:
         """Whether every precision trained, stayed finite and ended near the baseline."""
         return all(verdict.ok for verdict in self.verdicts)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_json(self) -> str:
         """Return every raw figure as strict JSON; a value that is not finite becomes null."""
         rows = [
             asdict(result) | asdict(verdict) | {"final_val": result.final_val, "step_time": result.step_time}
             for result, verdict in zip(self.results, self.verdicts, strict=True)
         ]
-        plain: dict[str, Any] = _finite({"ok": self.ok, "spec": self.spec.as_dict(), "results": rows})
-        return plain
-
-    def write_json(self, path: Path) -> None:
-        """Write ``as_dict`` to a file."""
-        path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        plain = _finite({"ok": self.ok, "spec": asdict(self.spec), "results": rows})
+        return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"
 
 
 def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: float) -> Verdict:
@@ -118,22 +113,23 @@ def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: floa
     if result.error is not None:
         return Verdict(ok=False, text="failed: " + result.error.strip().rpartition("\n")[2])
     value, reference = result.final_val, baseline.final_val
-    if value is None or not math.isfinite(value):
+    if value is None:
+        return Verdict(ok=False, text="no validation ran: expected training batches, validation_step, val_dataloader")
+    if not math.isfinite(value):
         return Verdict(ok=False, text=f"final validation metric is {value}")
     if result is baseline:
         return Verdict(ok=True, text="baseline", gap=0.0)
     if reference is None or not math.isfinite(reference):
         return Verdict(ok=False, text=f"not judged: the baseline {baseline.name} has no finite result")
-    gap = _relative(value, reference)
+    gap = relative_gap(value, reference)
     if abs(gap) <= max_loss_gap:
         return Verdict(ok=True, text=f"within {100 * max_loss_gap:g}%", gap=gap)
     return Verdict(ok=False, text=f"off by more than {100 * max_loss_gap:g}%", gap=gap)
 
 
-def _relative(value: float, reference: float) -> float:
-    if value == reference:
-        return 0.0
-    return (value - reference) / abs(reference) if reference else math.copysign(math.inf, value)
+def relative_gap(value: float, reference: float) -> float:
+    """Return the relative difference from ``reference``; a reference of 0 must be met almost exactly."""
+    return (value - reference) / (abs(reference) or 1e-12)
 
 
 def _finite(value: Any) -> Any:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 from collections import deque
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Connection
 
 from tqdm import tqdm
 
 from lightning_lowprec.extras import require
-from lightning_lowprec.tools.compare.recorder import receive
+from lightning_lowprec.registration import validate_name
+from lightning_lowprec.tools.class_path import load_class
 from lightning_lowprec.tools.compare.report import write_report
 from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.compare.training import train
 
-WORKER = "lightning_lowprec.tools.compare.worker"
 ERROR_LINES = 12
-DEFAULTS = {
-    "OMP_WAIT_POLICY": "passive",  # spinning threads make a step 10 times slower when another process computes
-}
-"""Defaults for the training processes; the user's own environment wins."""
 
 
 def compare(spec: CompareSpec) -> Comparison:
@@ -34,17 +28,16 @@ def compare(spec: CompareSpec) -> Comparison:
     below are raised before anything trains.
 
     Raises:
-        ValueError: a precision is unknown.
-        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: a precision is unknown, or the model or the data is no class path.
+        ImportError: the class of the model or of the data does not import, or matplotlib is not installed.
     """
-    from lightning_lowprec.registration import validate_name
-
     for name in spec.precisions:
         validate_name(name)
     require("matplotlib", "`lowprec compare`")
+    for path in (spec.model, spec.data):
+        load_class(path)
     spec.out.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(spec=spec, results=[run_one(spec, name) for name in spec.precisions])
-    comparison.write_json(spec.out / "results.json")
     write_report(comparison)
     return comparison
 
@@ -52,55 +45,42 @@ def compare(spec: CompareSpec) -> Comparison:
 def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
     """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``."""
     log = spec.out / f"{name}.log"
-    with tempfile.TemporaryDirectory() as folder:
-        spec_file, figures_file = Path(folder, "spec.json"), Path(folder, "figures.json")
-        spec_file.write_text(json.dumps(spec.as_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", WORKER, str(spec_file), name, str(figures_file)]
-        status = _run(command, log, name, spec.max_steps)
-        figures = json.loads(figures_file.read_text(encoding="utf-8")) if figures_file.is_file() else {}
+    log.write_text("", encoding="utf-8")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are 10 times slower on a busy machine
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=train, args=(spec, name, log, sender))
+    process.start()
+    sender.close()  # the process has its own copy; without ours, the pipe ends when the process ends
+    result = PrecisionResult(name=name)
+    try:
+        _receive(receiver, result, spec.max_steps)
+        process.join()
+    finally:
+        process.kill()
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    notes = [line.partition(": ")[2] for line in lines if line.startswith(f"{name}: ")]
-    error = _error(status, lines) if status else None
-    if error:
-        tqdm.write(f"{name} failed, its log is {log}:\n{error}", file=sys.stderr)
-    return PrecisionResult(name=name, notes=notes, error=error, **figures)
+    result.notes = [line.partition(": ")[2] for line in lines if line.startswith(f"{name}: ")]
+    if process.exitcode:
+        result.error = _error(process.exitcode, lines)
+        tqdm.write(f"{name} failed, its log is {log}:\n{result.error}", file=sys.stderr)
+    return result
 
 
-def _run(command: list[str], log: Path, name: str, max_steps: int) -> int:
+def _receive(figures: Connection, result: PrecisionResult, max_steps: int) -> None:
+    """Add the figures to ``result`` and show them, until the process closes the pipe."""
     interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
-    with (
-        log.open("w", encoding="utf-8") as stderr,
-        tqdm(total=max_steps, desc=name, unit="step", dynamic_ncols=True, mininterval=interval) as bar,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=DEFAULTS | os.environ | {"PYTHONIOENCODING": "utf-8"},
-            encoding="utf-8",
-            errors="replace",
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                _show(line, bar)
-        except BaseException:
-            process.kill()
-            raise
-        return process.wait()
-
-
-def _show(line: str, bar: tqdm[Any]) -> None:
-    text, message = receive(line)
-    if text:
-        bar.write(text.rstrip("\n"), file=sys.stdout)
-    if message is None:
-        return
-    if "step" in message:
-        bar.set_postfix(loss=f"{message['loss']:.3f}", refresh=False)
-        bar.update(message["step"] - bar.n)
-    else:
-        bar.set_postfix(val=f"{message['val']:.4f}")
+    with tqdm(total=max_steps, desc=result.name, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
+        while True:
+            try:
+                message = figures.recv()
+            except EOFError:
+                return
+            result.add(message)
+            if "loss" in message:
+                bar.set_postfix(loss=f"{message['loss']:.3f}", refresh=False)
+                bar.update(message["step"] - bar.n)
+            elif "val" in message:
+                bar.set_postfix(val=f"{message['val']:.4f}")
 
 
 def _error(status: int, lines: list[str]) -> str:

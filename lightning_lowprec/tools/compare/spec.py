@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_lowprec.checks import check_integer
-from lightning_lowprec.tools.class_path import check_class_path
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
@@ -29,7 +27,7 @@ class CompareSpec:
         val_every: validate after this many training batches, and after the last step.
         val_batches: batches of each validation.
         val_metric: the logged metric that is compared with the baseline.
-        seed: seed of Python, numpy and torch, and of the data if its class takes a ``seed``.
+        seed: seed of Python, numpy and torch, and of the data if its class takes a seed.
         accelerator: auto, cpu, cuda, ...; one device is used.
         threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
@@ -52,8 +50,13 @@ class CompareSpec:
     out: Path = Path("lowprec-compare")
 
     def __post_init__(self) -> None:
-        """Check every field."""
-        _check_precisions(self.precisions)
+        """Check what can be checked before anything trains."""
+        twice = sorted({name for name in self.precisions if self.precisions.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"`precisions={self.precisions!r}` is not valid; expected each name once: remove the repeated"
+                f" {', '.join(twice)}."
+            )
         for name in ("max_steps", "val_every", "val_batches"):
             check_integer(name, getattr(self, name), least=1)
         for name in ("seed", "threads"):
@@ -62,48 +65,8 @@ class CompareSpec:
             raise ValueError(
                 f"`max_loss_gap={self.max_loss_gap!r}` is not valid; expected 0 or more, e.g. 0.01 for 1 %."
             )
-        for name in ("model", "data"):
-            check_class_path(name, getattr(self, name))
-        for name in ("model_args", "data_args"):
-            _check_arguments(name, getattr(self, name))
-        for name in ("val_metric", "accelerator"):
-            if not getattr(self, name):
-                raise ValueError(f"`{name}=''` is not valid; expected a name.")
 
     @property
     def baseline(self) -> str:
         """The precision that the others are compared with."""
         return self.precisions[0]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self) | {"precisions": list(self.precisions), "out": str(self.out)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CompareSpec:
-        """Make a spec from the values of ``as_dict``."""
-        return cls(**{**values, "out": Path(values["out"])})
-
-
-def _check_precisions(precisions: object) -> None:
-    if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
-        expected = "expected a list of at least one name, e.g. ['32-true', 'bf16-mixed']"
-    elif not all(isinstance(name, str) and name for name in precisions):
-        expected = "expected every name to be a non-empty string"
-    elif twice := sorted({name for name in precisions if precisions.count(name) > 1}):
-        expected = f"expected each name once: remove the repeated {', '.join(twice)}"
-    else:
-        return
-    raise ValueError(f"`precisions={precisions!r}` is not valid; {expected}.")
-
-
-def _check_arguments(name: str, value: object) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"`{name}={value!r}` is not valid; expected a mapping from argument names to values.")
-    try:
-        json.dumps(dict(value))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{name}={value!r}` is not valid; expected plain JSON values, because each precision trains in a process"
-            f" of its own ({error})."
-        ) from error

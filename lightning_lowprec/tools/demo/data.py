@@ -8,16 +8,14 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-
-from lightning_lowprec.checks import check_integer
+from torch.utils.data import DataLoader, TensorDataset
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 EXCLUDED_FOLDERS |= {"encodings", "pydoc_data"}  # tables, not text
 VAL_SHARE = 10  # one file in ten, and a tenth of max_bytes, is for validation
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 
 class StdlibText(L.LightningDataModule):
@@ -51,21 +49,17 @@ class StdlibText(L.LightningDataModule):
         self.max_bytes = max_bytes
         self.train_windows = train_windows
         self.val_windows = val_windows
-        for name in ("block_size", "batch_size", "max_bytes", "train_windows", "val_windows"):
-            check_integer(name, getattr(self, name), least=1)
         self.seed = seed
 
     def setup(self, stage: str) -> None:
-        """Read the text and choose the windows."""
+        """Read the text and cut the windows."""
         train_files, val_files = split(STDLIB)
-        train = read(train_files, self.max_bytes, self.block_size)
-        val = read(val_files, self.max_bytes // VAL_SHARE, self.block_size)
-        starts = len(train) - self.block_size  # a window is block_size + 1 bytes
+        train = windows(read(train_files, self.max_bytes), self.block_size)
+        val = windows(read(val_files, self.max_bytes // VAL_SHARE), self.block_size)
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randint(starts, (self.train_windows,), generator=generator)
-        even = torch.arange(self.val_windows) * (len(val) - self.block_size) // self.val_windows
-        self.train_set = Windows(train, drawn, self.block_size)
-        self.val_set = Windows(val, even, self.block_size)
+        drawn = torch.randint(len(train), (self.train_windows,), generator=generator)
+        even = torch.arange(self.val_windows) * len(val) // self.val_windows
+        self.train_set, self.val_set = _pairs(train[drawn].long()), _pairs(val[even].long())
 
     def train_dataloader(self) -> "DataLoader[Batch]":
         """Return the windows in the order in which they were drawn, which is random already."""
@@ -74,23 +68,6 @@ class StdlibText(L.LightningDataModule):
     def val_dataloader(self) -> "DataLoader[Batch]":
         """Return the fixed windows of validation."""
         return DataLoader(self.val_set, batch_size=self.batch_size, num_workers=0)
-
-
-class Windows(Dataset[Batch]):
-    """Windows of a text: item i is (x, y), int64 of length T, y one byte ahead of x."""
-
-    def __init__(self, text: Tensor, starts: Tensor, block_size: int) -> None:
-        self.text = text
-        self.starts = starts
-        self.block_size = block_size
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Batch:
-        start = int(self.starts[index])
-        window = self.text[start : start + self.block_size + 1].long()
-        return window[:-1], window[1:]
 
 
 def split(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -102,16 +79,20 @@ def split(folder: Path) -> tuple[list[Path], list[Path]]:
     return ranked[count:], ranked[:count]
 
 
-def read(files: Iterable[Path], max_bytes: int, block_size: int) -> Tensor:
-    """Return the first ``max_bytes`` bytes of the files, one after the other: uint8 (N,), N > ``block_size``."""
+def read(files: Iterable[Path], max_bytes: int) -> Tensor:
+    """Return the first ``max_bytes`` bytes of the files, one after the other: uint8 (N,)."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()[: max_bytes - len(text)]
         if len(text) >= max_bytes:
             break
-    if len(text) <= block_size:
-        raise ValueError(
-            f"the text has {len(text)!r} bytes; expected more than block_size={block_size}: pass a larger max_bytes or"
-            " a smaller block_size."
-        )
     return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def windows(text: Tensor, block_size: int) -> Tensor:
+    """Return every window of a text, as a view: (N,) -> (N - block_size, block_size + 1)."""
+    return text.unfold(0, block_size + 1, 1)
+
+
+def _pairs(windows: Tensor) -> TensorDataset:
+    return TensorDataset(windows[:, :-1], windows[:, 1:])

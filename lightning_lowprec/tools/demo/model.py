@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lightning_lowprec.checks import check_integer
-
 VOCAB_SIZE = 256  # one token per byte
 INIT_STD = 0.05  # GPT-2's 0.02 goes with a width of 768; the narrower, the larger
 ROPE_BASE = 1000.0  # longest wavelength in bytes / 2 pi; well above any block_size of this model's size
@@ -46,18 +44,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """x: (B, T, width), turn: (2, T, width / heads / 2) -> (B, T, width)."""
-        x = x + self._attend(self.attn_norm(x), turn)
+        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
+        y = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
         mlp: Tensor = self.fc_out(F.gelu(self.fc_in(self.mlp_norm(x))))
         return x + mlp
-
-    def _attend(self, x: Tensor, turn: Tensor) -> Tensor:
-        b, t, width = x.shape
-        qkv = self.qkv(x).view(b, t, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
-        q, k = rotate(q, turn), rotate(k, turn)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, t, width))
-        return out
 
 
 class ByteGPT(L.LightningModule):
@@ -75,7 +67,6 @@ class ByteGPT(L.LightningModule):
         self, depth: int = 4, width: int = 128, heads: int = 4, block_size: int = 128, lr: float = 1e-3
     ) -> None:
         super().__init__()
-        _check(depth=depth, width=width, heads=heads, block_size=block_size, lr=lr)
         self.save_hyperparameters()
         self.block_size = block_size
         self.lr = lr
@@ -89,15 +80,9 @@ class ByteGPT(L.LightningModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (B, T) int64, T <= block_size -> logits (B, T, 256)."""
-        t = tokens.shape[-1]
-        if t > self.block_size:
-            raise ValueError(
-                f"tokens have length {t!r}; expected at most block_size={self.block_size}: "
-                "cut the sequence, or build the model with a larger block_size."
-            )
         x = self.token_embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.turn[:, :t])
+            x = block(x, self.turn[:, : tokens.shape[-1]])
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
@@ -138,14 +123,3 @@ def _turn(length: int, features: int) -> Tensor:
     frequency = ROPE_BASE ** (-torch.arange(0, features, 2) / features)
     angle = torch.arange(length)[:, None] * frequency
     return torch.stack([angle.cos(), angle.sin()])
-
-
-def _check(*, depth: int, width: int, heads: int, block_size: int, lr: float) -> None:
-    for name, value in {"depth": depth, "heads": heads, "block_size": block_size}.items():
-        check_integer(name, value, least=1)
-    if width < 16 or width % 16 or width % (2 * heads):
-        raise ValueError(
-            f"`width={width!r}` is not valid; expected a multiple of 16 (FP8 needs it) and of 2 * heads={2 * heads}."
-        )
-    if not lr > 0:
-        raise ValueError(f"`lr={lr!r}` is not valid; expected a learning rate above 0.")

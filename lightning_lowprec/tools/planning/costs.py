@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from lightning_lowprec.conversion.plan import Plan, PlanRow
-from lightning_lowprec.tools.planning.volume import Weights, gathered
 
 SEQUENCE_LENGTH = 4096
-LAYOUT: Mapping[str, tuple[int, torch.dtype]] = {
-    "32-true": (4, torch.float32),
-    "bf16-true": (2, torch.bfloat16),
-    "bf16-mixed": (4, torch.bfloat16),
-    "fp8": (4, torch.bfloat16),
-}
-"""Bytes of a weight (as of its gradient and of each moment), and the dtype in which FSDP2 gathers what is not FP8."""
+LAYOUT: Mapping[str, tuple[int, int]] = {"32-true": (4, 4), "bf16-true": (2, 2), "bf16-mixed": (4, 2)}
+"""Bytes of a weight (as of its gradient and of each moment), and bytes of a weight that FSDP2 gathers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,32 +98,28 @@ def footprints(
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    converted = sum(row.in_features * row.out_features for row in plan.rows if row.kept_because is None)
-    rows = []
-    for name, (size, dtype) in LAYOUT.items():
-        in_fp8 = converted if name == "fp8" and fp8_all_gather else 0
-        rows.append(
-            Bytes(
-                precision=precision if name == "fp8" else name,
-                weights=size * total,
-                gradients=size * trained,
-                optimizer=2 * size * trained,
-                gathered=gathered(Weights(fp8=in_fp8, other=total - in_fp8), dtype),
-            )
+    rows = [
+        Bytes(
+            precision=name,
+            weights=size * total,
+            gradients=size * trained,
+            optimizer=2 * size * trained,
+            gathered=sent * total,
         )
-    return rows if bytes_of_codes is None else [*rows[:-1], _as_codes(rows[-1], plan, bytes_of_codes)]
-
-
-def _as_codes(in_float32: Bytes, plan: Plan, bytes_of_codes: tuple[int, int, int]) -> Bytes:
-    """Return the bytes when the plan's weights are kept as codes."""
-    converted = [(row.in_features * row.out_features, row.trains) for row in plan.rows if row.kept_because is None]
-    total = sum(size for size, _ in converted)
-    trained = sum(size for size, trains in converted if trains)
-    weight, gradient, moments = bytes_of_codes
-    return replace(
-        in_float32,
-        weights=in_float32.weights - (4 - weight) * total,
-        gradients=in_float32.gradients - (4 - gradient) * trained,
-        optimizer=in_float32.optimizer - (8 - moments) * trained,
-        gathered=0,
-    )
+        for name, (size, sent) in LAYOUT.items()
+    ]
+    converted = [row for row in plan.rows if row.kept_because is None]
+    weights = sum(row.in_features * row.out_features for row in converted)
+    training = sum(row.in_features * row.out_features for row in converted if row.trains)
+    mixed = rows[-1]
+    last = replace(mixed, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
+    if bytes_of_codes is not None:
+        weight, gradient, moments = bytes_of_codes
+        last = Bytes(
+            precision=precision,
+            weights=mixed.weights - (4 - weight) * weights,
+            gradients=mixed.gradients - (4 - gradient) * training,
+            optimizer=mixed.optimizer - (8 - moments) * training,
+            gathered=0,
+        )
+    return [*rows, last]

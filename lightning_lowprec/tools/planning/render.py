@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.tools.planning.costs import Bytes, Flops
 from lightning_lowprec.tools.table import format_table
 
-GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
 GATHER_NOTE = (
     "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
     " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
@@ -19,38 +17,33 @@ GATHER_NOTE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A plan, and what it means in FLOPs and bytes."""
-
-    title: str
-    precision: str
-    plan: Plan
-    flops: Flops
-    bytes: Sequence[Bytes]
-
-
-def text(report: Report, *, color: bool = False, markdown: bool = False, all_rows: bool = False) -> str:
-    """Return the report.
+def text(
+    origin: str, plan: Plan, flops: Flops, sizes: Sequence[Bytes], *, markdown: bool = False, all_rows: bool = False
+) -> str:
+    """Return a report on a plan.
 
     Args:
-        report: the plan and its costs.
-        color: colour the layers for a terminal.
+        origin: the source of the model, in words.
+        plan: the plan.
+        flops: the plan's FLOPs.
+        sizes: the model's bytes, one row per precision.
         markdown: write Markdown.
         all_rows: one row per layer, not one per kind of block.
     """
-    rows = [(row.fqn, row) for row in report.plan.rows] if all_rows else collapse(report.plan.rows)
+    rows = [(row.fqn, row) for row in plan.rows] if all_rows else _collapse(plan.rows)
     cells = [(name or "(the model)", _shape(row), _verdict(row)) for name, row in rows]
-    layers = format_table([("layer", "in -> out", "verdict"), *cells], right=[1], markdown=markdown)
-    if color:
-        layers[1:] = [f"{_tint(row)}{line}{RESET}" for line, (_, row) in zip(layers[1:], rows, strict=True)]
-    title = f"{'# ' if markdown else ''}{report.title}: {report.plan.summary()}"
-    costs = ("- " if markdown else "") + ("\n- " if markdown else "\n").join(_costs(report))
-    sizes = format_table(_sizes(report.bytes), right=range(1, 6), markdown=markdown)
-    return "\n\n".join([title, "\n".join(layers), costs, "\n".join(sizes), GATHER_NOTE])
+    return "\n\n".join(
+        [
+            f"{'# ' if markdown else ''}{origin}: {plan.summary()}",
+            "\n".join(format_table([("layer", "in -> out", "verdict"), *cells], right=[1], markdown=markdown)),
+            "\n".join(f"{'- ' if markdown else ''}{cost}" for cost in _costs(plan, flops)),
+            "\n".join(format_table(_sizes(sizes), right=range(1, 6), markdown=markdown)),
+            GATHER_NOTE,
+        ]
+    )
 
 
-def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
+def _collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
     """Join rows that differ in block numbers only: (how many and the fqn with ``*``, one of the rows)."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
@@ -69,18 +62,13 @@ def _verdict(row: PlanRow) -> str:
     return "FP8, slower than bf16" if row.gain is None else f"FP8, about {row.gain:.2f}x"
 
 
-def _tint(row: PlanRow) -> str:
-    return DIM if row.kept_because else YELLOW if row.slower else GREEN
-
-
-def _costs(report: Report) -> list[str]:
-    flops = report.flops
+def _costs(plan: Plan, flops: Flops) -> list[str]:
     attention = f"{flops.attention:.3g} attention" if flops.attention else "attention not known and not counted"
     lines = [
         f"matrix FLOPs per token: {flops.fp8_share:.1%} in FP8"
         f" ({flops.fp8:.3g} FP8, {flops.high_precision:.3g} kept, {attention})"
     ]
-    slow = len(report.plan.below_break_even())
+    slow = len(plan.below_break_even())
     if slow:
         lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--min-gain=auto` keeps them")
     lines.append(f"gains per layer: {SOURCE}, nearest shape; coarse")

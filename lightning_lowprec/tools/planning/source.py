@@ -48,12 +48,12 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
-        return _from_config(_read_config(path, arguments), f"transformers config {path.name}")
+        return _from_config(json.loads(path.read_text()) | dict(arguments), f"transformers config {path.name}")
     if path.is_file() and path.suffix != ".py":
         return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
     if "." in source or ":" in source:
         return _from_class(source, arguments)
-    return _from_config(_known_config(source, arguments), f"transformers defaults of {source!r}")
+    return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
 
 
 def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
@@ -67,32 +67,21 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(model=model, origin=path)
 
 
-def _read_config(path: Path, changes: Mapping[str, Any]) -> Any:
-    transformers = require("transformers", "a transformers config")
-    values = json.loads(path.read_text()) | dict(changes)
+def _from_config(values: Mapping[str, Any], origin: str) -> Source:
+    transformers = require("transformers", origin)
     if "model_type" not in values:
-        raise ValueError(f"{str(path)!r} has no `model_type`; expected the config.json of a transformers model.")
-    return transformers.AutoConfig.for_model(**values)
-
-
-def _known_config(model_type: str, changes: Mapping[str, Any]) -> Any:
-    transformers = require("transformers", f"`source={model_type!r}`")
+        raise ValueError(f"the {origin} has no `model_type`; expected the config.json of a transformers model.")
     try:
-        return transformers.AutoConfig.for_model(model_type, **changes)
+        config = transformers.AutoConfig.for_model(**values)
     except ValueError as error:
         raise ValueError(
-            f"`source={model_type!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a config.json,"
-            " a checkpoint file, or a model type of transformers such as 'llama'."
+            f"`source={values['model_type']!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a"
+            " config.json, a checkpoint file, or a model type of transformers such as 'llama'."
         ) from error
-
-
-def _from_config(config: Any, origin: str) -> Source:
-    transformers = require("transformers", origin)
-    names = [*(config.architectures or []), None]
-    factory = getattr(transformers, names[0], None) if names[0] else None
+    architecture = getattr(transformers, next(iter(config.architectures or []), ""), None)
     with torch.device("meta"):
-        if factory is not None:
-            model = factory(config)
+        if architecture is not None:
+            model = architecture(config)
         elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
@@ -127,7 +116,13 @@ def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
     for name, shape in shapes.items():
         *path, parameter = name.split(".")
         if parameter == "weight" and len(shape) == 2 and path:
-            _place(root, path, _layer(path, shape, bias=".".join([*path, "bias"]) in shapes))
+            parent = root
+            for part in path[:-1]:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            bias = ".".join([*path, "bias"]) in shapes
+            parent.add_module(path[-1], _layer(path, shape, bias=bias))
     return root
 
 
@@ -136,11 +131,3 @@ def _layer(path: list[str], shape: torch.Size, *, bias: bool) -> nn.Module:
     if any(name in path[-1] for name in EMBEDDING_NAMES) and path[-1] != "embed_out":
         return nn.Embedding(rows, columns, device="meta")
     return nn.Linear(columns, rows, bias=bias, device="meta")
-
-
-def _place(root: nn.Module, path: list[str], layer: nn.Module) -> None:
-    for part in path[:-1]:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(path[-1], layer)

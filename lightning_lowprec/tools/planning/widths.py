@@ -6,46 +6,13 @@ A test trains a layer under every precision that runs on a CPU and compares what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Final
 
 from lightning_lowprec import names
 from lightning_lowprec.tools.table import format_table
 
-
-@dataclass(frozen=True, kw_only=True)
-class Widths:
-    """The formats of one precision, such as ``fp32``, ``bf16``, ``e4m3`` or ``int16``; ``-`` means none.
-
-    Args:
-        precision: the name.
-        output: the operands of ``input @ weight.T``.
-        grad_input: the operands of ``grad_output @ weight``; the gradient first.
-        grad_weight: the operands of ``grad_output.T @ input``; the gradient first.
-        weight: the weight of a converted Linear.
-        gradient: the gradient at ``weight.grad``.
-        master: the copy of the weight that the optimizer updates, or the digits that the weight lacks.
-        moments: AdamW's first and second moment.
-        ddp: the format in which DDP sends a gradient.
-        fsdp2: the format in which FSDP2 gathers a weight; FSDP2 reduces gradients in float32.
-        reason: why the formats are not known; empty if they are.
-    """
-
-    precision: str
-    output: str = "-"
-    grad_input: str = "-"
-    grad_weight: str = "-"
-    weight: str = "-"
-    gradient: str = "-"
-    master: str = "-"
-    moments: str = "-"
-    ddp: str = "-"
-    fsdp2: str = "-"
-    reason: str = ""
-
-
 LIGHTNINGS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-_COLUMNS: Final = ("output", "grad_input", "grad_weight", "weight", "gradient", "master", "moments", "ddp", "fsdp2")
+COLUMNS: Final = ("output", "grad_input", "grad_weight", "weight", "gradient", "master", "moments", "ddp", "fsdp2")
 _E5M2: Final = "e5m2, e4m3"
 _MSAMP: Final = "e4m3, fp16"
 # fmt: off
@@ -79,7 +46,7 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "msamp-o3":           ("e4m3", _E5M2,  _E5M2,       "e4m3", "e4m3", "fp16",  _MSAMP, "e4m3", "e4m3"),
 }
 # fmt: on
-_NOTES: Final = (
+NOTES: Final = (
     "Bits: e2m1 4; e4m3 and e5m2 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
     "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
@@ -93,21 +60,21 @@ def all_names() -> list[str]:
     return [*LIGHTNINGS, *names.TABLE]
 
 
-def widths(name: str) -> Widths:
-    """Return the formats of one precision.
+def widths(name: str) -> dict[str, str]:
+    """Return the format for every column, such as ``fp32``, ``bf16`` or ``e4m3``; ``reason`` if nothing is known.
 
     A name with ``-fp16`` at its end has the formats of the name without: fp16 instead of bf16 changes the layers that
     do not run in FP8, which this table leaves out.
     """
     row = _ROWS.get(name, _ROWS.get(name.removesuffix("-fp16")))
     if row is None:
-        return Widths(precision=name, reason="its backend is not part of lightning_lowprec")
-    return Widths(precision=name, **dict(zip(_COLUMNS, row, strict=True)))
+        return {"precision": name, "reason": "its backend is not part of lightning_lowprec"}
+    return {"precision": name, **dict(zip(COLUMNS, row, strict=True))}
 
 
-def text(rows: Sequence[Widths]) -> str:
+def text(rows: Sequence[Mapping[str, str]]) -> str:
     """Return the table for a terminal, with notes below."""
-    known = [[row.precision, *(asdict(row)[column] for column in _COLUMNS)] for row in rows if not row.reason]
-    lines = format_table([["precision", *(column.replace("_", " ") for column in _COLUMNS)], *known])
-    lines += [f"{row.precision}: not known, {row.reason}" for row in rows if row.reason]
-    return "\n".join([*lines, "", *_NOTES])
+    known = [list(row.values()) for row in rows if "reason" not in row]
+    lines = format_table([["precision", *(column.replace("_", " ") for column in COLUMNS)], *known])
+    lines += [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
+    return "\n".join([*lines, "", *NOTES])

@@ -3,57 +3,54 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools.cli.options import add_fields
 from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
-from lightning_lowprec.tools.planning.render import Report, text
+from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
 
 
-def run(argv: list[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Print the plan; return 1 if nothing converts."""
     args = _parser().parse_args(argv)
     if args.precisions:
-        return _show_widths(args.json)
+        rows = [widths.widths(name) for name in widths.all_names()]
+        print(json.dumps(rows, indent=1) if args.json else widths.text(rows))
+        return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = _name(args.precision)
-    options = LayerOptions(**{field: getattr(args, field) for field in LayerOptions.__dataclass_fields__})
     source = load(args.source, args.args or {})
-    plan = make_plan(source.model, options, recipe=name.gains, alignment=name.alignment)
-    report = Report(
-        title=source.origin,
-        precision=args.precision,
-        plan=plan,
-        flops=flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length),
-        bytes=footprints(
-            source.model,
-            plan,
-            args.precision,
-            fp8_all_gather=name.gathers_fp8,
-            bytes_of_codes=name.bytes_of_codes,
-        ),
+    plan = make_plan(source.model, take(LayerOptions, vars(args)), recipe=name.gains, alignment=name.alignment)
+    per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
+    sizes = footprints(
+        source.model, plan, args.precision, fp8_all_gather=name.gathers_fp8, bytes_of_codes=name.bytes_of_codes
     )
-    _show(report, args)
+    if args.markdown is not None:
+        page = text(source.origin, plan, per_token, sizes, markdown=True, all_rows=args.all)
+        Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
+    if args.json:
+        data = {
+            "source": source.origin,
+            "precision": args.precision,
+            "plan": [asdict(row) for row in plan.rows],
+            "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
+            "bytes": [asdict(row) for row in sizes],
+        }
+        print(json.dumps(data, indent=1))
+    else:
+        print(text(source.origin, plan, per_token, sizes, all_rows=args.all))
     return 0 if plan.converted else 1
-
-
-def _show_widths(as_json: bool) -> int:
-    rows = [widths.widths(name) for name in widths.all_names()]
-    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else widths.text(rows))
-    return 0
 
 
 def _name(precision: str) -> PrecisionName:
@@ -61,25 +58,6 @@ def _name(precision: str) -> PrecisionName:
     if precision not in converting:
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
     return converting[precision]
-
-
-def _show(report: Report, args: Namespace) -> None:
-    if args.markdown is not None:
-        page = text(report, markdown=True, all_rows=args.all)
-        Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
-    if args.json:
-        data = {
-            "source": report.title,
-            "precision": report.precision,
-            "plan": [asdict(row) for row in report.plan.rows],
-            "flops_per_token": {**asdict(report.flops), "fp8_share": report.flops.fp8_share},
-            "bytes": [asdict(row) for row in report.bytes],
-        }
-        print(json.dumps(data, indent=1))
-        return
-    print(text(report, color=sys.stdout.isatty(), all_rows=args.all))
-    if args.markdown is not None:
-        print(f"\nwrote {args.markdown}")
 
 
 def _parser() -> ArgumentParser:
@@ -105,11 +83,13 @@ def _parser() -> ArgumentParser:
         "--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config, as JSON or YAML"
     )
     parser.add_argument("--precision", type=str, default="fp8-hybrid", help="the name of an FP8 precision")
-    add_fields(parser, LayerOptions)
-    parser.add_argument(
-        "--sequence-length", "--sequence_length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs"
-    )
+    parser.add_argument("--sequence_length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs")
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
     parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")
+    words: dict[str, Any] = {"nargs": "+", "type": str, "metavar": "NAME"}
+    parser.add_argument("--keep", default=(), help="Linears that stay in high precision, by name or pattern", **words)
+    parser.add_argument("--only", help="if given, only these Linears convert", **words)
+    parser.add_argument("--first_last_layers_bf16", action="store_true", help="keep the first and the last blocks")
+    parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
     return parser

@@ -1,0 +1,222 @@
+"""AdamW and SGD whose weights, gradients and moments are 8 and 16 bits wide with scales: MS-AMP's O1, O2 and O3.
+
+    scale_weight_(linear.weight, "O2")      # from here on the weight is float16 codes: read it with values_of(weight)
+    optimizer = ScaledAdamW(model.parameters(), level="O2")
+
+An AdamW, Adam or SGD that holds such weights is converted in place: the optimizer object stays.
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    scale_linears(model, ["fc"], "O2")
+    convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
+
+A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
+parameter of codes between steps, with a ScaledGradient (1 byte):
+
+| | O1 | O2 | O3 | float32 |
+|---|---|---|---|---|
+| AdamW | 11 | 6 | 7 | 16 |
+| SGD with momentum | 7 | 5 | 6 | 12 |
+| SGD | 3 | 3 | 4 | 8 |
+
+State dicts are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of
+every weight that was stepped; :mod:`~lightning_lowprec.masters.optimizer` uses the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+from typing_extensions import override
+
+from lightning_lowprec.msamp.flat_step import Flats
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
+from lightning_lowprec.msamp.weight import Level, msamp_state_of
+from lightning_lowprec.numerics.formats import E4M3, FP16, Format
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import MSAMP, check_step
+
+_ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
+_BUFFER: Final = "momentum_buffer"
+_SGD_MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
+"""The buffer has 16 bits: no second moment normalises it, so the buffer itself moves the weight. And float8_e4m3fn
+cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back to ``x`` (1.125 -> 1.069 -> 1.125). From
+momentum 0.945 on, such a buffer would push the weight for ever after its gradients are gone; a float16 buffer does so
+from 0.9995 on."""
+SUPPORTED: Final = (
+    "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
+    " ScaledAdamW and ScaledSGD"
+)
+
+
+@final
+class ScaledAdamW(ScaledOptimizer, AdamW):
+    """torch's AdamW, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
+
+    Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
+    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
+    At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
+    """
+
+    @override
+    def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
+        return _ADAMW_MOMENTS
+
+    @override
+    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
+        beta1, beta2 = group["betas"]
+        step, lr = state.get("step", 0) + 1, float(group["lr"])
+        return {
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "fresh1": 1 - beta1,
+            "fresh2": 1 - beta2,
+            "correction1": 1 - beta1**step,
+            "correction2": 1 - beta2**step,
+            "eps": group["eps"],
+        }
+
+    @staticmethod
+    @override
+    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+        """Apply decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2)."""
+        grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_ADAMW_MOMENTS, "weight"))
+        weight.mul_(numbers["decay"])
+        exp_avg.mul_(numbers["beta1"]).add_(grad * numbers["fresh1"])
+        exp_avg_sq.mul_(numbers["beta2"]).add_(grad.mul_(grad).mul_(numbers["fresh2"]))
+        denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
+        weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))
+
+    @override
+    def _update_plain(
+        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        states = [self._state_of(p, _ADAMW_MOMENTS) for p in params]
+        for state in states:  # torch's function needs a tensor
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        adamw(
+            weights,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+@final
+class ScaledSGD(ScaledOptimizer, SGD):
+    """torch's SGD, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
+
+    Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
+    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
+    At level O2 and O3 the buffer is float16 codes.
+    """
+
+    @override
+    def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
+        return _SGD_MOMENTS if group["momentum"] else {}
+
+    @override
+    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
+        return {
+            "lr": float(group["lr"]),
+            "momentum": group["momentum"],
+            "fresh": 1 - group["dampening"] if _BUFFER in state else 1.0,
+            "weight_decay": group["weight_decay"],
+            "nesterov": bool(group["nesterov"]),
+            "decays": bool(group["weight_decay"]),
+        }
+
+    @staticmethod
+    @override
+    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+        """Apply SGD with momentum, as torch defines it."""
+        grad, weight = flat["grad"], flat["weight"]
+        if numbers["decays"]:
+            grad.add_(weight * numbers["weight_decay"])
+        if _BUFFER in flat:
+            buffer = flat[_BUFFER]
+            buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
+            grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
+        weight.sub_(grad * numbers["lr"])
+
+    @override
+    def _update_plain(
+        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        buffers = [self.state[p].get(_BUFFER) if p in self.state else None for p in params]
+        sgd(
+            weights,
+            grads,
+            buffers,
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+        if group["momentum"]:
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p][_BUFFER] = buffer
+
+
+_CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {
+    AdamW: ScaledAdamW,
+    Adam: ScaledAdamW,  # without weight decay Adam is AdamW
+    SGD: ScaledSGD,
+}
+
+
+def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+    """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
+
+    If all parameters of codes are frozen, optimizers that are not supported do not change either. A second call changes
+    nothing. For the options see :class:`~lightning_lowprec.msamp.optimizer.ScaledOptimizer`.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: an option that is not possible with MS-AMP, or an optimizer of another level.
+        RuntimeError: somebody replaced ``optimizer.step``.
+    """
+    coded = [p for p in parameters_of(optimizer) if msamp_state_of(p) is not None]
+    if not coded:
+        return
+    if isinstance(optimizer, ScaledOptimizer):
+        if optimizer.level != level:
+            raise ValueError(f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights.")
+        check_options(optimizer)
+    elif type(optimizer) in _CLASSES:
+        check_options(optimizer)
+        _convert(optimizer, level=level, stochastic_rounding=stochastic_rounding, seed=seed, compile=False)
+    elif any(p.requires_grad for p in coded):
+        cls = type(optimizer)
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} cannot step weights that are kept as codes with a scale (MS-AMP"
+            f" {level}); expected one of: {SUPPORTED}."
+        )
+
+
+def _convert(optimizer: Any, **options: Any) -> None:
+    check_step(optimizer, MSAMP)
+    saved = optimizer.state_dict() if optimizer.state else None
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
+    optimizer.__class__ = _CLASSES[type(optimizer)]
+    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
+    if saved is not None:
+        optimizer.load_state_dict(saved)

@@ -1,1 +1,0 @@
-"""The ``lowprec`` command: parses arguments and prints results."""

@@ -1,0 +1,181 @@
+"""``lowprec doctor``: the precisions that run on this machine, and the reason and a remedy for those that do not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import Backend
+from lightning_lowprec.extras import INSTALL, import_refusal
+from lightning_lowprec.hardware import default_device, describe
+from lightning_lowprec.private import lightning as lightning_names
+from lightning_lowprec.private import torch as torch_names
+from lightning_lowprec.private import torchao as torchao_names
+from lightning_lowprec.private import transformer_engine as transformer_engine_names
+from lightning_lowprec.private import transformers as transformers_names
+from lightning_lowprec.registration import validate_name
+
+LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
+"""For each library, the file that knows which of the library's private names this package uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """The verdict on one precision.
+
+    Args:
+        name: the precision.
+        runs: whether it runs.
+        emulated: it runs, but on the arithmetic of another format: for tests, not for speed.
+        reason: how it runs; or why it does not run, and a remedy.
+        summary: a description of the precision.
+    """
+
+    name: str
+    runs: bool
+    emulated: bool = False
+    reason: str
+    summary: str
+
+
+def availability(name: str, device: torch.device) -> Availability:
+    """Judge a name of the table: really import the packages that it needs, and ask the device."""
+    summary = precisions.TABLE[name].summary
+    try:
+        plugin = precisions.create(name)
+    except ImportError as error:
+        return Availability(name=name, runs=False, reason=str(error), summary=summary)
+    refusal = plugin.refusal(device)
+    if refusal is not None:
+        return Availability(name=name, runs=False, reason=refusal, summary=summary)
+    emulated = plugin.emulates(device)
+    return Availability(name=name, runs=True, emulated=emulated, reason=plugin.how(device), summary=summary)
+
+
+def survey(device: torch.device) -> list[Availability]:
+    """Judge every name, in the order of the table."""
+    return [availability(name, device) for name in precisions.TABLE]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return device, driver, versions, backends, and the private names that the libraries no longer have."""
+    return {
+        "device": describe(device),
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": versions(),
+        "backends": {backend.title: _status(backend) for backend in backends.registered()},
+        "moved": [name for library in LIBRARIES for name in library.moved()],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of this package and of its libraries, or None for a package that is not installed."""
+    needed = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
+    found: dict[str, str | None] = {}
+    for package in ("lightning-lowprec", "torch", "lightning", *needed, "jsonargparse", "matplotlib"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
+
+
+def _status(backend: Backend) -> str:
+    """Say whether a backend's library is installed and imports; if not, the reason and what to install."""
+    if backend.module is None:
+        return "needs nothing beside torch"
+    library = backend.module.partition(".")[0]
+    if find_spec(library) is None:
+        return f"not installed: `{INSTALL.get(library, f'pip install {backend.distribution}')}`"
+    refusal = import_refusal(backend.module, backend.title)
+    return "imports" if refusal is None else refusal.splitlines()[0]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the verdict on every name, or on one name; return 1 if that name does not run."""
+    parser = argparse.ArgumentParser(
+        prog="lowprec doctor",
+        description="Print for every precision whether it runs on this machine, why not, and what to install.",
+    )
+    parser.add_argument("--for", dest="name", help="check one precision; the exit status is 1 if it does not run here")
+    parser.add_argument("--device", help="a torch device such as cpu or cuda:1 (default: the first GPU)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    device = _device(args.device) if args.device else default_device()
+    if args.name is not None:
+        return _one(args.name, device, as_json=args.json)
+    facts, verdicts = machine(device), survey(device)
+    if args.json:
+        print(json.dumps({**facts, "precisions": [asdict(verdict) for verdict in verdicts]}, indent=2))
+    else:
+        print(_text(facts, verdicts))
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device={name!r}` is not available here: {str(error).splitlines()[0]}") from error
+
+
+def _one(name: str, device: torch.device, *, as_json: bool) -> int:
+    validate_name(name)
+    if name not in precisions.TABLE:
+        print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
+        return 0
+    verdict = availability(name, device)
+    if as_json:
+        print(json.dumps(asdict(verdict), indent=2))
+    else:
+        text = f"{_line(verdict, len(name))}\n{verdict.reason}"
+        print(text, file=sys.stdout if verdict.runs else sys.stderr)
+    return 0 if verdict.runs else 1
+
+
+def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
+    width = max(len(verdict.name) for verdict in verdicts)
+    found = ", ".join(f"{name} {number or '(not installed)'}" for name, number in facts["versions"].items())
+    lines = [
+        f"device    {facts['device']}",
+        f"driver    {facts['driver'] or 'no NVIDIA driver'}",
+        f"versions  python {facts['python']}, {found}",
+        *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
+    ]
+    if facts["moved"]:
+        lines.append(
+            f"warning   the installed libraries are not all supported; they no longer have: {', '.join(facts['moved'])}"
+        )
+    lines += ["", *(_line(verdict, width) for verdict in verdicts), ""]
+    for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
+        names = [verdict.name for verdict in verdicts if verdict.reason == reason]
+        lines += [f"{reason.rstrip('.')}:", f"    {', '.join(names)}"]
+    return "\n".join(lines)
+
+
+def _line(verdict: Availability, width: int) -> str:
+    word = "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"
+    return f"{verdict.name:<{width}}  {word:<8}  {verdict.summary}"
