@@ -30,8 +30,10 @@ def _exists(name: str) -> bool:
                 importlib.import_module(path)
             except ImportError:
                 return False
-        found = getattr(found, part, None)
-    return found is not None and (not attribute or attribute in _mentions(found))
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return not attribute or attribute in _mentions(found)
 
 
 def _mentions(found: Any) -> set[str]:

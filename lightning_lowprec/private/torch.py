@@ -83,7 +83,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
-    COMPILATION: ("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
+    COMPILATION: ("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 
