@@ -41,7 +41,7 @@ def test_a_torch_that_keeps_its_parameter_groups_elsewhere(monkeypatch):
     monkeypatch.setattr(FSDPState, "__init__", lambda self: None)
     for name in of_torch.PARAM_GROUPS:
         monkeypatch.delattr(FSDPState, name, raising=False)
-    name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"
+    name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_param_groups"
     assert of_torch.moved() == [f"{name}, needed for 'fsdp2'"]
 
 
