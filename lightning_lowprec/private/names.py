@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
     Args:
         names: ``"library.module.Class.method"``; or ``"library.module.Class().attribute"`` for an attribute that only
-            instances have, whose name must stand in the code of the class. A function may be there in place of a class.
+            instances have: the code of the class must assign it. A function may be there in place of a class.
     """
     return [name for name in names if not _exists(name)]
 
@@ -30,18 +31,21 @@ def _exists(name: str) -> bool:
                 importlib.import_module(path)
             except ImportError:
                 return False
-        found = getattr(found, part, None)
-    return found is not None and (not attribute or attribute in _mentions(found))
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return not attribute or attribute in _assigned(found)
 
 
-def _mentions(found: Any) -> set[str]:
-    """Return the names and the strings in the code of a function, or of all methods of a class and its bases."""
+def _assigned(found: Any) -> set[str]:
+    """Return the attributes that a function or the methods of a class and its bases assign, and all their strings."""
     members = [value for cls in found.__mro__ for value in vars(cls).values()] if inspect.isclass(found) else [found]
     functions = [inspect.unwrap(getattr(m, "fget", None) or getattr(m, "__func__", m)) for m in members]
     codes = [function.__code__ for function in functions if inspect.isfunction(function)]
-    mentioned: set[str] = set()
+    assigned: set[str] = set()
     while codes:
         code = codes.pop()
-        mentioned.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+        assigned.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+        assigned.update(constant for constant in code.co_consts if isinstance(constant, str))
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return mentioned
+    return assigned

@@ -46,7 +46,7 @@ def build(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plan(name):
     plan = make_plan(build(name))
-    kept = {row.fqn: row.kept for row in plan.rows if row.kept is not None}
+    kept = {row.fqn: row.kept_because for row in plan.rows if row.kept_because is not None}
     assert len(plan.converted) == 2 * CONVERTED[name]
     head = next(fqn for fqn in kept if fqn.endswith(("lm_head", "embed_out")))
     assert kept.pop(head) == "output head (get_output_embeddings())"
@@ -131,7 +131,7 @@ def test_lora_trains_adapters_over_a_frozen_fp8_base(tmp_path):
     rows = {row.fqn: row for row in fabric.strategy.precision.plan.rows}
     adapters = {fqn for fqn in rows if "lora_" in fqn}
     assert len(adapters) == 8
-    assert {rows[fqn].kept for fqn in adapters} == {"LoRA adapter"}
+    assert {rows[fqn].kept_because for fqn in adapters} == {"LoRA adapter"}
     assert all(not row.trains for fqn, row in rows.items() if fqn not in adapters)
     assert len(fp8_linears(model)) == 14
     tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))

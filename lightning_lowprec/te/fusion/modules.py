@@ -4,9 +4,9 @@ A fused norm does not normalise: it returns its input as a :class:`DeferredNormO
 whose code is not ours and is not changed, passes that on to its linear layers. The first linear layer that runs
 computes the fused call; each layer takes its part of the result.
 
-    x -> FusedNorm -> DeferredNormOutput(x) -> attention -> FusedLinear q: fused call of norm, q, k and v; part q
-                                                         -> FusedLinear k: part k
-                                                         -> FusedLinear v: part v
+    x -> FusedNorm -> DeferredNormOutput(x) -> attention -> FusedReader q: fused call of norm, q, k and v; part q
+                                                         -> FusedReader k: part k
+                                                         -> FusedReader v: part v
 
 A DeferredNormOutput has a shape and no values: code that would do anything else with the normalised tensor raises, and
 does not compute with wrong values.
