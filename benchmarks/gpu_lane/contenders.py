@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu_lane import setups
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
-from lightning_lowprec.names import TABLE
+from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 
@@ -148,7 +148,7 @@ def _beside_lightning() -> list[Contender]:
 def _ours() -> list[Contender]:
     found: dict[str, Contender] = {}
     for name, entry in TABLE.items():
-        if entry.prefers_te is not None:  # means what one of the names with a backend means
+        if without_backend(name):  # means one of the names with a backend
             continue
         identity = f"{entry.plugin.__name__} {sorted(entry.options.items())}"
         found.setdefault(

@@ -100,7 +100,7 @@ def arithmetic(running: Running, shape: models.Shape, tokens: int, ms: float) ->
     with torch.device("meta"):
         original = models.Llama(shape)
     low = {fqn.removeprefix("_orig_mod.") for fqn in low_precision_layers(running.bare)}
-    rows = [replace(row, kept=None if row.fqn in low else "high precision") for row in make_plan(original).rows]
+    rows = [replace(row, kept_because=None if row.fqn in low else "high precision") for row in make_plan(original).rows]
     found = flops(Plan(tuple(rows)), attention_width=shape.attention_width, sequence_length=shape.sequence)
     total = found.fp8 + found.high_precision + found.attention
     shapes: dict[str, int] = {}

@@ -57,6 +57,15 @@ class ScaledGradient(Tensor):
         gradient.codes, gradient.inv_scale, gradient.stage = codes, inv_scale, stage
         return gradient
 
+    def __tensor_flatten__(self) -> tuple[list[str], Stage]:
+        """Return the names of the tensors inside, for compilers and for whoever counts bytes, and the stage."""
+        return ["codes", "inv_scale"], self.stage
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: Any, stride: Any) -> ScaledGradient:
+        """Undo :meth:`__tensor_flatten__`."""
+        return ScaledGradient(inner["codes"], inner["inv_scale"], stage)
+
     @classmethod
     @torch.no_grad()
     def of(cls, values: Tensor, stage: Stage = Stage.OWN) -> ScaledGradient:

@@ -276,12 +276,12 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        step.backward(self, tensor, model, *args, **kwargs)
+        step.run_backward(self, tensor, model, *args, **kwargs)
 
     def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         scaled = tensor if in_trainer(model) else step.scale_loss(self.scaler, tensor)
         with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
-            step.backward(self, scaled, model, *args, **kwargs)
+            step.run_backward(self, scaled, model, *args, **kwargs)
 
     @override
     @shown_as(FabricPrecision.post_backward)

@@ -34,7 +34,7 @@ def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
     return loss if scaler is None else scaler.scale_loss(loss)
 
 
-def backward(plugin: Any, loss: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+def run_backward(plugin: Any, loss: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
     """Run the backward pass of the Trainer or of Fabric, depending on which of them runs ``model``."""
     parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
     parent.backward(plugin, loss, model, *args, **kwargs)

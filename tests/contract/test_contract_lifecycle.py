@@ -26,6 +26,7 @@ from plugins_under_test import every_name, every_plugin, make
 from torch import nn
 
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.quality import sqnr
 
 GROWS_EVERY_STEP = LossScale(initial=8.0, growth_interval=1)
 
@@ -80,9 +81,11 @@ def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, ho
     of_fitted = getattr(trainer_with(make(name)), how)(fitted, batches, **words)
     del fitted
     of_best = getattr(trainer, how)(best, batches, **words)
-    if make(name).masters is None or how == "predict":
+    if make(name).masters is None:
         assert_same_tensors(of_best, of_fitted)
-    else:  # the fitted model has half weights; the other one keeps float32 weights, which autocast rounds
+    elif how == "predict":  # the fitted model has half weights; the other one keeps float32 weights, rounded at use
+        assert sqnr(torch.cat(of_fitted).float(), torch.cat(of_best).float()) > 20.0  # e4m3 alone: 28.5 dB
+    else:
         assert of_best[0]["loss"] == pytest.approx(of_fitted[0]["loss"], rel=2**-8)
 
 

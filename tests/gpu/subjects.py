@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowprec.names import TABLE
+from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
 from tests.gpu.device import DEVICE
 
@@ -97,7 +97,7 @@ def distinct() -> list[str]:
     """Every name of the table whose plugin or options differ from those before it; new names enter by themselves."""
     found: dict[str, str] = {}
     for name, entry in TABLE.items():
-        if entry.prefers_te is not None:  # means what one of the names with a backend means
+        if without_backend(name):  # means one of the names with a backend
             continue
         found.setdefault(f"{entry.plugin.__name__} {sorted(entry.options.items())}", name)
     return list(found.values())
