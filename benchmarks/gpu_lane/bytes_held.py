@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_lane.running import Batch, Running
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 
-MASTERS = ("master", "master_scale", MASTER_PARAM)
+MASTERS = (MASTER_PARAM,)
 """Names in an optimizer's state."""
 
 
@@ -53,12 +53,14 @@ def moments(optimizer: Any) -> int:
 
 
 def masters(optimizer: Any, model: nn.Module) -> int:
-    """Those in the optimizer's state (MS-AMP's), and what our optimizers hold beside it, found by their attributes."""
+    """Masters in the optimizer's state, beside it (ours), and beside the weights (MS-AMP's), found by attributes."""
     inner = getattr(optimizer, "optimizer", optimizer)
     known = storages(model.parameters()) | storages(p.grad for p in model.parameters() if p.grad is not None)
     known |= storages(value for name, value in _state(optimizer) if name not in MASTERS)
     found = storages(_reachable(vars(inner), depth=12, seen=set()))
     found |= storages(value for name, value in _state(optimizer) if name in MASTERS)
+    for p in model.parameters():
+        found |= storages(_reachable(vars(p), depth=12, seen=set()))
     return sum(size for address, size in found.items() if address not in known)
 
 
