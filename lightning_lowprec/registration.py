@@ -191,7 +191,7 @@ def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:
 def _compute_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def compute_dtype(plugin: Any) -> Any:
-        return plugin.compute_dtype if _patches and isinstance(plugin, LowPrecision) else original(plugin)
+        return plugin.peak_rate_dtype if _patches and isinstance(plugin, LowPrecision) else original(plugin)
 
     return compute_dtype
 

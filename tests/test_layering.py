@@ -161,3 +161,29 @@ def test_private_names_of_other_libraries_stand_in_private(path):
 def test_the_test_of_private_names_can_fail():
     seen = ast.parse("import torch._dynamo\nx._scaled_thing()\ngetattr(y, '_state_of_it')\nself._mine")
     assert foreign_private_names(seen, {"_mine"}) == {"_dynamo", "_scaled_thing", "_state_of_it"}
+
+
+MEANT_TO_BE_EXTENDED = {"MasterOptimizer", "StdlibText", "ByteGPT", "Block"}
+"""A class that optimizers' classes are made from at run time, and the demo, which users take apart."""
+
+
+def classes_without_final() -> set[str]:
+    """Classes that are neither extended in the package, nor final, nor abstract, nor plain values."""
+    classes = [
+        node for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    extended = {getattr(base, "id", getattr(base, "attr", "")) for node in classes for base in node.bases}
+    marks = {node.name: [ast.unparse(mark) for mark in node.decorator_list] for node in classes}
+    values = {"Protocol", "TypedDict", "IntEnum", "NamedTuple"}
+    return {
+        node.name
+        for node in classes
+        if node.name not in extended
+        and not any("final" in mark or "dataclass" in mark for mark in marks[node.name])
+        and not {getattr(base, "id", "") for base in node.bases} & values
+        and not any(keyword.arg == "total" for keyword in node.keywords)
+    }
+
+
+def test_concrete_classes_are_final():
+    assert classes_without_final() == MEANT_TO_BE_EXTENDED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.precision.base import LowPrecision
 
 
+@final
 class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
 

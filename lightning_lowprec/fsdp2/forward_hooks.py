@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[...
     return with_hooks
 
 
+@final
 class ForwardHooks:
     """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward."""
 

@@ -33,7 +33,7 @@ torchao has a similar tensor, whose scales silently become stale when a checkpoi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ _SAME_VALUES = {
 }
 
 
+@final
 class GatherScales:
     """The scales of all weights of one model that are gathered as float8; all have the ``format`` of one backend."""
 
@@ -106,6 +107,7 @@ class GatherScales:
         self.reductions += 1
 
 
+@final
 class Fp8GatherShard(Tensor):
     """A shard that is gathered as float8; it shares the values of ``tensor`` in high precision."""
 

@@ -7,6 +7,7 @@ tensors that no model has: nothing fails, and nothing trains.
 from __future__ import annotations
 
 import weakref
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.fsdp2.placement import place
 
 
+@final
 class ReplacedParameters:
     """The parameters of ``model`` before and after sharding: made before, with :meth:`record` called after."""
 

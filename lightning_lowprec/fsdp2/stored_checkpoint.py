@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -64,6 +64,7 @@ class StoredCheckpoint(ABC):
         """Return an optimizer's state dict by fqn, sharded like the parameters of ``model``."""
 
 
+@final
 class StoredFile(StoredCheckpoint):
     """A single file. Every rank reads its whole tensors, from disk when they are used."""
 
@@ -82,6 +83,7 @@ class StoredFile(StoredCheckpoint):
         return {**found, "state": placed(found["state"], named_parameters(model))}
 
 
+@final
 class StoredFolder(StoredCheckpoint):
     """A folder to which every rank has written its shards. Stored entries that the model lacks are not read."""
 
@@ -160,6 +162,7 @@ def open_checkpoint(path: Path, weights_only: bool) -> StoredCheckpoint:
     return StoredFolder(found, rest) if found.is_dir() else StoredFile(rest)
 
 
+@final
 class _Planner(DefaultLoadPlanner):
     """A planner that reads flat keys, and nothing that needs pickle."""
 

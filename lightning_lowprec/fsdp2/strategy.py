@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, Self, Unpack
+from typing import Any, Final, Literal, NamedTuple, Self, Unpack, final
 
 import torch
 from lightning.fabric import strategies as fabric
@@ -151,6 +151,7 @@ class _Known(NamedTuple):
 _sharded: weakref.WeakKeyDictionary[Module, _Known] = weakref.WeakKeyDictionary()
 
 
+@final
 class Sharding:
     """The sharded models of one strategy."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lightning_lowprec.private.torch import is_batch_norm, local_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
+@final
 class ByteGather:
     """The all-gather of one FSDP2 group, the ``shards`` of this rank that are gathered together."""
 
@@ -46,6 +47,7 @@ class ByteGather:
         return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+@final
 class Traffic:
     """The all-gathers of all groups of a sharded model, by the fqn of the module; the root is ``""``."""
 

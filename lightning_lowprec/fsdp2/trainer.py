@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -29,6 +29,7 @@ MODEL_KEYS: Final = ("state_dict", "model")
 """The keys under which ModelParallelStrategy and FSDPStrategy store the model in a folder."""
 
 
+@final
 class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""
 

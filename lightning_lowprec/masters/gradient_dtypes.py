@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.references import alive
 
 
+@final
 class GradientDtypes:
     """Chosen dtypes of gradients; sets autograd's ``grad_dtype``, and a communication hook under DDP.
 
@@ -103,6 +104,7 @@ class GradientDtypes:
         return {**self.__dict__, "_reductions": []}
 
 
+@final
 class Float32Reduction:
     """Average the gradients of a DDP module in float32, as its communication hook.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lightning_lowprec.private.torch import is_batch_norm, reset_shards
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
 
+@final
 class HalfWeights:
     """Half-precision weights of a plugin: casts modules and gives the optimizers of their parameters masters.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ OptimizerState = MutableMapping[Any, Any]
 Kind = tuple[str, torch.device]  # the name of a state, for example exp_avg, and its device
 
 
+@final
 class StochasticMoments:
     """Optimizer state that is float32 inside a step and bf16 between steps, if it has the shape of its parameter.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts 
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
 
 
+@final
 class MasterRegistry:
     """The masters of one optimizer, which keeps this object alive.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 from torch import Tensor
@@ -138,6 +139,7 @@ class Store(ABC):
         return any(p.device != self.device for p in self.params)
 
 
+@final
 class Fp32Store(Store):
     """A float32 master beside every parameter (Micikevicius et al., arXiv 1710.03740, sec. 3.1)."""
 
@@ -157,6 +159,7 @@ class Fp32Store(Store):
         """Keep the exact masters; the copy into the parameters rounds to nearest even."""
 
 
+@final
 class RemainderStore(Store):
     """The exact float32 master as the bf16 parameter and an int16; weights round ties away from zero.
 
@@ -184,6 +187,7 @@ class RemainderStore(Store):
         self._unsaved = False
 
 
+@final
 class StochasticStore(Store):
     """Store nothing besides the parameters, and round updates stochastically.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,7 @@ def _average(bucket: list[Tensor], group: Any) -> None:
 # ---- under Lightning
 
 
+@final
 class DDPModels:
     """The DDP modules of one precision plugin, whose weights of codes and gradients stay equal on all ranks."""
 

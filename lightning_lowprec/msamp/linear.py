@@ -165,6 +165,7 @@ def _matmul(*args: Any) -> Tensor:
     return _ScaledMatmul.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
+@final
 class _ScaledMatmul(torch.autograd.Function):
     """[M, K] @ [K, N] -> [M, N]."""
 

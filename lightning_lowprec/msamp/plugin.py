@@ -105,7 +105,7 @@ class MSAMP(LowPrecision):
 
     @property
     @override
-    def compute_dtype(self) -> torch.dtype:
+    def peak_rate_dtype(self) -> torch.dtype:
         return fp8.peak_dtype(self)
 
     @override

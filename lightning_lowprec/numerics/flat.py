@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 _ALIGN: Final = 8  # elements: every view starts at a multiple of 16 bytes, as vectorised kernels prefer
 
 
+@final
 class FlatBuffer:
     """Tensors with the shapes and strides of ``like``, on one flat tensor of ``dtype`` that starts with zeros.
 

@@ -82,7 +82,7 @@ class LowPrecision(TrainerPrecision, ABC):
         """Return one line: the kernels or the emulation by which the precision runs on ``device``."""
 
     @property
-    def compute_dtype(self) -> torch.dtype:
+    def peak_rate_dtype(self) -> torch.dtype:
         """The dtype whose peak rate bounds this precision, for Lightning's ThroughputMonitor.
 
         Lightning's tables have no FP8 dtype: they list the peak rates of FP8 under ``torch.int8``.

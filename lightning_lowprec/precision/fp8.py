@@ -47,7 +47,7 @@ def how(emulate: bool | None, device: torch.device) -> str:
 
 
 def peak_dtype(plugin: LowPrecision) -> torch.dtype:
-    """Return ``torch.int8`` where FP8 kernels run, else the base dtype; see ``LowPrecision.compute_dtype``."""
+    """Return ``torch.int8`` where FP8 kernels run, else the base dtype; see ``LowPrecision.peak_rate_dtype``."""
     return plugin.autocast_dtype if plugin.emulates(plugin.modules.device or default_device()) else torch.int8
 
 

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ class _Gradients:
     found_inf: list[Tensor] = field(default_factory=list)  # above 0 where gradients that were unscaled were not finite
 
 
+@final
 class LossScaler:
     """Scales losses, unscales gradients, and skips the steps whose gradients are not finite.
 

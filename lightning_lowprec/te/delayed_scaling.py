@@ -39,6 +39,7 @@ LayerScales = dict[str, Tensor]
 """``{"forward.scale": ..., "forward.amax_history": ..., "backward.scale": ..., ...}``, on the CPU."""
 
 
+@final
 class DelayedScales:
     """The delayed scales of all models that a plugin has set up; ``layers`` walks over the models to find layers."""
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,7 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     return wrapped
 
 
+@final
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, final
 
 import torch
 import transformer_engine.pytorch as te
@@ -61,6 +61,7 @@ class _Norm:
     set_extra_state = nn.Module.set_extra_state
 
 
+@final
 class TELayerNorm(_Norm, te.LayerNorm, nn.LayerNorm):  # type: ignore[misc]
     """A LayerNorm with Transformer Engine's kernels."""
 
@@ -68,6 +69,7 @@ class TELayerNorm(_Norm, te.LayerNorm, nn.LayerNorm):  # type: ignore[misc]
     extra_repr = nn.LayerNorm.extra_repr
 
 
+@final
 class TERMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
     """An RMSNorm with Transformer Engine's kernels."""
 

@@ -138,7 +138,7 @@ class FP8TE(LowPrecision):
 
     @property
     @override
-    def compute_dtype(self) -> torch.dtype:
+    def peak_rate_dtype(self) -> torch.dtype:
         """``torch.int8``: Lightning's tables of peak rates list FP8's there."""
         return torch.int8
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_lowprec.private.torch import version_of
 
 
+@final
 class Steps:
     """The steps of all optimizers of this process."""
 

@@ -75,6 +75,7 @@ def gather_refusal(recipe: Any) -> str | None:
     return None
 
 
+@final
 class _ForGemm(torch.autograd.Function):
     """Make a tensor of Transformer Engine that shares the memory of an Fp8Weight, or without a quantizer the values.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
 
+@final
 class FP8Linear(Float8Linear):
     """A Linear with FP8 GEMMs, for any batch, under autocast of any device."""
 

@@ -106,7 +106,7 @@ class FP8TorchAO(LowPrecision):
 
     @property
     @override
-    def compute_dtype(self) -> torch.dtype:
+    def peak_rate_dtype(self) -> torch.dtype:
         """``torch.int8`` where FP8 kernels run, else the base dtype."""
         return fp8.peak_dtype(self)
 

@@ -87,7 +87,7 @@ def test_bf16_has_no_scaler(loss_scale: Any) -> None:
 def test_name_and_dtypes(plugin: HalfMixed, name: str, dtype: torch.dtype) -> None:
     plugin.bind_device(torch.device("cpu"))
     assert plugin.precision == name
-    assert plugin.autocast_dtype == plugin.compute_dtype == dtype
+    assert plugin.autocast_dtype == plugin.peak_rate_dtype == dtype
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -18,7 +18,6 @@ class Toy(LowPrecision):
 
     backend = "toy"
     autocast_dtype = torch.bfloat16
-    plan = None
 
     def __init__(self, **options: Unpack[LayerChoices]) -> None:
         super().__init__(None)

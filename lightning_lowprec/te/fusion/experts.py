@@ -7,7 +7,7 @@ model's own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from lightning_lowprec.te.fusion.routing import mix_experts
 from lightning_lowprec.te.fusion.units import GroupedEngine, Options, build, outside_of_graphs
 
 
+@final
 class ExpertsUnit:
     """Computes the experts of one mixture: ``gate_up_proj`` is [E, 2I, K], and ``down_proj`` [E, K, I]."""
 
@@ -47,6 +48,7 @@ class ExpertsUnit:
         return mix_experts(hidden_states, top_k_index, top_k_weights, **sizes, expert=expert)
 
 
+@final
 class FusedExperts(FusedModule):
     """Stacked experts of transformers that compute by grouped GEMMs."""
 

@@ -19,7 +19,7 @@ unit holds its linear layers: no module refers to itself in a circle.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ UNIT = "_fusion_unit"
 """The key of the unit in the ``__dict__`` of a fused module. The unit is no submodule, so it is in no state dict."""
 
 
+@final
 class DeferredNormOutput:
     """The output of a norm that has not been computed: shape, dtype and device of the norm's input, no values."""
 
@@ -89,6 +90,7 @@ class FusedModule(nn.Module):
         return _new, (self.role, self.own_class), self.__dict__
 
 
+@final
 class FusedNorm(FusedModule):
     """A norm that is computed by the layers behind it."""
 
@@ -97,6 +99,7 @@ class FusedNorm(FusedModule):
         return DeferredNormOutput(self, x) if x.numel() else super().forward(x)
 
 
+@final
 class FusedReader(FusedModule):
     """A Linear or an MLP that computes together with the norm in front of it; an MLP's own layers are not called."""
 

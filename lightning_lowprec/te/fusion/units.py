@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import transformer_engine.pytorch as te
@@ -76,14 +76,17 @@ class _Engine:
         return state
 
 
+@final
 class NormLinearEngine(_Engine, te.LayerNormLinear):  # type: ignore[misc]
     """``te.LayerNormLinear`` with borrowed weights."""
 
 
+@final
 class NormMLPEngine(_Engine, te.LayerNormMLP):  # type: ignore[misc]
     """``te.LayerNormMLP`` with borrowed weights."""
 
 
+@final
 class GroupedEngine(_Engine, te.GroupedLinear):  # type: ignore[misc]
     """``te.GroupedLinear`` with borrowed weights."""
 
@@ -96,6 +99,7 @@ def build(cls: type[Any], owner: nn.Module, *args: Any, **options: Any) -> Any:
     return engine
 
 
+@final
 class NormUnit:
     """Computes a norm, and one GEMM for all linear layers that read its output; or the norm and a whole MLP."""
 

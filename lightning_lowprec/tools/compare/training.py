@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import lightning as L
 import torch
@@ -66,6 +66,7 @@ def train(spec: CompareSpec, precision: str, log: Path, figures: Connection) -> 
             figures.send({"peak_memory": torch.cuda.max_memory_allocated(device)})
 
 
+@final
 class Recorder(L.Callback):
     """Send the loss and time of every step and the metric of every validation, and stop after the last step."""
 
