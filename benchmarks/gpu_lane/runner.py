@@ -151,8 +151,11 @@ class Worker:
         return {"status": FAILED, "reason": reason, "figures": reached["figures"], "log": list(self.log)}
 
     def _ended(self) -> int | None:
+        """The exit status; what the process printed last has been read by then, unless a child keeps the pipe open."""
         with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout=10)
+            status = self.process.wait(timeout=10)
+            self._readers[-1].join(timeout=5)
+            return status
         return None
 
     def close(self) -> None:
