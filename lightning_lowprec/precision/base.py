@@ -164,7 +164,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._finish(module, device)
 
     def _known_device(self) -> torch.device:
-        if not self.modules.are_ready:
+        if not self.modules.ready:
             self._prepare_waiting()
         assert self.modules.device is not None
         return self.modules.device
@@ -276,12 +276,13 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        step.run_backward(self, tensor, model, *args, **kwargs)
+        parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
+        parent.backward(self, tensor, model, *args, **kwargs)
 
     def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         scaled = tensor if in_trainer(model) else step.scale_loss(self.scaler, tensor)
         with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
-            step.run_backward(self, scaled, model, *args, **kwargs)
+            self._backward_plain(scaled, model, *args, **kwargs)
 
     @override
     @shown_as(FabricPrecision.post_backward)
@@ -304,7 +305,9 @@ class LowPrecision(TrainerPrecision, ABC):
             self._before_first_step(optimizer)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
-        return step.step(self, optimizer, model, closure, kwargs)
+        if model is not None and closure is not None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -29,6 +29,10 @@ class Modules:
         self.device: torch.device | None = None
         self.sharded: weakref.WeakSet[Module] | None = None
         """The modules that FSDP2 has sharded; None: this plugin does not run under FSDP2."""
+        self.ready = False
+        """Whether the device is known and no module waits."""
+        self.need_check = False
+        """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
         self._waiting: list[weakref.ref[Module]] = []
         self._prepared: list[weakref.ref[Module]] = []
         self._unchecked: list[weakref.ref[Module]] = []
@@ -36,6 +40,7 @@ class Modules:
     def bind(self, device: torch.device) -> None:
         """Set the device that the modules will run on."""
         self.device = device
+        self.ready = not self._waiting
 
     def bind_fsdp2(self) -> None:
         """Note that FSDP2 will shard the modules."""
@@ -52,13 +57,9 @@ class Modules:
     def add(self, module: Module) -> bool:
         """Add a module that waits for its preparation; return whether the device is known and preparation can begin."""
         self._waiting.append(weakref.ref(module))
+        self.ready = False
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         return self.device is not None or not may_still_move
-
-    @property
-    def are_ready(self) -> bool:
-        """Whether the device is known and no module waits."""
-        return self.device is not None and not self._waiting
 
     def take_waiting(self) -> Iterator[tuple[Module, torch.device]]:
         """Yield every waiting module with its device; note a module as prepared when the caller asks for the next."""
@@ -68,7 +69,9 @@ class Modules:
             yield module, self.device
             self._prepared = [weakref.ref(m) for m in (*alive(self._prepared), module)]
             self._unchecked.append(weakref.ref(module))
+            self.need_check = True
         self.device = self.device or default_device()
+        self.ready = True
 
     @property
     def waiting(self) -> list[Module]:
@@ -85,15 +88,12 @@ class Modules:
         """The modules whose optimizers have not been checked since they were prepared."""
         return alive(self._unchecked)
 
-    @property
-    def need_check(self) -> bool:
-        """Whether a module was prepared since the last check, even if this module no longer exists."""
-        return bool(self._unchecked)
-
     def note_check(self) -> None:
         """Note that the optimizers of every prepared module have been checked."""
         self._unchecked = []
+        self.need_check = False
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the modules, which stay in their process."""
-        return {**self.__dict__, "_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}
+        left_out: dict[str, object] = {"_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}
+        return {**self.__dict__, **left_out, "ready": self.device is not None, "need_check": False}

@@ -13,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.masters.optimizer import expose_master_grads, has_masters, main_params, move_grads_to_masters
-from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.lightning import after_closure
 
@@ -32,12 +28,6 @@ from lightning_lowprec.private.lightning import after_closure
 def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
     """Return the loss times the loss scale."""
     return loss if scaler is None else scaler.scale_loss(loss)
-
-
-def run_backward(plugin: Any, loss: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-    """Run the backward pass of the Trainer or of Fabric, depending on which of them runs ``model``."""
-    parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
-    parent.backward(plugin, loss, model, *args, **kwargs)
 
 
 # ---- before clipping
@@ -61,19 +51,6 @@ def zero_if_skipped(scaler: LossScaler | None, optimizer: Optimizer) -> None:
 
 
 # ---- the step
-
-
-def step(
-    plugin: Any,
-    optimizer: Any,
-    model: LightningModule | None,
-    closure: Callable[[], Any] | None,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Step without loss scaling, as the Trainer does (with a model and a closure) or as Fabric does."""
-    if model is not None and closure is not None:
-        return TrainerPrecision.optimizer_step(plugin, optimizer, model=model, closure=closure, **kwargs)
-    return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
 
 
 def scaled_step(

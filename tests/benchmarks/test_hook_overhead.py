@@ -10,18 +10,16 @@ from benchmarks.hook_overhead import DEPTH, measure
 # Python calls into our files per step, beside one FP8Linear.forward per layer
 TRAINER_ALLOWANCE = {
     "forward_context": 1, "autocast_dtype": 1, "_known_device": 1,
-    "are_ready": 1, "pre_backward": 1, "backward": 1, "_backward_plain": 1, "run_backward": 1, "post_backward": 1,
-    "scale_loss": 1,
+    "pre_backward": 1, "backward": 1, "_backward_plain": 1, "post_backward": 1, "scale_loss": 1,
     "in_trainer": 3, "trainer_of": 3,
-    "optimizer_step": 1, "need_check": 1, "step": 1, "clip_gradients": 1,
+    "optimizer_step": 1, "clip_gradients": 1,
 }  # fmt: skip
 FABRIC_ALLOWANCE = {
     "convert_input": 1, "convert_output": 1, "cast_floating": 2, "<lambda>": 2,
-    "forward_context": 1, "autocast_dtype": 2, "_known_device": 2, "are_ready": 2,
-    "pre_backward": 1, "backward": 2, "_backward_plain": 1, "run_backward": 1, "post_backward": 1,
-    # backward: Fabric asks for it once
+    "forward_context": 1, "autocast_dtype": 2, "_known_device": 2,
+    "pre_backward": 1, "backward": 2, "_backward_plain": 1, "post_backward": 1,  # backward: Fabric asks for it once
     "in_trainer": 3, "trainer_of": 3,
-    "optimizer_step": 1, "need_check": 1, "step": 1,
+    "optimizer_step": 1,
 }  # fmt: skip
 
 

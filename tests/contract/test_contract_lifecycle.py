@@ -81,7 +81,8 @@ def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, ho
     of_fitted = getattr(trainer_with(make(name)), how)(fitted, batches, **words)
     del fitted
     of_best = getattr(trainer, how)(best, batches, **words)
-    if make(name).masters is None:
+    rounds_otherwise = make(name).masters is not None  # half weights against float32 weights that are rounded at use
+    if not rounds_otherwise or (how == "predict" and not name.startswith("FP8TE")):
         assert_same_tensors(of_best, of_fitted)
     elif how == "predict":  # the fitted model has half weights; the other one keeps float32 weights, rounded at use
         assert sqnr(torch.cat(of_fitted).float(), torch.cat(of_best).float()) > 20.0  # e4m3 alone: 28.5 dB

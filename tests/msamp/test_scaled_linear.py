@@ -245,7 +245,7 @@ def test_training_comes_near_float32(level):
 
 def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch):
     monkeypatch.setitem(private.NAMES, private.MSAMP, ("torch._foreach_copy_", "torch._no_such_name"))
-    assert "torch._no_such_name, needed for MS-AMP" in private.moved()
+    assert private.moved() == ["torch._no_such_name, needed for MS-AMP"]
     with pytest.raises(
         ImportError, match=rf"torch {re.escape(torch.__version__)} .*torch\._no_such_name, needed for MS-AMP"
     ):
