@@ -7,6 +7,9 @@ At the end of a computation without gradients, all gathered weights are freed. F
 backward pass, which does not come here. Until the next one ``parameters()`` would show gathered copies. An EMA callback
 that restores its weights after validation would then write to the copies and change nothing, and so would a checkpoint
 that is loaded then.
+
+In manual optimization a ``training_step`` holds whole backward passes and steps. It sees the shards and their
+gradients, and the root is gathered when a module runs (:mod:`~lightning_lowprec.fsdp2.lazy_gather`).
 """
 
 from __future__ import annotations
@@ -14,32 +17,51 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
-from typing import Any, final
+from functools import partial, wraps
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
-from lightning_lowprec.private.torch import keep_in_forward, prepare_backward_from
+from lightning_lowprec.fsdp2.lazy_gather import LazyGather
+from lightning_lowprec.private.torch import (
+    is_in_backward,
+    prepare_backward_from,
+    run_as_root,
+    tree_map_only,
+    without_root_hooks,
+)
+
+SHARDS_IN_COMPUTATION: Final = (
+    "fsdp2: in manual optimization `training_step` sees the parameters as shards, so that their gradients can be read,"
+    " clipped and edited. Compute with a parameter inside the `forward` of the module that owns the parameter, or"
+    " between `self.unshard()` and `self.reshard()`."
+)
 
 
-def install_hooks(model: nn.Module, scales: GatherScales | None, methods: tuple[str, ...] = ()) -> ForwardHooks:
+def install_hooks(
+    model: nn.Module,
+    scales: GatherScales | None,
+    output_dtype: torch.dtype | None,
+    methods: tuple[str, ...],
+) -> ForwardHooks:
     """Install the hooks on a sharded model, and on ``methods`` that compute without calling ``model(...)``."""
-    hooks = ForwardHooks(model, scales)
+    hooks = ForwardHooks(model, scales, output_dtype, may_be_manual=bool(methods))
     # the first hook runs before FSDP2's own, the second one after it
     model.register_forward_pre_hook(lambda module, args, kwargs: hooks.begin(), prepend=True, with_kwargs=True)
-    model.register_forward_hook(lambda module, args, kwargs, output: hooks.end(), with_kwargs=True, always_call=True)
+    model.register_forward_hook(lambda module, args, kwargs, out: hooks.end(out), with_kwargs=True, always_call=True)
     for name in ("toggle_optimizer", "untoggle_optimizer"):  # a LightningModule's
         if hasattr(model, name):
             setattr(model, name, _with_copied_flags(getattr(model, name), hooks))
+    model.zero_grad = _with_gradients_of_shards(model.zero_grad, hooks)  # type: ignore[method-assign]
     for name in methods:
         method = getattr(model, name)
-        setattr(model, name, _as_one_forward(method, model))
         register_fsdp_forward_method(model, name)
+        gathered = getattr(model, name)
         # the Trainer reads which arguments to pass: `wraps` shows it the signature of the user's method
-        setattr(model, name, wraps(method)(_with_hooks(getattr(model, name), hooks)))
+        setattr(model, name, wraps(method)(_with_hooks(gathered, partial(run_as_root, model, method), hooks)))
     return hooks
 
 
@@ -54,28 +76,33 @@ def _with_copied_flags(method: Callable[..., Any], hooks: ForwardHooks) -> Calla
     return with_copied_flags
 
 
-def _as_one_forward(method: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Wrap a method that may call ``model(...)``, so that FSDP2 takes the whole method for one forward pass.
+def _with_gradients_of_shards(zero_grad: Callable[..., None], hooks: ForwardHooks) -> Callable[..., None]:
+    """Wrap ``zero_grad`` of a model, so that gradients of the shards go, even while gathered weights are shown."""
 
-    Otherwise FSDP2 believes that the pass is over when the inner call returns. It then frees the root's weights when
-    the method returns, whatever ``reshard_after_forward`` says, and gathers them twice per step. Without gradients that
-    is right, because no backward pass would free the weights.
-    """
+    @wraps(zero_grad)
+    def with_gradients_of_shards(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        hooks.zero_grad(set_to_none)
 
-    def as_one_forward(*args: Any, **kwargs: Any) -> Any:
-        output = method(*args, **kwargs)
-        if torch.is_grad_enabled():
-            keep_in_forward(model)
-        return output
-
-    return as_one_forward
+    return with_gradients_of_shards
 
 
-def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
+def _with_hooks(
+    gathered: Callable[..., Any], sharded: Callable[[Any, Any], Any], hooks: ForwardHooks
+) -> Callable[..., Any]:
+    """Return a function that runs ``gathered(...)``, or ``sharded(args, kwargs)`` if user code is to see the shards."""
+
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
         hooks.begin()
         try:
-            return method(*args, **kwargs)
+            if not hooks.shards_come_first():
+                return gathered(*args, **kwargs)
+            hooks.show_shards()
+            return sharded(args, kwargs)
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(SHARDS_IN_COMPUTATION)
+            raise
         finally:
             hooks.end()
 
@@ -86,11 +113,16 @@ def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[...
 class ForwardHooks:
     """The computations of one model that are under way. They may be nested: ``training_step`` calls the forward."""
 
-    def __init__(self, model: nn.Module, scales: GatherScales | None) -> None:
+    def __init__(
+        self, model: nn.Module, scales: GatherScales | None, output_dtype: torch.dtype | None, *, may_be_manual: bool
+    ) -> None:
         self._model = weakref.ref(model)
+        self._output_dtype = output_dtype
+        self._may_be_manual = may_be_manual  # a LightningModule in a Trainer
         self._scales = scales
         self._open: list[ExitStack] = []
         self._shards = dict(model.named_parameters())
+        self._lazy_gather = LazyGather(model, scales)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
@@ -99,17 +131,46 @@ class ForwardHooks:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+        if self._open:
+            model: Any = self._model()
+            stack.enter_context(without_root_hooks(model))
         self._open.append(stack)
         if self._scales is not None:
             self._scales.refresh()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self) -> None:
-        """Clean up after a computation, with or without an error."""
+    def end(self, output: Any = None) -> Any:
+        """Clean up after a computation, with or without an error; return ``output``, cast as FSDP2 would cast it."""
         stack = self._open.pop()
-        if not self._open and not torch.is_grad_enabled():
-            reshard(self._model())
+        if not self._open:
+            self._lazy_gather.disarm()
+            if self._is_manual() or not torch.is_grad_enabled():  # no backward pass follows
+                reshard(self._model())
+        else:
+            if self.shards_come_first() and not is_in_backward():  # a checkpoint recomputes in a backward pass
+                self.show_shards()
+            output = self._cast(output)
         stack.close()
+        return output
+
+    def _cast(self, output: Any) -> Any:
+        if self._output_dtype is None:
+            return output
+        cast = partial(Tensor.to, dtype=self._output_dtype)
+        return tree_map_only(Tensor, lambda t: cast(t) if t.is_floating_point() else t, output)
+
+    def _is_manual(self) -> bool:
+        model: Any = self._model()
+        return self._may_be_manual and torch.is_grad_enabled() and not model.automatic_optimization
+
+    def shards_come_first(self) -> bool:
+        """Return whether a ``training_step`` begins with shards.
+
+        In automatic optimization, it begins with gathered weights. So it does in manual optimization, until the first
+        backward pass, if the LightningModule owns parameters itself: its code computes with them.
+        """
+        model: Any = self._model()
+        return self._is_manual() and next(model.parameters(recurse=False), None) is None
 
     def copy_flags(self) -> None:
         """Copy ``requires_grad`` from the shards to gathered weights; FSDP2 copies it only when it gathers."""
@@ -129,18 +190,21 @@ class ForwardHooks:
         if self._open and model is not None:
             prepare_backward_from(model, loss)
 
-    def gather_again(self) -> None:
-        """Gather the root again, after a backward pass or a step within a computation (manual optimization).
+    def show_shards(self) -> None:
+        """Free the root's weights, after a backward pass or a step within a computation (manual optimization).
 
-        The backward pass has freed the root's weights, or the step has changed them. The rest of ``training_step`` may
-        use the root's layers directly.
+        The root is gathered again when the rest of ``training_step`` calls a module that uses its weights.
         """
-        model: Any = self._model()
-        if self._open and model is not None:
-            if self._scales is not None:
-                self._scales.refresh()
-            model.reshard()
-            model.unshard()
+        if self._open:
+            self._lazy_gather.arm()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Remove the gradients of the shards, or set them to zero."""
+        for p in self._shards.values():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
 
 def reshard(model: nn.Module | None) -> None:

@@ -99,7 +99,7 @@ def shard(
         scales.collect(model)
     for finish in after_sharding:
         finish(data_mesh)
-    hooks = install_hooks(model, scales, methods)
+    hooks = install_hooks(model, scales, options.output_dtype, methods)
     return Sharded(traffic=Traffic(groups), scales=scales, hooks=hooks)
 
 

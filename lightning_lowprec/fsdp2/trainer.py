@@ -82,9 +82,9 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Gather the root again: in manual optimization the rest of ``training_step`` may use the model."""
+        """Show shards and gradients: in manual optimization the rest of ``training_step`` may use them."""
         super().post_backward(closure_loss)
-        hooks_of(self.model).gather_again()
+        hooks_of(self.model).show_shards()
 
     @override
     def optimizer_step(
@@ -97,7 +97,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
-        hooks_of(self.model).gather_again()
+        hooks_of(self.model).show_shards()
         return output
 
     @override

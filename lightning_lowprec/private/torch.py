@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +72,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.tensor.DTensor._local_tensor",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
-        f"{_FSDP}._fsdp_common.TrainingState.FORWARD",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup()._training_state",
+        f"{_FSDP}._fsdp_common.TrainingState.PRE_BACKWARD",
+        f"{_FSDP}._fsdp_state.FSDPState()._training_state",
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
+        f"{_FSDP}._fsdp_state.FSDPState._root_pre_forward",
+        f"{_FSDP}._fsdp_state.FSDPState._post_forward",
     ),
     TRANSFORMER_ENGINE: (
         "torch.Tensor._make_wrapper_subclass",
@@ -202,6 +205,33 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+@final
+class CompiledCall:
+    """A function that runs before each call of a module that ``module.compile()`` compiled, until it is removed.
+
+    Hooks of such a module are a part of what is compiled, so a hook that comes later would not run.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
+        self._module, self._call = module, module._compiled_call_impl
+        call: Any = self._call
+
+        def call_after_function(*args: Any, **kwargs: Any) -> Any:
+            function()
+            return call(*args, **kwargs)
+
+        module._compiled_call_impl = call_after_function
+
+    def remove(self) -> None:
+        """Restore the call."""
+        self._module._compiled_call_impl = self._call
+
+
+def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
+    """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
+    return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
@@ -226,12 +256,27 @@ tree_leaves = torch.utils._pytree.tree_leaves
 tree_map_only = torch.utils._pytree.tree_map_only
 
 
-def keep_in_forward(module: nn.Module) -> None:
-    """Let FSDP2 believe that the forward pass of ``module`` is still under way."""
+@contextmanager
+def without_root_hooks(module: nn.Module) -> Iterator[None]:
+    """Let FSDP2 take the forward of the root ``module`` for a part of a forward pass that is under way.
+
+    FSDP2 gathers the root's weights if they are not gathered, and does nothing else: as if a checkpoint recomputed the
+    forward within a backward pass.
+    """
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    for group in getattr(state, PARAM_GROUPS[0], None) or [getattr(state, PARAM_GROUPS[1])]:
-        if group is not None:
-            group._training_state = type(group._training_state).FORWARD
+    before = state._training_state
+    state._training_state = type(before).PRE_BACKWARD
+    try:
+        yield
+    finally:
+        state._training_state = before
+
+
+def run_as_root(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``method`` as a forward pass of the root ``module`` that does not gather the root's own weights."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    args, kwargs = state._root_pre_forward(module, args, kwargs)
+    return state._post_forward(module, args, method(*args, **kwargs))
 
 
 def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:

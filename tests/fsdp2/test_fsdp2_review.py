@@ -44,19 +44,46 @@ def difference(one, other):
 
 
 class Manual(L.LightningModule):
-    """No blocks, no call of the module itself, nothing returned."""
+    """No call of the module itself, nothing returned; user code ``edits`` gradients inside ``training_step``."""
 
-    def __init__(self):
+    def __init__(self, edits="none", blocks=False):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+        self.net = nn.Sequential(
+            nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64), *[nn.Sequential(Block(), Block())] * blocks
+        )
         self.automatic_optimization = False
+        self.edits = edits
+        self.seen = {}
+
+    def look(self, where):
+        self.seen[where] = all(p.grad is not None and p.grad.shape == p.shape for p in self.parameters())
 
     def training_step(self, batch):
         optimizer = self.optimizers()
-        optimizer.zero_grad()
+        self.zero_grad()
         self.manual_backward(self.net(batch[0]).pow(2).mean())
+        self.look("training_step")
+        if self.edits == "clip":
+            self.norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-2)
+        if self.edits == "halve":
+            for p in self.parameters():
+                p.grad.mul_(0.5)
+        if self.edits == "penalty":
+            self.manual_backward(self.net(batch[0]).abs().mean())
         optimizer.step()
+        if self.edits == "clamp":
+            for p in self.parameters():
+                p.data.clamp_(-0.02, 0.02)
+
+    def on_after_backward(self):
+        self.look("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.look("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *args):
+        self.look("on_train_batch_end")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -111,10 +138,23 @@ class Norms(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+HOOKS = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+EDITS = ("none", "clip", "halve", "penalty", "clamp")
+
+
 def manual(rank):
-    weights = {strategy: full(fitted(Manual(), strategy)) for strategy in ("fsdp2", "ddp")}
-    start = full(Manual())
-    return difference(weights["fsdp2"], weights["ddp"]), difference(weights["ddp"], start)
+    results = {}
+    for blocks in (False, True):
+        for edits in EDITS:
+            for strategy in ("fsdp2", "ddp"):
+                model = fitted(Manual(edits, blocks), strategy)
+                results[blocks, edits, strategy] = full(model), model.seen
+    for precision in ("bf16-master", "fp8-hybrid"):
+        for strategy in ("fsdp2", "ddp"):
+            model = fitted(Manual("clip", blocks=True), strategy, precision)
+            norm = getattr(model.norm, "full_tensor", lambda norm=model.norm: norm)()
+            results[precision, strategy] = float(norm), model.seen, {type(p).__name__ for p in model.parameters()}
+    return results
 
 
 def gans(rank):
@@ -212,9 +252,24 @@ def results(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
-def test_manual_optimization_without_blocks_trains_as_ddp(results):
-    off, moved = results[0]["manual"]
-    assert off < 1e-6 < moved
+@pytest.mark.parametrize("edits", EDITS)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(results, edits, blocks):
+    weights, seen = results[0]["manual"][blocks, edits, "fsdp2"]
+    expected, _ = results[0]["manual"][blocks, edits, "ddp"]
+    start = full(Manual(edits, blocks))
+    assert difference(weights, expected) < 1e-6 < difference(expected, start)
+    assert seen == dict.fromkeys(HOOKS, True)
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp8-hybrid"])
+def test_manual_optimization_clips_in_low_precision_and_shows_shards_after_the_fit(results, precision):
+    norm, seen, kinds = results[0]["manual"][precision, "fsdp2"]
+    expected, _, _ = results[0]["manual"][precision, "ddp"]
+    assert norm == pytest.approx(expected, rel=0.02)
+    assert norm > 1e-2
+    assert seen == dict.fromkeys(HOOKS, True)
+    assert kinds == {"DTensor"}
 
 
 @pytest.mark.parametrize("blocks_in", ["g", "d"])
