@@ -67,10 +67,12 @@ def shard(
     Choices of the user in ``options`` come before ``param_dtype``. The ``methods`` compute without calling the module.
 
     Raises:
-        ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size.
+        ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size; a
+            parameter is a scalar.
         TypeError: the model is sharded already.
     """
     check_model(model)
+    check_scalars(model)
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
@@ -119,6 +121,17 @@ def check_model(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
             " converted. Leave sharding to the strategy, or keep `ModelParallelStrategy` and call"
             " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard."
+        )
+
+
+def check_scalars(model: nn.Module) -> None:
+    """Raise ValueError if a parameter has no dimension: FSDP2 cuts the first dimension of every parameter."""
+    scalars = [fqn for fqn, p in model.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"FSDP2 cannot shard scalar parameters (of shape ()), and the model has {', '.join(map(repr, scalars))}."
+            f" Give them one element before Trainer or Fabric get the model: `model.{scalars[0]} ="
+            f" nn.Parameter(model.{scalars[0]}.detach().reshape(1))`. The model then computes the same."
         )
 
 

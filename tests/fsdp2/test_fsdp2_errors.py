@@ -1,6 +1,7 @@
 """What cannot be sharded says so, before any collective runs; one process."""
 
 import gc
+import re
 import weakref
 
 import lightning as L
@@ -163,6 +164,26 @@ def test_models_that_are_sharded_already(alone):
         shard_alone(by_hand, alone)
     with pytest.raises(TypeError, match=r"`precision='fp8-tensorwise'`: Net is sharded already \('blocks.1.norm"):
         FP8TorchAO().convert_module(by_hand)
+
+
+def test_scalar_parameters_have_a_way_out_that_the_error_names():
+    def scaled():
+        clip = nn.Module()
+        clip.logit_scale = nn.Parameter(torch.tensor(2.5))
+        model = Net()
+        model.clip = clip
+        return model
+
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="32-true")
+    fabric.launch()
+    with pytest.raises(ValueError, match=r"the model has 'clip.logit_scale'") as caught:
+        fabric.setup_module(scaled())
+    (line,) = re.findall("`(.*?)`", str(caught.value))
+    model = scaled()
+    exec(line, {"model": model, "nn": nn})
+    assert model.clip.logit_scale.tolist() == [2.5]
+    fabric.setup_module(model)
+    dist.destroy_process_group()
 
 
 def test_models_in_part_on_meta(alone):
