@@ -348,6 +348,11 @@ def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
 # ---- Transformer Engine: the backward pass and its saved tensors
 
 
+def are_transforms_active() -> bool:
+    """Return whether the caller runs under ``torch.func``."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_in_backward() -> bool:
     """Return whether the caller runs inside a backward pass."""
     return torch._C._current_graph_task_id() != -1

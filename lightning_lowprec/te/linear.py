@@ -42,6 +42,7 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.matmuls import linears
+from lightning_lowprec.conversion.transforms import check_call, refuse_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -126,10 +127,14 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        if input.numel() // self.in_features % self.token_alignment == 0:
-            return te.Linear.forward(self, input, is_first_microbatch)  # type: ignore[no-any-return]
-        rows = pad_rows(input, self.token_alignment)
-        return cut_rows(te.Linear.forward(self, rows, is_first_microbatch), input)
+        if not is_in_onnx_export_mode():
+            check_call(type(self).__name__)
+        fits = input.numel() // self.in_features % self.token_alignment == 0
+        rows = input if fits else pad_rows(input, self.token_alignment)
+        output: Tensor = te.Linear.forward(self, rows, is_first_microbatch)
+        if output.requires_grad and not torch.compiler.is_compiling():
+            output.register_hook(refuse_second_gradient)  # type: ignore[no-untyped-call]
+        return output if fits else cut_rows(output, input)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
         if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):

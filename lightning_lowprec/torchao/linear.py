@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import e4m3_dtype
-from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import (
     Float8TrainingTensor,
     GemmInputRole,
@@ -35,11 +35,32 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torchao import codes_of, set_scale
 
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
+
+
+@final
+@torch.compiler.allow_in_graph
+class _Matmul(matmul_with_hp_or_float8_args):
+    """torchao's matmul in FP8: [*, K] @ [K, N] -> [*, N], with a backward pass that has a gradient itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients in FP8, or in high precision where they will be differentiated."""
+        if not torch.is_grad_enabled():
+            in_fp8: Any = matmul_with_hp_or_float8_args
+            return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
+        input, weight_t = ctx.saved_tensors
+        if isinstance(weight_t, Float8TrainingTensor):
+            check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
+        grad_output = grad_output.to(input.dtype)
+        grad_input = grad_output @ weight_t.t().to(input.dtype)  # [*, N] @ [N, K] -> [*, K]
+        rows, grad_rows = input.flatten(0, -2), grad_output.flatten(0, -2)
+        return grad_input, (rows.t() @ grad_rows).to(weight_t.dtype), None, None  # [K, M] @ [M, N] -> [K, N]
 
 
 @final
@@ -59,9 +80,14 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
+        check_call(type(self).__name__)
         if input.numel() // self.in_features % TOKEN_ALIGNMENT == 0:
-            return super().forward(input)
-        return cut_rows(super().forward(pad_rows(input, TOKEN_ALIGNMENT)), input)
+            return self._multiply(input)
+        return cut_rows(self._multiply(pad_rows(input, TOKEN_ALIGNMENT)), input)
+
+    def _multiply(self, input: Tensor) -> Tensor:
+        output: Tensor = _Matmul.apply(input, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
     @property
     def wire_format(self) -> TorchAOWire:

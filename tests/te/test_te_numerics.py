@@ -105,3 +105,14 @@ def test_the_prediction_is_the_text_books(values, mantissa):
     error = (below + 4 * (1 - below)) * 2.0 ** (-2 * mantissa) / 12
     energy = (3.5**2 - 1.75**2) / (2 * math.log(2))
     assert decibels(noise(x, values, *x.shape)) == pytest.approx(decibels(error / energy), abs=0.1)
+
+
+@pytest.mark.parametrize("remedy", ["FP8TorchAO", "keep="])
+def test_a_gradient_of_a_gradient_raises(reference_te, remedy):
+    # Transformer Engine would return a gradient without the layer's part of it
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.Tanh())
+    fabric = fabric_for(FP8TE(reference.current_scaling()))
+    model = fabric.setup_module(model)
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+    with pytest.raises(RuntimeError, match=rf"create_graph=True.*a layer of Transformer Engine.*{remedy}"):
+        torch.autograd.grad(model(x).float().sum(), x, create_graph=True)

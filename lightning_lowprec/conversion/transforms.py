@@ -1,0 +1,47 @@
+"""Raise where code asks of an FP8 layer what its kernels cannot do, and name the way out.
+
+Nothing of this happens in ordinary training. Without these checks, torch's or the backend's errors speak of their own
+insides, and Transformer Engine returns wrong gradients of gradients without an error.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.private.torch import are_transforms_active
+
+PLAIN_IN_EVALUATION: Final = (
+    "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
+    " layers that need it in high precision (`keep=[...]`)."
+)
+KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."
+
+
+def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
+    """Raise RuntimeError if a layer of this name is called under ``torch.func``, or to be exported."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
+        )
+    if not torch.compiler.is_compiling() and are_transforms_active():
+        raise RuntimeError(
+            f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
+            f" {remedy}"
+        )
+
+
+def check_backward(layer: str, remedy: str = KEEP) -> None:
+    """Raise RuntimeError in a backward pass of which a gradient is wanted (``create_graph=True``)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a gradient of a gradient (`create_graph=True`, as in gradient penalties) does not run through {layer}."
+            f" {remedy}"
+        )
+
+
+def refuse_second_gradient(grad: Tensor) -> None:
+    """Check a backward pass, as a hook of a tensor that a layer of Transformer Engine has computed."""
+    check_backward("a layer of Transformer Engine", f"{KEEP} torchao's layers run (`FP8TorchAO`, 'fp8-tensorwise').")
