@@ -1,0 +1,184 @@
+"""Run tests that other people wrote under our precisions, and compare them with a control, outcome by outcome.
+
+    make test-peers PEERS=FOLDER
+
+FOLDER holds Lightning's own tests with a plugin for pytest that forces a precision or a strategy on every Trainer, a
+probe of features of the Trainer, and small models of transformers. A test that the control passes and one of our names
+does not pass needs a line in ``reasons.txt``: ``name | test | reason``. Names and tests are patterns (``*``). A
+difference without a reason is a failure, and so is a reason without a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+NAMES = ("half-auto", "bf16-master", "bf16-remainder", "fp8-hybrid", "msamp-o2")
+SWAPS = {name: f"base32+force:{name}" for name in NAMES} | {"fsdp2": "base32+strategy:fsdp2"}
+LIGHTNING = (
+    "trainer/optimization",
+    "models/test_hooks.py",
+    "callbacks/test_stochastic_weight_avg.py",
+    "callbacks/test_weight_averaging.py",
+    "checkpointing/test_trainer_checkpoint.py",
+    "tuner/test_lr_finder.py",
+)
+Outcomes = dict[str, str]
+
+
+class Difference(NamedTuple):
+    """A test that the control passes, and that fails under a name."""
+
+    name: str
+    test: str
+    message: str
+
+
+def main() -> int:
+    """Run everything that was asked for, print the differences and return the exit status."""
+    parser = argparse.ArgumentParser(prog="make test-peers", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--names", default=",".join(SWAPS), help="which of: %(default)s")
+    parser.add_argument("--suites", default="lightning,probe,models", help="which of: %(default)s")
+    options = parser.parse_args()
+    names, suites = options.names.split(","), options.suites.split(",")
+    differences: list[Difference] = []
+    for suite in suites:
+        control, under = SUITES[suite](options.folder.resolve(), names)
+        for name, outcomes in under.items():
+            passed = [test for test in control if control[test] == ""]
+            lost = [
+                Difference(name, f"{suite}:{t}", outcomes.get(t, "no result")) for t in passed if outcomes.get(t) != ""
+            ]
+            differences += lost
+            print(
+                f"{suite:10s} {name:15s} {len(passed) - len(lost)} of {len(passed)} that the control passes", flush=True
+            )
+    return report(differences, set(names), set(suites))
+
+
+def report(differences: list[Difference], names: set[str], suites: set[str]) -> int:
+    """Print every difference with its reason; return 1 if a difference has no reason, or a reason no difference."""
+    reasons = list(read_reasons(HERE / "reasons.txt"))
+    used: set[int] = set()
+    unexplained = 0
+    for d in differences:
+        found = [i for i, (name, test, _) in enumerate(reasons) if _fits(d, name, test)]
+        used.update(found)
+        unexplained += not found
+        reason = reasons[found[0]][2] if found else f"NO REASON: {d.message[:300]}"
+        print(f"{d.name} | {d.test} | {reason}")
+    for i, (name, test, _) in enumerate(reasons):
+        asked = any(fnmatch.fnmatch(n, name) for n in names) and test.split(":")[0] in suites
+        if asked and i not in used:
+            unexplained += 1
+            print(f"{name} | {test} | REASON WITHOUT A DIFFERENCE")
+    print(f"{len(differences)} differences, {unexplained} to explain")
+    return int(unexplained > 0)
+
+
+def _fits(d: Difference, name: str, test: str) -> bool:
+    return fnmatch.fnmatchcase(d.name, name) and fnmatch.fnmatchcase(d.test, re.sub(r"\[", "[[]", test))
+
+
+def read_reasons(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, test, reason) of every line; lines that begin with # are comments."""
+    for line in path.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, test, reason = (part.strip() for part in line.split(" | ", 2))
+            yield name, test, reason
+
+
+# ---- Lightning's own tests
+
+
+def lightning(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+    """Return the outcomes of Lightning's tests, of the control and by name: a message, "" if the test passed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        tests = Path(scratch, "tests")
+        control = _pytest(tests, folder, "base32")
+        return control, {name: _pytest(tests, folder, SWAPS[name]) for name in names}
+
+
+def _pytest(tests: Path, folder: Path, swap: str) -> Outcomes:
+    report = tests.parent / "report.xml"
+    path = os.pathsep.join(map(str, (tests, folder / "lightning", HERE.parents[1])))
+    environment = os.environ | {"SWAP": swap, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    files = [f"tests_pytorch/{name}" for name in LIGHTNING]
+    flags = ["-q", "-n", "2", "-p", "swap_plugin", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *flags, *files]
+    subprocess.run(
+        command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+    )
+    outcomes: Outcomes = {}
+    for case in ET.parse(report).iter("testcase"):
+        kinds = {child.tag: child for child in case}
+        test = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+        failed = kinds.get("failure", kinds.get("error"))
+        if "skipped" not in kinds:
+            outcomes[test] = "" if failed is None else _one_line(failed.get("message"))
+    return outcomes
+
+
+# ---- a probe of the Trainer's features, and models of transformers
+
+
+def probe(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+    """Return what fails of the probe's features, with 32-true as the control."""
+    precisions = [name for name in names if name in NAMES]
+    outcomes = {name: _lines(folder / "probe1.py", name) for name in ("32-true", *precisions)}
+    source = (folder / "probe1.py").read_text()
+    features = re.findall(r"^@f\ndef (\w+)", source, flags=re.MULTILINE)
+
+    def by_feature(lines: list[str]) -> Outcomes:
+        failed = {m[1]: m[2] for line in lines if (m := re.match(r"FAIL \S+ (\w+): (.*)", line))}
+        return {feature: failed.get(feature, "") for feature in features}
+
+    return by_feature(outcomes["32-true"]), {name: by_feature(outcomes[name]) for name in precisions}
+
+
+def models(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+    """Return which models of transformers train as in float32; the control is float32 itself."""
+    precisions = [name for name in names if name in NAMES]
+    lines = _lines(folder / "hf_models.py", "all", ",".join(precisions))
+    under: dict[str, Outcomes] = {name: {} for name in precisions}
+    for line in lines:
+        if failed := re.match(r"EXC (\S+) (\S+) (.*)", line):
+            under[failed[2]][failed[1]] = failed[3]
+        elif trained := re.match(r"(\S+)\s+(\S+)\s+first .*", line):
+            under[trained[2]][trained[1]] = line if line.endswith("<<<") else ""
+    every = {model for outcomes in under.values() for model in outcomes}
+    return dict.fromkeys(sorted(every), ""), under
+
+
+def _lines(script: Path, *arguments: str) -> list[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=script.parent)
+    if done.returncode:
+        raise RuntimeError(f"{script.name} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout.splitlines()
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "failed").split())
+
+
+SUITES = {"lightning": lightning, "probe": probe, "models": models}
+
+if __name__ == "__main__":
+    sys.exit(main())
