@@ -21,6 +21,8 @@ from typing import Annotated, Any, Final, Literal, Union, final, get_args, get_o
 
 import torch
 
+from lightning_lowprec.other_stacks import nearest
+
 
 @final
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Raise a ValueError for the first value that its type hint does not allow; names without a hint pass."""
     for field, value in values.items():
         if field in hints and not allows(hints[field], value):
-            raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.")
+            near = nearest(value, _choices(hints[field])) if isinstance(value, str) else None
+            hint = "" if near is None else f" Did you mean {near!r}?"
+            raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.{hint}")
 
 
 def check_fields(instance: Any) -> None:
@@ -121,8 +125,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 def _expected(hint: Any) -> str:
     """Return the values that a type hint allows, as the end of a sentence."""
-    arms = _arms(hint)
-    choices = [choice for arm in arms if get_origin(arm) is Literal for choice in get_args(arm)]
+    arms, choices = _arms(hint), _choices(hint)
     none = [None] if NoneType in arms else []
     if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
         return f"one of: {', '.join(map(str, [*none, *choices]))}"
@@ -132,6 +135,10 @@ def _expected(hint: Any) -> str:
 
 def _arms(hint: Any) -> Collection[Any]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[Any]:
+    return [choice for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
 
 
 def _words(hint: Any) -> list[str]:

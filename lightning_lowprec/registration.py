@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Six parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -8,6 +8,7 @@ Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning
   refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
   module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
+* the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -29,6 +31,7 @@ import lightning
 import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 from lightning.fabric.plugins import Precision
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import is_lazy
 
@@ -72,6 +75,7 @@ def register() -> None:
         registry = private.strategy_registry(for_trainer=for_trainer)
         registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
+    _patch(LightningArgumentParser, "error", _say_names)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, private.COMPUTE_DTYPE):
@@ -91,9 +95,9 @@ def unregister() -> None:
         annotations["precision"] = original
 
 
-def validate_name(name: str) -> None:
-    """Raise a ValueError for an unknown name, as Lightning does; the message also has our names and the nearest."""
-    if name not in names.TABLE and name not in private.precision_names():
+def validate_name(name: object) -> None:
+    """Raise a ValueError for an unknown name; the message says what to write instead, and has every name."""
+    if name not in (*names.TABLE, *private.precision_names()):
         raise names.unknown_name(name, private.precision_names())
 
 
@@ -107,6 +111,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
         _check_launcher(precision)
         known = private.strategy_names(self)
+        _refuse_strings(plugins)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in names.TABLE:
@@ -116,7 +121,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             strategy = resolve_strategy(strategy, known, for_trainer)
             ours = names.create(precision, sharded=is_fsdp2(strategy))
             given, precision = [*given, ours], None
-        elif isinstance(precision, str):
+        elif precision is not None:
             validate_name(precision)
         if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
             ours = half_under_fsdp2(precision)
@@ -128,6 +133,12 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
     return check
+
+
+def _refuse_strings(plugins: Any) -> None:
+    for plugin in (plugins,) if isinstance(plugins, str) else plugins if isinstance(plugins, (list, tuple)) else ():
+        if isinstance(plugin, str):
+            raise names.no_plugin(plugin, private.precision_names())
 
 
 def _check_launcher(precision: Any) -> None:
@@ -171,6 +182,20 @@ def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: A
     wrapped = original(module)
     plugin.see_module(wrapped)
     return wrapped
+
+
+def _say_names(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parser's list of types, which names no remedy, where the value of a ``precision`` is unknown."""
+
+    @wraps(original)
+    def error(self: Any, message: str, *args: Any, **kwargs: Any) -> None:
+        key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
+        value = re.search(r"Given value: (.*)$", message)
+        if _patches and key and value:
+            message = f"{key[1]}: {names.unknown_name(value[1], private.precision_names())}"
+        original(self, message, *args, **kwargs)
+
+    return error
 
 
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:

@@ -124,7 +124,11 @@ def test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name(saying):
 def test_stock_lightning_cli_refuses_an_unknown_name(project):
     result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
     assert result.returncode != 0
-    assert "fp8-hybrid" in result.stderr
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(
+        "error: trainer.precision: Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision"
+    )
+    assert "'32-true'" in said
 
 
 def test_lowprec_fit(project):
