@@ -25,12 +25,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any, Literal, Union
+from typing import Any, Final, Literal, Union
 
 import lightning
 import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 from lightning.fabric.plugins import Precision
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import is_lazy
@@ -54,6 +55,11 @@ from lightning_lowprec.strategies import (
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
 """The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
 
+LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
+"""The variable in which ``lowprec run`` passes its precision, which wins over the script's."""
+
+_said: set[tuple[str, ...]] = set()
+"""For each precision of ``lowprec run`` that was used: what it has replaced."""
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 
@@ -109,7 +115,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
     def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
         if not _patches:
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
-        _check_launcher(precision)
+        precision, plugins = _launched(precision, plugins)
         known = private.strategy_names(self)
         _refuse_strings(plugins)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
@@ -141,14 +147,24 @@ def _refuse_strings(plugins: Any) -> None:
             raise names.no_plugin(plugin, private.precision_names())
 
 
-def _check_launcher(precision: Any) -> None:
-    """Raise if ``lowprec run --precision=A`` runs a script with ``precision=B`` in the Trainer, as Fabric does."""
-    asked = os.environ.get("PL_TRAINER_PRECISION") if os.environ.get("LT_CLI_USED") == "1" else None
-    if asked is not None and precision is not None and str(precision) != asked:
-        raise ValueError(
-            f"Your code has `precision={precision!r}` but it conflicts with `--precision={asked}` set through the"
-            " launcher. Remove one of them."
-        )
+def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
+    """Return the precision of ``lowprec run --precision=NAME``, if there is one, in place of the script's."""
+    asked = os.environ.get(LAUNCHED_PRECISION)
+    if asked is None:
+        return precision, plugins
+    several = list(plugins) if isinstance(plugins, Iterable) else [plugins]
+    replaced = [plugin for plugin in several if isinstance(plugin, (Precision, str))]
+    given = [f"precision={precision!r}"] if precision is not None and str(precision) != asked else []
+    given += [f"plugins={plugin}" for plugin in replaced]
+    if given and (asked, *given) not in _said:
+        rank_zero_info(f"lowprec run: `--precision={asked}` wins over `{'` and `'.join(given)}` of the script.")
+    _said.add((asked, *given))
+    return asked, [plugin for plugin in several if plugin is not None and plugin not in replaced]
+
+
+def launched_precision_is_used() -> bool:
+    """Return whether a Trainer or a Fabric was made with the precision of ``lowprec run`` in this process."""
+    return bool(_said)
 
 
 def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:

@@ -152,17 +152,30 @@ def test_stock_fabric_launcher_with_lt_precision(project):
 
 
 @pytest.mark.distributed
-def test_lowprec_run_launches_fabric_and_trainer_without_an_import_in_the_script(project):
-    trainer = """
-trainer = L.Trainer(logger=False, enable_checkpointing=False)
-words = [fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:], trainer.precision]
-open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
-"""
-    (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="") + trainer)
+def test_lowprec_run_launches_a_console_command_with_fabric_and_trainer_and_its_precision_wins(project):
+    """The command neither imports this package nor leaves the precision open, and it launches Fabric itself."""
+    (project / "training.py").write_text("""
+import sys, lightning as L
+def main():
+    fabric = L.Fabric(accelerator="cpu", precision="bf16-true")
+    fabric.launch()
+    world = fabric.launch(lambda fabric, factor: fabric.world_size * factor, 10)
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, precision="32-true")
+    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision]
+    open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
+    return 0
+""")
+    installed = project / "trainer_tool-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer-tool\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[console_scripts]\ntrainer-tool = training:main\n")
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    python("-m", "lightning_lowprec.tools.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
+    ran = python("-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project)
     for rank in (0, 1):
-        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 2 --lr 3 fp8-hybrid"
+        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid"
+    assert ran.stderr.count("`--precision=fp8-hybrid` wins over `precision='bf16-true'` of the script.") == 1
+    assert ran.stderr.count("wins over") == 2
+    assert "had no effect" not in ran.stderr
 
 
 def test_lowprec_run_refuses_before_it_launches(project):
@@ -174,7 +187,7 @@ def test_lowprec_run_refuses_before_it_launches(project):
         "-m", "lightning_lowprec.tools.cli", "run", "--precision=fp8-hybrid", "gone.py", cwd=project, check=False
     )
     assert result.returncode == 2
-    assert "`script='gone.py'` is not a file" in result.stderr
+    assert "`script='gone.py'` is not a file and no console command of this Python" in result.stderr
 
 
 MOVED = """

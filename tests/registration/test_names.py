@@ -98,12 +98,34 @@ def test_environment_variables(monkeypatch):
     assert L.Trainer(**QUIET).precision == "fp8-e4m3"
 
 
-def test_launcher_and_script_that_disagree_raise(monkeypatch):
+@pytest.fixture
+def lowprec_run(monkeypatch):
+    monkeypatch.setenv("LT_CLI_USED", "1")  # as `lowprec run --precision=fp8-rowwise` sets them
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
+    monkeypatch.setenv("LOWPREC_RUN_PRECISION", "fp8-rowwise")
+    monkeypatch.setattr("lightning_lowprec.registration._said", set())
+
+
+def test_the_precision_of_lowprec_run_wins_over_the_scripts(lowprec_run, caplog):
+    asked = [{"precision": "32-true"}, {"precision": "bf16-true"}, {"plugins": HalfMixed("bf16")}, {"precision": "fp8"}]
+    for given in (*asked, {}, {"precision": "fp8-rowwise"}):
+        caplog.clear()
+        for _ in range(2):
+            assert L.Fabric(accelerator="cpu", **given).strategy.precision.precision == "fp8-rowwise"
+        assert L.Trainer(**given, **QUIET).precision == "fp8-rowwise"
+        said = [record.getMessage() for record in caplog.records if "lowprec run" in record.getMessage()]
+        assert len(said) == (given in asked), "once, where the script asks for another precision"
+    assert lightning_lowprec.registration.launched_precision_is_used()
+
+
+def test_lowprec_run_names_what_its_precision_replaced(lowprec_run, caplog):
+    L.Fabric(accelerator="cpu", precision="bf16-true")
+    assert "lowprec run: `--precision=fp8-rowwise` wins over `precision='bf16-true'` of the script." in caplog.messages
+
+
+def test_the_stock_launcher_and_a_script_that_disagree_raise(monkeypatch):
     monkeypatch.setenv("LT_CLI_USED", "1")
     monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
-    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
-    with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
-        L.Trainer(precision="32-true", **QUIET)
     with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
         L.Fabric(precision="32-true", accelerator="cpu")
 
