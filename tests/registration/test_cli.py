@@ -131,9 +131,12 @@ def test_stock_lightning_cli_refuses_an_unknown_name(project):
     assert "'32-true'" in said
 
 
-def test_lowprec_fit(project):
-    args = ["-m", "lightning_lowprec.tools.cli", "fit", "--model=modules.Model", "--data=modules.Data", *FAST]
-    python(*args, "--trainer.precision=fp8-hybrid", cwd=project)
+def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
+    command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
+    args = ["fit", "--model=modules.Model", "--data=modules.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
+    ran = python(*command, *args, cwd=project, PYTHONPATH=str(ROOT))
+    for noise in ("args parameter", "Failed to load", "register_constant"):
+        assert noise not in ran.stderr, noise
 
 
 FABRIC_SCRIPT = """

@@ -31,6 +31,7 @@ class CompareSpec:
         threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
         out: folder for the report, the picture, the figures and the logs.
+        force: write over the report of an earlier comparison in this folder.
     """
 
     precisions: Sequence[str] = DEFAULT_PRECISIONS
@@ -47,6 +48,7 @@ class CompareSpec:
     threads: Size = 0
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
     out: Path = Path("lowprec-compare")
+    force: bool = False
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything trains."""
