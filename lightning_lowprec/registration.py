@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Six parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Seven parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -8,6 +8,8 @@ Six parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_
   refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
   module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
+* the registration of communication hooks in DDPStrategy, which leaves them out on CPU without a word: there
+  ``fp8_gradient_hook`` is registered too;
 * the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
@@ -32,6 +34,7 @@ import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 from lightning.fabric.plugins import Precision
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import is_lazy
@@ -41,6 +44,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
@@ -81,6 +85,8 @@ def register() -> None:
         registry = private.strategy_registry(for_trainer=for_trainer)
         registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
+    if hasattr(trainer_strategies.DDPStrategy, private.DDP_NAMES[0]):
+        _patch(trainer_strategies.DDPStrategy, private.DDP_NAMES[0], _register_on_cpu)
     _patch(LightningArgumentParser, "error", _say_names)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
@@ -187,6 +193,16 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init
+
+
+def _register_on_cpu(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(original)
+    def register_hooks(self: Any) -> None:
+        original(self)
+        if _patches and self.root_device.type == "cpu" and private.comm_hook(self) is fp8_gradient_hook:
+            private.register_comm_hook(self)
+
+    return register_hooks
 
 
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
