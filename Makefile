@@ -42,7 +42,7 @@ $(TE)/.installed: pyproject.toml constraints-te.txt tools/te_extension.py
 	@touch $@
 
 demo: $(VENV)/.installed
-	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare
+	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare --force
 
 test: $(VENV)/.installed
 	$(RUN)/python -m pytest -n 2 --dist loadfile

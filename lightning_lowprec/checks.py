@@ -1,9 +1,64 @@
-"""Checks of arguments, with one wording: the field, the value that was given, the values that are allowed."""
+"""Checks of arguments, with one wording: the field, the value that was given, the values that are allowed.
+
+The type hint of an option says what the option takes. :func:`check_fields` checks a dataclass by its hints, and
+:func:`check_types` checks any other values:
+
+* ``bool`` takes True and False only: the string ``"False"`` would count as true;
+* ``int`` takes integers, but no bool;
+* ``float`` takes finite numbers, but no bool;
+* ``Annotated[int, at_least(1)]`` adds a :class:`Rule`, whose words stand in the message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, final, get_args, get_origin, get_type_hints
+
+import torch
+
+from lightning_lowprec.other_stacks import nearest
+
+
+@final
+@dataclass(frozen=True)
+class Rule:
+    """A rule for values of an annotated type: ``Annotated[int, Rule("an even number", lambda n: n % 2 == 0)]``."""
+
+    words: str
+    """The allowed values, for the message."""
+    holds: Callable[[Any], bool] = lambda value: True
+    """Whether a value of the type keeps the rule."""
+
+
+def at_least(bound: int) -> Rule:
+    """Return the rule for integers of at least ``bound``."""
+    return Rule(f"an integer of at least {bound}", lambda value: bool(value >= bound))
+
+
+Count = Annotated[int, at_least(1)]
+"""An integer of at least 1."""
+Size = Annotated[int, at_least(0)]
+"""An integer of at least 0."""
+CompileOptions = Annotated[Mapping[str, Any], Rule("a mapping of torch.compile options")]
+FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lambda dtype: dtype.is_floating_point)]
+Float32OrNone = Annotated[
+    torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
+]
+
+_WORDS: Final[dict[Any, str]] = {
+    NoneType: "None",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    Sequence: "a list",
+    Mapping: "a mapping",
+    Callable: "a function",
+}
 
 
 def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
@@ -15,5 +70,83 @@ def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
 
 def check_integer(field: str, value: Any, *, least: int) -> None:
     """Raise a ValueError if ``value`` is not an integer of at least ``least``; a bool is no integer here."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{field}={value!r}` is not valid; expected an integer of at least {least}.")
+    check_types({field: value}, {field: Annotated[int, at_least(least)]})
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise a ValueError for the first value that its type hint does not allow; names without a hint pass."""
+    for field, value in values.items():
+        if field in hints and not allows(hints[field], value):
+            near = nearest(value, _choices(hints[field])) if isinstance(value, str) else None
+            hint = "" if near is None else f" Did you mean {near!r}?"
+            raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.{hint}")
+
+
+def check_fields(instance: Any) -> None:
+    """Raise a ValueError for the first field of a dataclass whose value the field's type hint does not allow."""
+    cls: Any = type(instance)
+    check_types({field.name: getattr(instance, field.name) for field in fields(cls)}, hints_of(cls))
+
+
+@cache
+def hints_of(function_or_class: Any) -> dict[str, Any]:
+    """Return the type hints by name, with the rules of ``Annotated``."""
+    return get_type_hints(function_or_class, include_extras=True)
+
+
+def allows(hint: Any, value: Any) -> bool:
+    """Return whether a type hint allows a value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Annotated:
+        return allows(args[0], value) and all(rule.holds(value) for rule in args[1:] if isinstance(rule, Rule))
+    if origin in (Union, UnionType):
+        return any(allows(arm, value) for arm in args)
+    if origin is Literal:
+        return any(_same(choice, value) for choice in args)
+    if hint in (int, float):
+        return _is_number(value, Integral if hint is int else Real)
+    if origin is type:
+        return isinstance(value, type) and issubclass(value, args[0])
+    if origin in (Sequence, set):
+        return isinstance(value, origin) and not isinstance(value, str) and all(allows(args[0], v) for v in value)
+    return callable(value) if origin is Callable else isinstance(value, origin or hint)
+
+
+def _same(choice: Any, value: Any) -> bool:
+    """Return whether a value is a choice; 1 is not True."""
+    return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool) and value == choice
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _expected(hint: Any) -> str:
+    """Return the values that a type hint allows, as the end of a sentence."""
+    arms, choices = _arms(hint), _choices(hint)
+    none = [None] if NoneType in arms else []
+    if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
+        return f"one of: {', '.join(map(str, [*none, *choices]))}"
+    words = list(dict.fromkeys([*map(str, none), *(w for arm in arms if arm is not NoneType for w in _words(arm))]))
+    return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
+
+
+def _arms(hint: Any) -> Collection[Any]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[Any]:
+    return [choice for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
+
+
+def _words(hint: Any) -> list[str]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return [[rule.words for rule in get_args(hint)[1:] if isinstance(rule, Rule)][-1]]
+    if origin is Literal:
+        return [repr(choice) for choice in get_args(hint)]
+    if hint is bool:
+        return ["True", "False"]
+    return [_WORDS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 INSTALL = {
@@ -28,7 +31,8 @@ def require(module: str, purpose: str) -> ModuleType:
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
     try:
-        return importlib.import_module(module)
+        with _quiet():
+            return importlib.import_module(module)
     except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == root:
             message = f"{purpose} needs {root}, which is not installed: `{remedy}`."
@@ -38,6 +42,24 @@ def require(module: str, purpose: str) -> ModuleType:
             f" Install a version that goes with this torch: `{remedy}`.",
             name=root,
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out two kinds of lines that torchao logs at import: kernels that this package does not use, and Enums."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not message.startswith("Failed to load ") and "register_constant() on Enum subclasses" not in message
+
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(is_ours)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_ours)
 
 
 def import_refusal(module: str, purpose: str) -> str | None:

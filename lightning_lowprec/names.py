@@ -6,14 +6,15 @@ backend, such as ``fp8-hybrid``, which mean a backend that fits the machine.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lightning_lowprec import recipes
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
+from lightning_lowprec.other_stacks import PRECISIONS, pointer
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
@@ -51,7 +52,6 @@ _WITHOUT_BACKEND: Final = {
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by Transformer Engine or else torchao",
 }
 """Names that get the suffix of a backend on each machine. Each name has a ``-fp16`` form too."""
-
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
@@ -107,11 +107,28 @@ def create(name: str, *, sharded: bool = False) -> LowPrecision:
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:
-    """Return the error for an unknown name; the message has every allowed name (Lightning's first) and the nearest."""
+    """Return the error for an unknown name: first what to write instead, then every allowed name, Lightning's first."""
     allowed = [*also_allowed, *TABLE]
-    message = f"Precision {name!r} is invalid. Allowed precision values: {', '.join(map(repr, allowed))}."
-    near = difflib.get_close_matches(str(name).lower(), [str(value) for value in allowed], n=1, cutoff=0.5)
-    return ValueError(message + (f" Did you mean {near[0]!r}?" if near else ""))
+    recipe = _nemo_recipe(name) if "_" in str(name) else None
+    hint = pointer(name, PRECISIONS, allowed) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
+    words = [f"Precision {name!r} is invalid.", hint, f"Allowed precision values: {', '.join(map(repr, allowed))}."]
+    return ValueError(" ".join(filter(None, words)))
+
+
+def no_plugin(word: str, also_allowed: Sequence[object] = ()) -> ValueError:
+    """Return the error for a string in ``plugins=``: a precision goes to ``precision=``."""
+    if word in (*TABLE, *also_allowed):
+        remedy = f"Write `precision={word!r}`"
+        remedy += "." if (recipe := _nemo_recipe(word)) is None else f"; NeMo's precision of this name is {recipe}."
+    else:
+        remedy = str(unknown_name(word, also_allowed))
+    return ValueError(f"`plugins={word!r}` is a string, expected a plugin. {remedy}")
+
+
+def _nemo_recipe(name: object) -> str | None:
+    """Return the argument that makes the plugin of a NeMo recipe, or None if ``name`` is no recipe."""
+    function = "fp16_mixed" if name == "16-mixed" else str(name).replace("-", "_")
+    return f"`plugins=lightning_lowprec.recipes.{function}()`" if function in recipes.NAMES else None
 
 
 def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionName]]:

@@ -14,7 +14,7 @@ their float32 parts themselves. Other models need autocast for softmax, norms an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -89,6 +89,10 @@ _DELAYED: dict[str, Any] = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
 }
+
+
+NAMES: Final = tuple(name for name in globals() if name.endswith("_mixed"))
+"""Every recipe of this file."""
 
 
 def _bf16() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Seven parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -8,6 +8,9 @@ Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning
   refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
   module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
+* the registration of communication hooks in DDPStrategy, which leaves them out on CPU without a word: there
+  ``fp8_gradient_hook`` is registered too;
+* the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -19,16 +22,20 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any, Literal, Union
+from typing import Any, Final, Literal, Union
 
 import lightning
 import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 from lightning.fabric.plugins import Precision
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import strategies as trainer_strategies
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import is_lazy
 
@@ -37,6 +44,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
@@ -51,6 +59,11 @@ from lightning_lowprec.strategies import (
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
 """The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
 
+LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
+"""The variable in which ``lowprec run`` passes its precision, which wins over the script's."""
+
+_said: set[tuple[str, ...]] = set()
+"""For each precision of ``lowprec run`` that was used: what it has replaced."""
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 
@@ -72,6 +85,9 @@ def register() -> None:
         registry = private.strategy_registry(for_trainer=for_trainer)
         registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
+    if hasattr(trainer_strategies.DDPStrategy, private.DDP_NAMES[0]):
+        _patch(trainer_strategies.DDPStrategy, private.DDP_NAMES[0], _register_on_cpu)
+    _patch(LightningArgumentParser, "error", _say_names)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, private.COMPUTE_DTYPE):
@@ -91,9 +107,9 @@ def unregister() -> None:
         annotations["precision"] = original
 
 
-def validate_name(name: str) -> None:
-    """Raise a ValueError for an unknown name, as Lightning does; the message also has our names and the nearest."""
-    if name not in names.TABLE and name not in private.precision_names():
+def validate_name(name: object) -> None:
+    """Raise a ValueError for an unknown name; the message says what to write instead, and has every name."""
+    if name not in (*names.TABLE, *private.precision_names()):
         raise names.unknown_name(name, private.precision_names())
 
 
@@ -105,8 +121,9 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
     def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
         if not _patches:
             return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
-        _check_launcher(precision)
+        precision, plugins = _launched(precision, plugins)
         known = private.strategy_names(self)
+        _refuse_strings(plugins)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in names.TABLE:
@@ -116,7 +133,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             strategy = resolve_strategy(strategy, known, for_trainer)
             ours = names.create(precision, sharded=is_fsdp2(strategy))
             given, precision = [*given, ours], None
-        elif isinstance(precision, str):
+        elif precision is not None:
             validate_name(precision)
         if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
             ours = half_under_fsdp2(precision)
@@ -130,14 +147,30 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
     return check
 
 
-def _check_launcher(precision: Any) -> None:
-    """Raise if ``lowprec run --precision=A`` runs a script with ``precision=B`` in the Trainer, as Fabric does."""
-    asked = os.environ.get("PL_TRAINER_PRECISION") if os.environ.get("LT_CLI_USED") == "1" else None
-    if asked is not None and precision is not None and str(precision) != asked:
-        raise ValueError(
-            f"Your code has `precision={precision!r}` but it conflicts with `--precision={asked}` set through the"
-            " launcher. Remove one of them."
-        )
+def _refuse_strings(plugins: Any) -> None:
+    for plugin in (plugins,) if isinstance(plugins, str) else plugins if isinstance(plugins, (list, tuple)) else ():
+        if isinstance(plugin, str):
+            raise names.no_plugin(plugin, private.precision_names())
+
+
+def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
+    """Return the precision of ``lowprec run --precision=NAME``, if there is one, in place of the script's."""
+    asked = os.environ.get(LAUNCHED_PRECISION)
+    if asked is None:
+        return precision, plugins
+    several = list(plugins) if isinstance(plugins, Iterable) else [plugins]
+    replaced = [plugin for plugin in several if isinstance(plugin, (Precision, str))]
+    given = [f"precision={precision!r}"] if precision is not None and str(precision) != asked else []
+    given += [f"plugins={plugin}" for plugin in replaced]
+    if given and (asked, *given) not in _said:
+        rank_zero_info(f"lowprec run: `--precision={asked}` wins over `{'` and `'.join(given)}` of the script.")
+    _said.add((asked, *given))
+    return asked, [plugin for plugin in several if plugin is not None and plugin not in replaced]
+
+
+def launched_precision_is_used() -> bool:
+    """Return whether a Trainer or a Fabric was made with the precision of ``lowprec run`` in this process."""
+    return bool(_said)
 
 
 def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
@@ -162,6 +195,16 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
     return lazy_init
 
 
+def _register_on_cpu(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(original)
+    def register_hooks(self: Any) -> None:
+        original(self)
+        if _patches and self.root_device.type == "cpu" and private.comm_hook(self) is fp8_gradient_hook:
+            private.register_comm_hook(self)
+
+    return register_hooks
+
+
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
     plugin.see_optimizer(optimizer)
     return original(optimizer)
@@ -171,6 +214,20 @@ def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: A
     wrapped = original(module)
     plugin.see_module(wrapped)
     return wrapped
+
+
+def _say_names(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parser's list of types, which names no remedy, where the value of a ``precision`` is unknown."""
+
+    @wraps(original)
+    def error(self: Any, message: str, *args: Any, **kwargs: Any) -> None:
+        key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
+        value = re.search(r"Given value: (.*)$", message)
+        if _patches and key and value:
+            message = f"{key[1]}: {names.unknown_name(value[1], private.precision_names())}"
+        original(self, message, *args, **kwargs)
+
+    return error
 
 
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:

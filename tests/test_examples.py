@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,13 @@ SAYS = {
 }
 
 
-def run(name: str, cwd: Path, *more: str) -> str:
+LOWPREC = ["-m", "lightning_lowprec.tools.cli"]
+LAUNCHER = [*LOWPREC, "run", "--precision=bf16-mixed", "--main-port=29484"]
+
+
+def run(name: str, cwd: Path, *more: str, launcher: Sequence[str] = ()) -> str:
     path = str(EXAMPLES / name)
-    start = [path] if name.endswith(".py") else ["-m", "lightning_lowprec.tools.cli", "fit", "--config", path]
+    start = [*launcher, path] if name.endswith(".py") else [*LOWPREC, "fit", "--config", path]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29483"}
     command = [sys.executable, *start, *RUNS[name], *more]
     result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
@@ -45,7 +50,9 @@ def test_example_runs(name, tmp_path):
     if name == "fsdp2.py":
         assert all(f"rank {rank} of 2 holds" in said for rank in (0, 1)), said
     if name == "fabric_loop.py":
-        assert "final loss" in run(name, tmp_path, "--resume=fabric_loop.ckpt", "--precision=bf16-mixed")
+        resumed = run(name, tmp_path, "--resume=fabric_loop.ckpt", launcher=LAUNCHER)
+        assert "final loss" in resumed
+        assert "`--precision=bf16-mixed` wins over `precision='fp8-hybrid'` of the script." in resumed
 
 
 @pytest.mark.parametrize("path", [p for p in EXAMPLES.iterdir() if p.is_file()], ids=lambda path: path.name)

@@ -17,9 +17,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Final, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
+
+from lightning_lowprec.checks import Count, Rule, Size, check_fields, check_types, hints_of
+from lightning_lowprec.other_stacks import OPTIONS, pointer
 
 Frozen = Literal["convert", "keep"]
+Names = Annotated[Sequence[str], Rule("a list of fqns or patterns, e.g. ['lm_head']")]
+Layers = Annotated[Size, Rule("a number of layers, 0 or more")]
+Gain = Annotated[float, Rule("a ratio above 0, e.g. 1.2", lambda ratio: ratio > 0)]
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 _ARGS: Final = "Args:\n"
@@ -44,35 +50,18 @@ class LayerOptions:
         tokens: tokens per step and device that ``min_gain`` assumes; None: 16384, as in the published figures.
     """
 
-    keep: Sequence[str] = ()
-    only: Sequence[str] | None = None
+    keep: Names = ()
+    only: Names | None = None
     first_last_layers_bf16: bool = False
-    num_layers_at_start_in_bf16: int = 1
-    num_layers_at_end_in_bf16: int = 1
+    num_layers_at_start_in_bf16: Layers = 1
+    num_layers_at_end_in_bf16: Layers = 1
     frozen: Frozen = "convert"
-    min_gain: float | Literal["auto"] | None = None
-    tokens: int | None = None
+    min_gain: Literal["auto"] | Gain | None = None
+    tokens: Count | None = None
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
-        for field in ("keep", "only"):
-            value = getattr(self, field)
-            if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value or ()):
-                raise TypeError(
-                    f"`{field}={value!r}` is not valid; expected a list of fqns or patterns, e.g. ['lm_head']."
-                )
-        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"`{field}={value!r}` is not valid; expected a number of layers, 0 or more.")
-        if self.frozen not in ("convert", "keep"):
-            raise ValueError(f"`frozen={self.frozen!r}` is not valid; expected one of: convert, keep.")
-        if self.min_gain not in (None, "auto") and not (isinstance(self.min_gain, (int, float)) and self.min_gain > 0):
-            raise ValueError(
-                f"`min_gain={self.min_gain!r}` is not valid; expected None, 'auto' or a ratio above 0, e.g. 1.2."
-            )
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"`tokens={self.tokens!r}` is not valid; expected None or a number of at least 1.")
+        check_fields(self)
 
     @property
     def threshold(self) -> float | None:
@@ -107,7 +96,8 @@ def take(group: type[T], options: Any) -> T:
 def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class], Class]:
     """Show the fields of option groups in a class's constructor and docstring, in place of ``**options``.
 
-    The constructor then refuses every other keyword, as a constructor with written-out parameters does.
+    The constructor then refuses every other keyword, as a constructor with written-out parameters does, and a value
+    that the type hint of a parameter does not allow (see :mod:`~lightning_lowprec.checks`).
 
     Args:
         groups: dataclasses whose docstrings describe their fields under ``Args:``.
@@ -121,10 +111,14 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
         own = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in own]
         shared = [p for group in groups for p in _parameters(group) if p.name not in without]
         allowed = {p.name for p in (*own, *shared)}
+        positional = [p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
+        types = {name: hint for group in (*groups, init) for name, hint in hints_of(group).items() if name in allowed}
 
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs.keys() - allowed:
-                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}")
+                message = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
+                raise TypeError(". ".join(filter(None, [message, pointer(name, OPTIONS, allowed)])))
+            check_types({**dict(zip(positional, args, strict=False)), **kwargs}, types)
             init(self, *args, **kwargs)
 
         checked.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)  # type: ignore[attr-defined]

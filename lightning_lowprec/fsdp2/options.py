@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import torch
 from torch import nn
 
-Modules = Sequence[type[nn.Module]] | set[type[nn.Module]] | Callable[[str, nn.Module], bool]
+from lightning_lowprec.checks import CompileOptions, Count, FloatingDtype, Rule, check_fields
+
+_CLASSES: Final = Rule("a collection of nn.Module classes", lambda classes: len(classes) > 0)
+_PREDICATE: Final = Rule("a function (fqn, module) -> bool", lambda predicate: not isinstance(predicate, type))
+Modules = (
+    Annotated[Sequence[type[nn.Module]], _CLASSES]
+    | Annotated[set[type[nn.Module]], _CLASSES]
+    | Annotated[Callable[[str, nn.Module], bool], _PREDICATE]
+)
 """Classes, or a predicate of fqn and module. (``Collection`` would need a jsonargparse newer than 4.27.)"""
 
 
@@ -45,40 +53,24 @@ class ShardOptions:
     """
 
     wrap: Literal["auto"] | Modules = "auto"
-    replicate: int | Literal["nodes"] = 1
-    shards: int | None = None
+    replicate: Count | Literal["nodes"] = 1
+    shards: Count | None = None
     tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None = None
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     activation_checkpointing: bool | Modules = False
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | CompileOptions = False
     cpu_offload: bool = False
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | Count | None = None
     fp8_all_gather: Literal["auto"] | bool = "auto"
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    param_dtype: FloatingDtype | None = None
+    reduce_dtype: FloatingDtype | None = None
     sync_module_states: bool = False
-    buffer_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    buffer_dtype: FloatingDtype | None = None
+    output_dtype: FloatingDtype | None = None
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
-        for name, also in (("replicate", "nodes"), ("tensor_parallel_size", 1), ("shards", None)):
-            value = getattr(self, name)
-            if value != also and (not isinstance(value, int) or value < 1):
-                allowed = "" if also == 1 else f" or {also!r}"
-                raise ValueError(f"`{name}={value!r}` is not valid; expected an int of at least 1{allowed}.")
-        for name in ("wrap", "activation_checkpointing"):
-            _check_modules(name, getattr(self, name), ("auto",) if name == "wrap" else (True, False))
-        if not isinstance(self.compile, (bool, Mapping)):
-            raise ValueError(
-                f"`compile={self.compile!r}` is not valid; expected True, False or a mapping of torch.compile options."
-            )
-        if self.fp8_all_gather not in ("auto", True, False):
-            raise ValueError(f"`fp8_all_gather={self.fp8_all_gather!r}` is not valid; expected 'auto', True or False.")
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise ValueError(f"`{name}={value!r}` is not valid; expected a floating-point torch.dtype or None.")
+        check_fields(self)
         if (self.tensor_parallel is None) != (self.tensor_parallel_size == 1):
             raise ValueError(
                 f"`tensor_parallel_size={self.tensor_parallel_size}` with `tensor_parallel={self.tensor_parallel!r}`:"
@@ -104,20 +96,6 @@ class ShardChoices(TypedDict, total=False):
     sync_module_states: bool
     buffer_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-
-
-def _check_modules(name: str, value: object, words: tuple[object, ...]) -> None:
-    is_word = any(value is word or (isinstance(word, str) and value == word) for word in words)
-    if is_word or (callable(value) and not isinstance(value, type)):
-        return
-    classes = list(value) if isinstance(value, Collection) and not isinstance(value, str) else []
-    if classes and all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-        return
-    expected = ", ".join(map(repr, words))
-    raise ValueError(
-        f"`{name}={value!r}` is not valid; expected {expected}, a collection of nn.Module classes, or a function"
-        " (fqn, module) -> bool."
-    )
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

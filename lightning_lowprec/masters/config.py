@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from lightning_lowprec.checks import check_choice
+from lightning_lowprec.checks import check_fields
 
 MasterForm = Literal["fp32", "remainder", "stochastic"]
 MomentForm = Literal["fp32", "stochastic"]
@@ -27,8 +27,7 @@ class MasterConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        check_choice("form", self.form, get_args(MasterForm))
-        check_choice("moments", self.moments, get_args(MomentForm))
+        check_fields(self)
         if self.moments == "stochastic" and self.form != "stochastic":
             raise ValueError(f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`.")
 

@@ -7,6 +7,7 @@ from typing import Literal, TypedDict
 
 import torch
 
+from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.half_weights import HalfWeights
@@ -34,9 +35,13 @@ class MasterOptions:
     """
 
     master_weights: MasterWeights = False
-    buffer_dtype: torch.dtype | None = None
-    grad_reduce_dtype: torch.dtype | None = None
-    grad_accumulation_dtype: torch.dtype | None = None
+    buffer_dtype: FloatingDtype | None = None
+    grad_reduce_dtype: Float32OrNone = None
+    grad_accumulation_dtype: Float32OrNone = None
+
+    def __post_init__(self) -> None:
+        """Check every field; nothing is changed here."""
+        check_fields(self)
 
     def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
         """Return what casts the weights and gives optimizers masters; None for float32 weights.
@@ -65,9 +70,6 @@ class MasterOptions:
         choice = self.master_weights
         if choice is False:
             return None
-        if not (isinstance(choice, MasterConfig) or choice is True or choice in ("remainder", "stochastic")):
-            allowed = "False, True, 'remainder', 'stochastic', a MasterConfig"
-            raise ValueError(f"`master_weights={choice!r}` is not valid; expected one of: {allowed}.")
         config = MasterConfig.of("fp32" if choice is True else choice)
         if base == "fp16" and config.form != "fp32":
             raise ValueError(

@@ -26,6 +26,8 @@ from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import largest_absolute_values
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
 
 def fp8_gradient_hook(
     state: Any,
@@ -69,7 +71,7 @@ def average_(flat: Tensor, sizes: Sequence[int], group: Any) -> None:
     padded.view(-1)[: flat.numel()] = encode(flat, sizes, amaxes)
     slices = torch.empty_like(padded)  # slices[r]: the values of rank r for this rank's slice
     dist.all_to_all_single(slices, padded, group=group)
-    dist.all_gather_into_tensor(padded.view(-1), mean(slices), group=group)
+    _all_gather(padded.view(-1), mean(slices), group=group)
     flat.copy_(decode(padded.view(-1)[: flat.numel()], sizes, amaxes, flat.dtype))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device
@@ -49,7 +48,6 @@ class HalfMixed(LowPrecision):
     """
 
     def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:
-        check_choice("dtype", dtype, get_args(HalfName))
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
         # "auto" checks the arguments as fp16 does; the device decides later whether they are used
         scale = take(LossScaleOptions, options).resolve("fp16" if dtype == "auto" else dtype)

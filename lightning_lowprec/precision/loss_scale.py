@@ -14,56 +14,49 @@ import math
 import weakref
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.checks import check_integer
+from lightning_lowprec.checks import Count, Rule, check_fields
 from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 
 LossScaleInput = Literal["dynamic"] | float
+StaticScale = Annotated[float, Rule("a number above 0 (a static scale)", lambda scale: scale > 0)]
+Positive = Annotated[float, Rule("finite and above 0", lambda scale: scale > 0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """The options of loss scaling. The defaults are those of ``torch.amp.GradScaler``, with a floor."""
 
-    initial: float = 2.0**16
+    initial: Positive = 2.0**16
     """The scale of the first step."""
-    growth_factor: float = 2.0
+    growth_factor: Annotated[float, Rule("finite and at least 1.0", lambda factor: factor >= 1.0)] = 2.0
     """Multiplies the scale after ``growth_interval`` good steps in a row; with 1.0 the scale never grows."""
-    backoff_factor: float = 0.5
+    backoff_factor: Annotated[float, Rule("in (0, 1]", lambda factor: 0.0 < factor <= 1.0)] = 0.5
     """Multiplies the scale on a step with a non-finite gradient; with 1.0 the scale never backs off."""
-    growth_interval: int = 2000
+    growth_interval: Count = 2000
     """Good steps in a row before the scale grows."""
-    hysteresis: int = 1
+    hysteresis: Count = 1
     """The scale backs off at this many overflows since it last grew, and at every later overflow until it grows.
 
     Megatron has the same option, with the default 2.
     """
-    floor: float = 1.0
+    floor: Positive = 1.0
     """The scale never backs off below this value."""
-    patience_at_floor: int = 50
+    patience_at_floor: Count = 50
     """After this many skipped steps in a row at the floor, the run stops with an error."""
 
     def __post_init__(self) -> None:
         """Check every field."""
-        check_integer("growth_interval", self.growth_interval, least=1)
-        check_integer("hysteresis", self.hysteresis, least=1)
-        checks = {
-            "initial": (self.floor <= self.initial < math.inf, f"finite and at least floor={self.floor!r}"),
-            "growth_factor": (1.0 <= self.growth_factor < math.inf, "finite and at least 1.0"),
-            "backoff_factor": (0.0 < self.backoff_factor <= 1.0, "in (0, 1]"),
-            "floor": (self.floor > 0.0, "above 0"),
-            "patience_at_floor": (self.patience_at_floor >= 1, "at least 1"),
-        }
-        for name, (valid, allowed) in checks.items():
-            if not valid:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is not valid; expected {allowed}.")
+        check_fields(self)
+        if self.initial < self.floor:
+            raise ValueError(f"`initial={self.initial!r}` is not valid; expected at least floor={self.floor!r}.")
 
     @classmethod
     def of(cls, value: LossScaleInput | LossScale) -> LossScale:

@@ -6,16 +6,16 @@ See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import check_choice
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.checks import check_fields
+from lightning_lowprec.precision.loss_scale import LossScale, StaticScale
 
 Base = Literal["bf16", "fp16"]
 BASE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LossScaleChoice = Literal["auto", "dynamic"] | float | LossScale | None
+LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class LossScaleOptions:
     """
 
     loss_scale: LossScaleChoice = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field; nothing is changed here."""
+        check_fields(self)
 
     def resolve(self, base: Base) -> LossScale | None:
         """Return the loss scale for a base dtype, or None for an unscaled loss.
@@ -76,7 +80,7 @@ class FP8Options:
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
-        check_choice("base", self.base, get_args(Base))
+        check_fields(self)
 
 
 class FP8Choices(TypedDict, total=False):

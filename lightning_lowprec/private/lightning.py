@@ -17,6 +17,8 @@ SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
 """Attributes of the Trainer's ``_signal_connector``."""
 PRECISION_NAMES: Final = ("_after_closure",)
 """Attributes of the Trainer's precision plugins."""
+DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
+"""Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
 FSDP_NAMES: Final = {
     "state_dict_type": "_state_dict_type",
     "process_group_backend": "_process_group_backend",
@@ -47,6 +49,7 @@ def moved() -> list[str]:
         "Fabric's FSDPStrategy": (fabric.FSDPStrategy, (FSDP_NAMES | FABRIC_FSDP_NAMES).values()),
         "_SignalConnector": (_SignalConnector, SIGNAL_NAMES),
         "Precision": (Precision, PRECISION_NAMES),
+        "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
     }
     missing = [f"{owner}.{name}" for owner, (cls, names) in used.items() for name in names if not _has(cls, name)]
     return [*moved_connectors(), *missing]
@@ -173,6 +176,12 @@ def strategy_names(connector: Any) -> Any:
 def comm_hook(strategy: Any) -> Any:
     """Return what the user gave to ``DDPStrategy(ddp_comm_hook=...)``, or None."""
     return getattr(strategy, "_ddp_comm_hook", None)
+
+
+def register_comm_hook(strategy: Any) -> None:
+    """Register the user's communication hook at the model of a Trainer's DDPStrategy, as Lightning does on CUDA."""
+    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    strategy.model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
 
 def set_bytes_per_parameter(summary: Any, size: float) -> None:

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
+from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.extras import require
@@ -88,7 +89,7 @@ class FP8TE(LowPrecision):
         *,
         fp8_format: Literal["hybrid", "e4m3"] | None = None,
         margin: int | None = None,
-        amax_history_len: int | None = None,
+        amax_history_len: Count | None = None,
         amax_compute_algo: Literal["max", "most_recent"] | None = None,
         reduce_amax: bool | None = None,
         fp8_params: bool = False,
@@ -275,8 +276,6 @@ class FP8TE(LowPrecision):
 
 
 def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
-    if fuse not in ("auto", False):
-        raise ValueError(f"`fuse={fuse!r}` is not valid; expected 'auto' or False.")
     if kind == "delayed" and layers.first_last_layers_bf16:
         raise ValueError(
             "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"

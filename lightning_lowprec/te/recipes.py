@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
+from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
 from lightning_lowprec.private import transformer_engine
 
@@ -52,7 +53,7 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
                 f"{_named(given)} with a recipe object is not valid: set it in the object, or give the recipe by name"
                 f" ({', '.join(KINDS)})."
             )
-        return recipe
+        return _checked(recipe)
     if isinstance(recipe, Mapping):
         fields = dict(recipe)
         recipe = fields.pop("recipe", "delayed")
@@ -68,10 +69,18 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
-        return _with_scale_flags(cls(**fields))
+        made = _with_scale_flags(cls(**fields))
     except (AssertionError, ValueError, TypeError) as error:
         values = _named({name: given[name] for name in given if name in fields} or fields)
         raise ValueError(f"{values} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
+    return _checked(made)
+
+
+def _checked(recipe: Any) -> Any:
+    """Return a recipe object; raise a ValueError for a history without a step, which Transformer Engine accepts."""
+    if hasattr(recipe, "amax_history_len"):
+        check_integer("amax_history_len", recipe.amax_history_len, least=1)
+    return recipe
 
 
 def _with_scale_flags(made: Any) -> Any:

@@ -4,28 +4,67 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def import_from_working_folder() -> None:
+    """Let modules of the working folder be imported, as ``python`` does; a console command has its own folder there."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def module_path(path: str) -> str:
+    """Return ``path/to/file.py:Class`` as ``file.Class``, with the file's folder first on ``sys.path``.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    file, colon, name = path.rpartition(":")
+    if not colon:
+        return path
+    if not Path(file).is_file():
+        raise ValueError(f"{path!r}: {file!r} is not a file; expected path/to/file.py:Class or package.module.Class.")
+    folder = str(Path(file).resolve().parent)
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    return f"{Path(file).stem}.{name}"
+
+
+def module_paths(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of LightningCLI, which knows ``file.Class`` alone, with every ``file.py:Class`` replaced."""
+    found = (re.fullmatch(r"(--[\w.]+=)?(\S+\.py:[A-Za-z_]\w*)", argument) for argument in argv)
+    return [
+        argument if match is None else f"{match[1] or ''}{module_path(match[2])}"
+        for argument, match in zip(argv, found, strict=True)
+    ]
 
 
 def load_class(path: str) -> Any:
     """Import the module or file and return the class. The folder of a file is put on ``sys.path``, as Python does.
 
     Raises:
-        ValueError: ``path`` is not a class path.
-        ImportError: there is no such module, file or class.
+        ValueError: ``path`` is not a class path, or there is no such file.
+        ImportError: there is no such module or class.
     """
-    file, colon, name = path.rpartition(":")
-    if colon:
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        module_name = Path(file).stem
-    else:
-        module_name, _, name = path.rpartition(".")
+    module_name, _, name = module_path(path).rpartition(".")
     if not module_name or not name.isidentifier():
         raise ValueError(f"{path!r} is not a class path; expected package.module.Class or path/to/file.py:Class.")
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+            raise  # a module that the user's module imports
+        raise ModuleNotFoundError(
+            f"{path!r}: No module named {error.name!r}, neither in the working folder ({os.getcwd()}) nor installed."
+            " Run the command in the folder of the module, or write path/to/file.py:Class.",
+            name=error.name,
+        ) from error
     if not hasattr(module, name):
         known = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isclass(value)))
         raise ImportError(f"{path!r}: {module.__name__} has no {name!r}; its classes are: {known or 'none'}.")

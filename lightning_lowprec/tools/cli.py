@@ -6,9 +6,11 @@ import argparse
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lightning_lowprec import __version__
+from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
 
 COMMANDS = {
     "doctor": "show which precisions run on this machine, why others do not, and what to install",
@@ -38,19 +40,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    if args.command == "fit":
-        return _fit(args.arguments)
-    module = importlib.import_module(f"lightning_lowprec.tools.{MODULES[args.command]}")
-    arguments = args.arguments if args.command == "run" else with_underscores(args.arguments)
+    debug = args.debug
+    if args.command != "run" and "--debug" in args.arguments:  # arguments of `run` may be those of the script
+        args.arguments.remove("--debug")
+        debug = True
+    import_from_working_folder()
     try:
-        status: int = module.run(arguments)
-    except (ValueError, ImportError) as error:
-        print(f"lowprec {args.command}: error: {error}", file=sys.stderr)
-        return 2
+        return _run(args.command, args.arguments)
+    except (ValueError, ImportError, OSError) as error:
+        if debug or (args.command == "fit" and not isinstance(error, OSError)):
+            raise  # an error in `fit` may come from the user's own model
+        return _refuse(args.command, error)
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    if command == "fit":
+        try:
+            arguments = module_paths(arguments)
+        except ValueError as error:
+            return _refuse(command, error)
+        return _fit(arguments)
+    module = importlib.import_module(f"lightning_lowprec.tools.{MODULES[command]}")
+    status: int = module.run(arguments if command == "run" else with_underscores(arguments))
     return status
+
+
+def _refuse(command: str, error: Exception) -> int:
+    print(f"lowprec {command}: error: {error}", file=sys.stderr)
+    print(f"`lowprec --debug {command} ...` shows the traceback.", file=sys.stderr)
+    return 2
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:
@@ -59,9 +81,10 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
 
 
 def _fit(args: list[str]) -> int:
-    """Run stock LightningCLI; an error may come from the user's own model and keeps its traceback."""
+    """Run stock LightningCLI, whose warning that arguments are given twice is about this function and not the user."""
     from lightning.pytorch.cli import LightningCLI
 
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
     LightningCLI(args=["fit", *args], parser_kwargs={"prog": "lowprec"})
     return 0
 

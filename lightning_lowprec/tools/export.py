@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.tools.stored_weights import WEIGHT_KEYS, check_file, find_weights, load
 
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHT_KEYS = ("state_dict", "model")
-"""The keys under which the Trainer and, by convention, Fabric users save the weights."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -24,7 +24,8 @@ def run(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="lowprec export", description="Write only the weights of a checkpoint to a plain file."
     )
-    parser.add_function_arguments(export, as_group=False, as_positional=True)
+    parser.add_function_arguments(export, as_group=False, as_positional=True, skip={"force"})
+    parser.add_argument("--force", action="store_true", help="replace the new file if it exists")
     args = parser.parse_args(argv)
     weights = export(**vars(args))
     size = sum(value.numel() * value.element_size() for value in weights.values())
@@ -33,7 +34,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: DtypeName = "keep", key: str | None = None, strip_prefix: str = ""
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: DtypeName = "keep",
+    key: str | None = None,
+    strip_prefix: str = "",
+    force: bool = False,
 ) -> dict[str, Tensor]:
     """Write only the weights of a checkpoint to a plain file, and return them.
 
@@ -44,12 +51,15 @@ def export(
         dtype: the dtype of floating-point weights; ``"keep"`` leaves them.
         key: the key of the weights in the checkpoint; None looks under ``state_dict``, ``model``, then at the top.
         strip_prefix: removed from every name, e.g. ``"model."`` for a model inside a LightningModule.
+        force: replace ``out`` if the file exists; the checkpoint itself is never replaced.
 
     Raises:
-        ValueError: there is no such file, the checkpoint has no weights under the key, or a name has no such prefix.
+        ValueError: there is no such file, the file cannot be read, the checkpoint has no weights under the key, a name
+            has no such prefix, or ``out`` exists.
+        OSError: ``out`` cannot be written.
     """
-    if not checkpoint.is_file():
-        raise ValueError(f"`checkpoint={str(checkpoint)!r}` is not a file; expected a checkpoint (no sharded folder).")
+    check_file("checkpoint", checkpoint)
+    _check_out(checkpoint, out, force=force)
     weights = _read(checkpoint, key)
     outside = [name for name in weights if not name.startswith(strip_prefix)]
     if outside:
@@ -60,22 +70,40 @@ def export(
     weights = {name.removeprefix(strip_prefix): value for name, value in weights.items()}
     if dtype != "keep":
         weights = {n: v.to(DTYPES[dtype]) if v.is_floating_point() else v for n, v in weights.items()}
-    aside = out.with_name(f".{out.name}.partial")
-    if out.suffix == ".safetensors":
-        separate = {name: value.clone() for name, value in weights.items()}  # safetensors refuses tied tensors
-        require("safetensors.torch", "a safetensors file").save_file(separate, aside, metadata={"format": "pt"})
-    else:
-        torch.save(weights, aside)
-    os.replace(aside, out)
+    _write(weights, out)
     return weights
+
+
+def _check_out(checkpoint: Path, out: Path, *, force: bool) -> None:
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"`out={str(out)!r}` is not valid; expected a file in a folder that exists.")
+    if out.exists() and out.samefile(checkpoint):
+        raise ValueError(f"`out={str(out)!r}` is the checkpoint itself, which would be lost; expected another file.")
+    if out.exists() and not force:
+        raise ValueError(f"`out={str(out)!r}` exists; expected a new file. `--force` replaces the file.")
+
+
+def _write(weights: dict[str, Tensor], out: Path) -> None:
+    """Write beside ``out`` and rename, so that ``out`` is never half written."""
+    aside = out.with_name(f".{out.name}.partial")
+    try:
+        if out.suffix == ".safetensors":
+            separate = {name: value.clone() for name, value in weights.items()}  # safetensors refuses tied tensors
+            require("safetensors.torch", "a safetensors file").save_file(separate, aside, metadata={"format": "pt"})
+        else:
+            torch.save(weights, aside)
+        os.replace(aside, out)
+    except Exception as error:
+        with suppress(OSError):
+            aside.unlink()
+        if isinstance(error, ImportError):
+            raise
+        raise OSError(f"{str(out)!r} was not written ({type(error).__name__}: {error})") from error
 
 
 def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, on CPU."""
-    if checkpoint.suffix == ".safetensors":
-        loaded: dict[str, Tensor] = require("safetensors.torch", "a safetensors checkpoint").load_file(checkpoint)
-        return loaded
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    content = load(checkpoint, device="cpu")
     weights = find_weights(content, key)
     if not weights:
         keys = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
@@ -84,14 +112,3 @@ def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
             " right one with `--key`."
         )
     return weights
-
-
-def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
-    """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
-    found = content
-    if isinstance(content, dict):
-        top = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), dict)), content)
-        found = top if key is None else content.get(key)
-    if not isinstance(found, dict):
-        return {}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -1,6 +1,6 @@
-"""``lowprec run --precision=NAME script.py``: launch a script in processes that know the names of this package.
+"""``lowprec run --precision=NAME SCRIPT``: launch a script or a console command in processes that know our names.
 
-Lightning's launcher starts this file in every process, with the user's script and its arguments behind it.
+Lightning's launcher starts this file in every process, with the user's command and its arguments behind it.
 """
 
 from __future__ import annotations
@@ -8,38 +8,68 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shutil
 import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
-from lightning_lowprec.registration import validate_name
+import lightning
+
+from lightning_lowprec import registration
+from lightning_lowprec.registration import LAUNCHED_PRECISION, validate_name
 
 TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 
 def run(argv: list[str]) -> int:
-    """Launch a script with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
+    """Launch a command with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     args = _parser().parse_args(argv)
-    if not Path(args.script).is_file():
-        raise ValueError(f"`script={args.script!r}` is not a file; expected the path of a Python script.")
+    if not Path(args.script).is_file() and console_command(args.script) is None:
+        raise ValueError(
+            f"`script={args.script!r}` is not a file and no console command of this Python; expected the path of a"
+            f" Python script, or a command that a package installs, such as 'litgpt'.{_not_python(args.script)}"
+        )
     if args.precision is not None:
         validate_name(args.precision)
+        os.environ[LAUNCHED_PRECISION] = args.precision
+        os.environ.pop("LT_PRECISION", None)
     for name in TRAINER_DEFAULTS:
         if getattr(args, name) is not None:
             os.environ[f"PL_TRAINER_{name.upper()}"] = str(getattr(args, name))
     from lightning.fabric.cli import main
 
-    script = [args.script, *args.arguments]
-    args.script = __file__
-    main(args, script)
+    command = [args.script, *args.arguments]
+    args.script, args.precision = __file__, None  # Fabric would raise where the script asks for another precision
+    try:
+        main(args, command)
+    except ChildFailedError as error:  # the process has printed its traceback
+        rank, failure = error.get_first_failure()
+        print(f"lowprec run: {command[0]} ended with exit code {failure.exitcode} on rank {rank}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def console_command(name: str) -> EntryPoint | None:
+    """Return the entry point of a command that an installed package has, such as ``litgpt``."""
+    return next(iter(entry_points(group="console_scripts", name=name)), None)
+
+
+def _not_python(name: str) -> str:
+    found = shutil.which(name)
+    return "" if found is None else f" ({found} is there, and belongs to another environment, or is no Python.)"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowprec run",
-        description="Launch a script that contains a Fabric or a Trainer. Options go before the script; arguments after"
-        " the script are the script's own. The options are defaults: if the script asks for another value, the run"
-        " raises, or the script wins (for the Trainer's accelerator, strategy and devices).",
+        description="Launch a script or a console command that contains a Fabric or a Trainer. Options go before the"
+        " script; arguments after the script are the script's own. --precision wins over the precision in the script,"
+        " and a line says so. The other options are defaults: if the script asks for another value, the run raises, or"
+        " the script wins (for the Trainer's accelerator, strategy and devices).",
     )
     parser.add_argument("--precision", help="a precision of lightning_lowprec or of Lightning")
     parser.add_argument("--accelerator", help="cpu, cuda, gpu, mps, ...")
@@ -49,12 +79,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="index of this machine")
     parser.add_argument("--main-address", "--main_address", default="127.0.0.1", help="address of machine 0")
     parser.add_argument("--main-port", "--main_port", type=int, default=29400, help="port on machine 0")
-    parser.add_argument("script", help="the Python script")
+    parser.add_argument("script", help="the Python script, or a command such as litgpt")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
-if __name__ == "__main__":
+# ---- in every process
+
+
+def _call(self: lightning.Fabric, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for ``fabric.launch``: the processes are there already, so only the function is left to call."""
+    if function is not None and not callable(function):
+        raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function}.")
+    return None if function is None else function(self, *args, **kwargs)
+
+
+def _start() -> None:
+    """Run the user's command as Python would; importing this file has registered the names."""
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")  # importing this file has registered the names
+    command = sys.argv[0]
+    lightning.Fabric.launch = _call  # type: ignore[method-assign]
+    in_file = Path(command).is_file()
+    sys.path[0] = os.path.dirname(os.path.abspath(command)) if in_file else os.getcwd()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(1, os.getcwd())
+    if in_file:
+        runpy.run_path(command, run_name="__main__")
+    elif (found := console_command(command)) is not None:
+        sys.argv[0] = shutil.which(command) or command
+        sys.exit(found.load()())
+
+
+def _warn_of_no_effect() -> None:
+    asked = os.environ.get(LAUNCHED_PRECISION)
+    if asked is not None and not registration.launched_precision_is_used() and os.environ.get("RANK", "0") == "0":
+        print(
+            f"lowprec run: `--precision={asked}` had no effect: the command made no Trainer and no Fabric of"
+            " `lightning` (those of `pytorch_lightning` and `lightning_fabric` are other classes).",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    try:
+        _start()
+    finally:
+        _warn_of_no_effect()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal, final, get_args
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import check_choice
+from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
@@ -79,12 +79,12 @@ class FP8TorchAO(LowPrecision):
         recipe: Recipe = "tensorwise",
         *,
         fp8_format: FP8Format | None = None,
-        compile: Literal["auto"] | bool | Mapping[str, Any] = "auto",
+        compile: Literal["auto"] | bool | CompileOptions = "auto",
         round_scales_to_power_of_2: bool | None = None,
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
-        _check(recipe, running.base, fp8_format, compile)
+        _check(recipe, running.base, fp8_format)
         masters = take(MasterOptions, options).resolve(running.base)
         super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
@@ -211,13 +211,7 @@ class FP8TorchAO(LowPrecision):
         return {**super().state_dict(), BACKEND_STATE: BACKEND}
 
 
-def _check(recipe: str, base: str, fp8_format: str | None, compile: object) -> None:
-    check_choice("recipe", recipe, get_args(Recipe))
-    check_choice("fp8_format", fp8_format, (None, *get_args(FP8Format)))
-    if compile != "auto" and not isinstance(compile, (bool, Mapping)):
-        raise ValueError(
-            f"`compile={compile!r}` is not valid; expected 'auto', True, False or a mapping of torch.compile options."
-        )
+def _check(recipe: str, base: str, fp8_format: str | None) -> None:
     if recipe != "tensorwise" and base == "fp16":
         raise ValueError(
             f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"

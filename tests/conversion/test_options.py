@@ -93,6 +93,19 @@ def test_an_unknown_option_raises_as_in_any_constructor(plugin, monkeypatch):
         plugin(kep=["lm_head"])
 
 
+def test_a_wrong_option_is_answered_with_the_right_one():
+    with pytest.raises(
+        TypeError, match=r"keyword argument 'opt_level'\. Write `level=` of `MSAMP`, e\.g\. `MSAMP\('O2'\)`"
+    ):
+        MSAMP(opt_level="O2")
+    with pytest.raises(
+        ValueError, match=r"`level='o2'` is not valid; expected one of: O1, O2, O3\. Did you mean 'O2'\?"
+    ):
+        MSAMP("o2")
+    with pytest.raises(TypeError, match=r"keyword argument 'kep'\. Did you mean 'keep'\?"):
+        FP8TorchAO(kep=["lm_head"])
+
+
 def test_an_option_that_a_plugin_does_not_take_raises():
     with pytest.raises(TypeError, match="unexpected keyword argument 'min_gain'"):
         FP8TE(min_gain="auto")

@@ -52,7 +52,7 @@ def fp8_net(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicate": 0}, r"`replicate=0` is not valid; expected an int of at least 1"),
+        ({"replicate": 0}, r"`replicate=0` is not valid; expected an integer of at least 1"),
         ({"replicate": 1.5}, r"`replicate=1.5` is not valid"),
         ({"wrap": "blocks"}, r"`wrap='blocks'` is not valid; expected 'auto', a collection of nn.Module classes"),
         ({"wrap": []}, r"`wrap=\[\]` is not valid"),
@@ -61,7 +61,7 @@ def fp8_net(**options):
         ({"activation_checkpointing": "yes"}, r"`activation_checkpointing='yes'` is not valid; expected True, False"),
         ({"compile": "auto"}, r"`compile='auto'` is not valid; expected True, False or a mapping"),
         ({"fp8_all_gather": None}, r"`fp8_all_gather=None` is not valid; expected 'auto', True or False"),
-        ({"param_dtype": "bf16"}, r"`param_dtype='bf16'` is not valid; expected a floating-point torch.dtype"),
+        ({"param_dtype": "bf16"}, r"`param_dtype='bf16'` is not valid; expected None or a floating-point torch.dtype"),
         ({"reduce_dtype": torch.int8}, r"`reduce_dtype=torch.int8` is not valid"),
         ({"tensor_parallel_size": 2}, r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"),
         ({"tensor_parallel": {"up": 1}}, r"`tensor_parallel_size=1` with .* needs both"),

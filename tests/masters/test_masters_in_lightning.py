@@ -208,7 +208,7 @@ def test_buffers_stay_float32_unless_told(buffer_dtype):
         ({"dtype": "fp16", "master_weights": "remainder"}, r"`master_weights='remainder'` is not valid with fp16"),
         (
             {"dtype": "bf16", "master_weights": "kahan"},
-            r"`master_weights='kahan'` is not valid; expected one of: False, True",
+            r"`master_weights='kahan'` is not valid; expected True, False, 'remainder', 'stochastic' or a MasterConfig",
         ),
         ({"dtype": "bf16", "master_weights": 1}, r"`master_weights=1` is not valid"),
         ({"dtype": "bf16", "buffer_dtype": torch.float32}, r"`buffer_dtype=torch.float32` goes with `master_weights`"),

@@ -44,7 +44,8 @@ def test_fp16_needs_a_loss_scale(dtype: Any) -> None:
 @pytest.mark.parametrize("loss_scale", ["static", 0, -2.0, float("nan"), True, [128.0], {"initial": 8.0}])
 def test_loss_scale_that_is_none(dtype: Any, loss_scale: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"`loss_scale=.*` is not valid; expected 'dynamic', a .*number.*, a LossScale"
+        ValueError,
+        match=r"`loss_scale=.*` is not valid; expected None, 'auto', 'dynamic', a number above 0 .* or a LossScale",
     ):
         HalfMixed(dtype, loss_scale=loss_scale)
 

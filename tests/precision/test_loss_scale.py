@@ -20,7 +20,7 @@ from tests.precision.scaling_loops import INF, NAN, X, sgd, train
     ("field", "value", "allowed"),
     [
         ("initial", 0.5, "at least floor=1.0"),
-        ("initial", NAN, "at least floor=1.0"),
+        ("initial", NAN, "finite"),
         ("initial", INF, "finite"),
         ("growth_factor", 0.99, "at least 1.0"),
         ("growth_factor", INF, "finite"),

@@ -124,12 +124,19 @@ def test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name(saying):
 def test_stock_lightning_cli_refuses_an_unknown_name(project):
     result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
     assert result.returncode != 0
-    assert "fp8-hybrid" in result.stderr
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(
+        "error: trainer.precision: Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision"
+    )
+    assert "'32-true'" in said
 
 
-def test_lowprec_fit(project):
-    args = ["-m", "lightning_lowprec.tools.cli", "fit", "--model=modules.Model", "--data=modules.Data", *FAST]
-    python(*args, "--trainer.precision=fp8-hybrid", cwd=project)
+def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
+    command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
+    args = ["fit", "--model=modules.Model", "--data=modules.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
+    ran = python(*command, *args, cwd=project, PYTHONPATH=str(ROOT))
+    for noise in ("args parameter", "Failed to load", "register_constant"):
+        assert noise not in ran.stderr, noise
 
 
 FABRIC_SCRIPT = """
@@ -148,17 +155,30 @@ def test_stock_fabric_launcher_with_lt_precision(project):
 
 
 @pytest.mark.distributed
-def test_lowprec_run_launches_fabric_and_trainer_without_an_import_in_the_script(project):
-    trainer = """
-trainer = L.Trainer(logger=False, enable_checkpointing=False)
-words = [fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:], trainer.precision]
-open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
-"""
-    (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="") + trainer)
+def test_lowprec_run_launches_a_console_command_with_fabric_and_trainer_and_its_precision_wins(project):
+    """The command neither imports this package nor leaves the precision open, and it launches Fabric itself."""
+    (project / "training.py").write_text("""
+import sys, lightning as L
+def main():
+    fabric = L.Fabric(accelerator="cpu", precision="bf16-true")
+    fabric.launch()
+    world = fabric.launch(lambda fabric, factor: fabric.world_size * factor, 10)
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, precision="32-true")
+    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision]
+    open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
+    return 0
+""")
+    installed = project / "trainer_tool-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer-tool\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[console_scripts]\ntrainer-tool = training:main\n")
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    python("-m", "lightning_lowprec.tools.cli", "run", *args, "script.py", "--lr", "3", cwd=project)
+    ran = python("-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project)
     for rank in (0, 1):
-        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 2 --lr 3 fp8-hybrid"
+        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid"
+    assert ran.stderr.count("`--precision=fp8-hybrid` wins over `precision='bf16-true'` of the script.") == 1
+    assert ran.stderr.count("wins over") == 2
+    assert "had no effect" not in ran.stderr
 
 
 def test_lowprec_run_refuses_before_it_launches(project):
@@ -170,7 +190,7 @@ def test_lowprec_run_refuses_before_it_launches(project):
         "-m", "lightning_lowprec.tools.cli", "run", "--precision=fp8-hybrid", "gone.py", cwd=project, check=False
     )
     assert result.returncode == 2
-    assert "`script='gone.py'` is not a file" in result.stderr
+    assert "`script='gone.py'` is not a file and no console command of this Python" in result.stderr
 
 
 MOVED = """

@@ -159,15 +159,15 @@ def test_lightnings_model_parallel_strategy_is_accepted_and_left_alone():
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("replicate", 0, "at least 1 or 'nodes'"),
-        ("replicate", "node", "at least 1 or 'nodes'"),
-        ("shards", 0, "at least 1 or None"),
-        ("tensor_parallel_size", "nodes", r"at least 1\."),
+        ("replicate", 0, "an integer of at least 1 or 'nodes'"),
+        ("replicate", "node", "an integer of at least 1 or 'nodes'"),
+        ("shards", 0, "None or an integer of at least 1"),
+        ("tensor_parallel_size", "nodes", r"an integer of at least 1\."),
     ],
 )
 def test_sizes_are_checked_where_they_are_given(option, value, allowed):
     for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
-        with pytest.raises(ValueError, match=rf"`{option}={value!r}` is not valid; expected an int of {allowed}"):
+        with pytest.raises(ValueError, match=rf"`{option}={value!r}` is not valid; expected {allowed}"):
             strategy(**{option: value})
 
 

@@ -1,5 +1,6 @@
 """Stock Lightning accepts our names after the import, and treats its own as before."""
 
+import re
 from importlib.util import find_spec
 
 import lightning as L
@@ -17,6 +18,7 @@ import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import moved, precision_names
 
@@ -96,12 +98,34 @@ def test_environment_variables(monkeypatch):
     assert L.Trainer(**QUIET).precision == "fp8-e4m3"
 
 
-def test_launcher_and_script_that_disagree_raise(monkeypatch):
+@pytest.fixture
+def lowprec_run(monkeypatch):
+    monkeypatch.setenv("LT_CLI_USED", "1")  # as `lowprec run --precision=fp8-rowwise` sets them
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
+    monkeypatch.setenv("LOWPREC_RUN_PRECISION", "fp8-rowwise")
+    monkeypatch.setattr("lightning_lowprec.registration._said", set())
+
+
+def test_the_precision_of_lowprec_run_wins_over_the_scripts(lowprec_run, caplog):
+    asked = [{"precision": "32-true"}, {"precision": "bf16-true"}, {"plugins": HalfMixed("bf16")}, {"precision": "fp8"}]
+    for given in (*asked, {}, {"precision": "fp8-rowwise"}):
+        caplog.clear()
+        for _ in range(2):
+            assert L.Fabric(accelerator="cpu", **given).strategy.precision.precision == "fp8-rowwise"
+        assert L.Trainer(**given, **QUIET).precision == "fp8-rowwise"
+        said = [record.getMessage() for record in caplog.records if "lowprec run" in record.getMessage()]
+        assert len(said) == (given in asked), "once, where the script asks for another precision"
+    assert lightning_lowprec.registration.launched_precision_is_used()
+
+
+def test_lowprec_run_names_what_its_precision_replaced(lowprec_run, caplog):
+    L.Fabric(accelerator="cpu", precision="bf16-true")
+    assert "lowprec run: `--precision=fp8-rowwise` wins over `precision='bf16-true'` of the script." in caplog.messages
+
+
+def test_the_stock_launcher_and_a_script_that_disagree_raise(monkeypatch):
     monkeypatch.setenv("LT_CLI_USED", "1")
     monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
-    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
-    with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
-        L.Trainer(precision="32-true", **QUIET)
     with pytest.raises(ValueError, match=r"precision='32-true'.*conflicts with.*--precision=fp8-rowwise"):
         L.Fabric(precision="32-true", accelerator="cpu")
 
@@ -112,11 +136,65 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
         make(precision="fp8-hybird", accelerator="cpu")
     message = str(caught.value)
     assert all(repr(name) in message for name in (*TABLE, *precision_names()))
-    assert message.endswith("Did you mean 'fp8-hybrid'?")
+    start = "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision values: "
+    assert message.startswith(start)
     with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
         make(precision="bf16-mix", accelerator="cpu")
     with pytest.raises(ValueError, match=r"(?s)Precision 'zzz' is invalid(?!.*Did you mean)"):
         make(precision="zzz", accelerator="cpu")
+
+
+WORDS = {
+    "fp8": "Write 'fp8-hybrid': FP8 by Transformer Engine or torchao",
+    "float8": "Write 'fp8-hybrid'",
+    "fp16-mixed": "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master'",
+    "fp16": "Write '16-mixed'",
+    torch.bfloat16: "Write 'bf16-mixed' (float32 weights, as in torch and Accelerate) or 'bf16-master'",
+    "bf16: auto": "Write 'half-auto'",
+    "O2": "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.",
+    "o2": "Write 'msamp-o2'",
+    "msamp": "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3'",
+    "bf16_with_fp8_mixed": "NeMo's recipe is a plugin: write `plugins=lightning_lowprec.recipes.bf16_with_fp8_mixed()`",
+    "no": "Write '32-true'.",
+    8: "Write 'fp8-hybrid'",
+    "fp8_hybrid": "Did you mean 'fp8-hybrid'?",
+    "FP8-Hybrid": "Did you mean 'fp8-hybrid'?",
+}
+
+
+@pytest.mark.parametrize("word", WORDS, ids=str)
+def test_words_of_other_stacks_are_answered_at_the_start(word):
+    for make in (L.Fabric, L.Trainer):
+        with pytest.raises(ValueError, match="Allowed precision values") as caught:
+            make(precision=word, accelerator="cpu")
+        assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
+
+
+def test_every_answer_names_what_is_there():
+    for answer in PRECISIONS.values():
+        quoted = re.findall(r"'([^']+)'", answer.replace("MS-AMP's", "").replace("apex's", ""))
+        assert quoted, answer
+        assert set(quoted) <= {*TABLE, *precision_names()}, answer
+    known = {str(name).lower() for name in (*TABLE, *precision_names())}
+    assert not known & PRECISIONS.keys(), "a name of Lightning keeps its meaning"
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("fp8-hybrid", "Write `precision='fp8-hybrid'`."),
+        ("bf16-mixed", "Write `precision='bf16-mixed'`; NeMo's precision of this name is `plugins=lightning_lowprec."),
+        ("16-mixed", "NeMo's precision of this name is `plugins=lightning_lowprec.recipes.fp16_mixed()`."),
+        ("fp16-mixed", "Precision 'fp16-mixed' is invalid. Write '16-mixed'"),
+        ("fp8", "Precision 'fp8' is invalid. Write 'fp8-hybrid'"),
+    ],
+)
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+def test_a_string_in_plugins_is_sent_to_precision(make, word, remedy):
+    for plugins in (word, [word]):
+        with pytest.raises(ValueError, match=f"^`plugins='{word}'` is a string, expected a plugin") as caught:
+            make(plugins=plugins, accelerator="cpu")
+        assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [L.Fabric, L.Trainer])

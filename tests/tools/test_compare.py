@@ -163,6 +163,39 @@ def test_unknown_names_fail_first(tmp_path, no_training):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
+    """A second run refuses while the first one trains, and afterwards, unless it is told to write over the report."""
+    trained = []
+
+    def train(spec, name):
+        trained.append(name)
+        with pytest.raises(ValueError, match=r"out=.*is in use: another comparison is running there"):
+            compare(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
+        return result(name, val_steps=[1, 2], step_seconds=[0.1])
+
+    monkeypatch.setattr(runner, "run_one", train)
+    compare(CompareSpec(precisions=["32-true"], out=tmp_path))
+    before = (tmp_path / "report.md").read_text()
+    with pytest.raises(ValueError, match="holds the report of an earlier comparison"):
+        compare(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
+    assert main(["compare", "--precisions=bf16-mixed", f"--out={tmp_path}"]) == 2
+    assert "`--force` to write over the report" in capsys.readouterr().err
+    assert (tmp_path / "report.md").read_text() == before
+    assert main(["compare", "--precisions=bf16-mixed", f"--out={tmp_path}", "--force"]) == 0
+    assert "bf16-mixed" in (tmp_path / "report.md").read_text()
+    assert trained == ["32-true", "bf16-mixed"]
+
+
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path, no_training, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["compare", f"--out={tmp_path / 'file' / 'out'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lowprec compare: error: ")
+    assert str(tmp_path / "file" / "out") in said
+    with pytest.raises(OSError, match="Not a directory"):
+        main(["--debug", "compare", f"--out={tmp_path / 'file' / 'out'}"])
+
+
 def test_without_matplotlib_nothing_is_trained(tmp_path):
     code = (
         "import sys, lightning_lowprec.tools.demo; from lightning_lowprec.tools.cli import main\n"
@@ -196,7 +229,12 @@ def test_wrong_specs(kwargs, message):
     ("kwargs", "error", "message"),
     [
         ({"model": "Model"}, ValueError, "'Model' is not a class path; expected package.module.Class or path/to/file"),
-        ({"model": "gone.py:Model"}, ImportError, "No module named 'gone'"),
+        ({"model": "gone.py:Model"}, ValueError, "'gone.py' is not a file"),
+        (
+            {"model": "gone.Model"},
+            ImportError,
+            r"No module named 'gone', neither in the working folder \(.*\) nor",
+        ),
         ({"data": "lightning_lowprec.tools.demo.Nope"}, ImportError, "has no 'Nope'; its classes are: ByteGPT, Stdlib"),
     ],
 )

@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_lowprec.tools.cli import main
@@ -95,4 +95,71 @@ def test_bad_input(tmp_path, capsys):
     torch.save([1, 2], tmp_path / "list.pt")
     assert main(["export", str(tmp_path / "list.pt"), out]) == 2
     assert "it has: list" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(tmp_path / "gone" / "out.pt")]) == 2
+    assert "expected a file in a folder that exists" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), out]) == 2
+    assert "is a folder; expected a file. Load a sharded checkpoint with `strategy='fsdp2'`" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+DAMAGED = {
+    "empty.ckpt": b"",
+    "words.ckpt": b"this is no checkpoint",
+    "words.pt": b"import sys",
+    "words.safetensors": b"\x08\x00\x00\x00\x00\x00\x00\x00{notjson",
+}
+
+
+@pytest.mark.parametrize("command", ["export", "plan"])
+@pytest.mark.parametrize("name", [*DAMAGED, "cut.ckpt", "cut.safetensors"])
+def test_a_damaged_file_is_named(tmp_path, capsys, command, name):
+    damaged = tmp_path / name
+    if name in DAMAGED:
+        damaged.write_bytes(DAMAGED[name])
+    else:
+        whole = tmp_path / f"whole{damaged.suffix}"
+        weights = {"a.weight": torch.zeros(64, 64)}
+        save_file(weights, whole) if damaged.suffix == ".safetensors" else torch.save(weights, whole)
+        damaged.write_bytes(whole.read_bytes()[:2000])
+    arguments = [str(damaged), *([str(tmp_path / "out.pt")] if command == "export" else [])]
+    assert main([command, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"lowprec {command}: error: {str(damaged)!r} cannot be read: ")
+    assert "Traceback" not in said
+    assert not (tmp_path / "out.pt").exists()
+    with pytest.raises(ValueError, match="cannot be read"):
+        main(["--debug", command, *arguments])
+
+
+def test_a_file_from_before_torch_1_6_is_read(tmp_path):
+    weights = {"a.weight": torch.arange(6.0).reshape(2, 3)}
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert main(["export", str(tmp_path / "old.pt"), str(tmp_path / "new.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "new.pt", weights_only=True)["a.weight"], weights["a.weight"])
+
+
+def test_the_checkpoint_is_never_the_target_and_other_files_need_force(tmp_path, capsys):
+    _, checkpoint, _ = fabric_checkpoint(tmp_path, "half-auto")
+    before = checkpoint.read_bytes()
+    (tmp_path / "link.ckpt").symlink_to(checkpoint)
+    for out in (checkpoint, tmp_path / "link.ckpt", tmp_path / "." / checkpoint.name):
+        assert main(["export", str(checkpoint), str(out), "--force"]) == 2
+        assert "is the checkpoint itself" in capsys.readouterr().err
+    assert checkpoint.read_bytes() == before
+    target = tmp_path / "other.pt"
+    target.write_text("mine")
+    assert main(["export", str(checkpoint), str(target)]) == 2
+    assert "exists; expected a new file. `--force` replaces the file." in capsys.readouterr().err
+    assert target.read_text() == "mine"
+    assert main(["export", str(checkpoint), str(target), "--force"]) == 0
+    assert "body.weight" in torch.load(target, weights_only=True)
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, capsys):
+    torch.save({"a.weight": torch.zeros(2, 2)}, tmp_path / "a.pt")
+    for name in ("out.pt", "out.safetensors"):
+        (tmp_path / f".{name}.partial").mkdir()  # stands in the way of the new file
+        (tmp_path / f".{name}.partial" / "something").write_text("")
+        assert main(["export", str(tmp_path / "a.pt"), str(tmp_path / name)]) == 2
+        assert f"{str(tmp_path / name)!r} was not written (" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()

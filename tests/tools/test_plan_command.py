@@ -1,6 +1,7 @@
 """`lowprec plan`: sources, options, what is printed, and the figures behind it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -179,7 +180,13 @@ def test_nothing_converts(capsys):
         (["llama", "--only", "nope"], "`only='nope'` matches no Linear of the model"),
         (["llama", "--min-gain=-1"], "`min_gain=-1.0` is not valid; expected None, 'auto' or a ratio above 0"),
         (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
-        (["no.such.Model"], "No module named 'no'"),
+        (["no.such.Model"], "No module named 'no', neither in the working folder"),
+        (["gone.py:Model"], "'gone.py' is not a file"),
+        (["missing.ckpt"], "`source='missing.ckpt'` is not a file; expected a checkpoint"),
+        (["./missing"], "`source='missing'` is not a file"),
+        (["missing.json"], "`source='missing.json'` is not a file"),
+        (["tests"], "`source='tests'` is a folder; expected a file. Load a sharded checkpoint"),
+        (["llama", "--precision=fp8"], "Precision 'fp8' is invalid. Write 'fp8-hybrid'"),
         (["lightning_lowprec.tools.demo.Nope"], "has no 'Nope'"),
     ],
 )
@@ -207,3 +214,34 @@ def test_plans_of_transformer_engine_need_none(name, converted, tmp_path, monkey
     data = json.loads(capsys.readouterr().out)
     assert sum(row["kept_because"] is None for row in data["plan"]) == converted
     assert all("32" in row["kept_because"] for row in data["plan"] if row["kept_because"])
+
+
+ODD = {
+    "list.ckpt": ([1], "holds no tensors under 'state_dict', 'model' or at its top"),
+    "intkey.ckpt": ({1: torch.zeros(3, 3)}, "holds no tensors under 'state_dict', 'model' or at its top"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_checkpoint_without_weights_is_refused(name, tmp_path, capsys):
+    content, message = ODD[name]
+    torch.save(content, tmp_path / name)
+    assert main(["plan", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_odd_checkpoints_that_have_weights(tmp_path, capsys):
+    torch.save({"forward.weight": torch.zeros(32, 32)}, tmp_path / "name.ckpt")  # a name that every Module has
+    torch.save({"a.weight": torch.zeros(32, 32)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name, layer in (("name.ckpt", "forward"), ("old.pt", "a")):
+        assert main(["plan", str(tmp_path / name), "--all"]) == 0
+        assert re.search(rf"^{layer}\b", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "holds a list; expected a config.json"), ("{", "is no JSON file: Expecting property")]
+)
+def test_a_config_that_is_none(text, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path / "config.json")]) == 2
+    assert message in capsys.readouterr().err

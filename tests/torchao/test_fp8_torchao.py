@@ -57,7 +57,7 @@ def fabric(plugin):
         ({"loss_scale": "dynamic"}, r"`loss_scale='dynamic'` is not valid with bf16, which has the range of float32"),
         (
             {"base": "fp16", "loss_scale": -1.0},
-            r"`loss_scale=-1\.0` is not valid; expected 'dynamic', a number above 0",
+            r"`loss_scale=-1\.0` is not valid; expected None, 'auto', 'dynamic', a number above 0",
         ),
         ({"compile": "always"}, r"`compile='always'` is not valid; expected 'auto', True, False or a mapping"),
     ],
@@ -68,7 +68,7 @@ def test_bad_options(options, message):
 
 
 def test_keep_is_a_list():
-    with pytest.raises(TypeError, match=r"`keep='lm_head'` is not valid; expected a list"):
+    with pytest.raises(ValueError, match=r"`keep='lm_head'` is not valid; expected a list"):
         FP8TorchAO(keep="lm_head")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.tools.compare.report import text
+from lightning_lowprec.tools.compare.report import REPORT, text
 from lightning_lowprec.tools.compare.runner import compare
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 
@@ -23,10 +23,11 @@ def run(argv: Sequence[str]) -> int:
     )
     default = ",".join(DEFAULT_PRECISIONS)
     parser.add_argument("--precisions", type=str, default=default, help="comma separated; the first is the baseline")
-    parser.add_class_arguments(CompareSpec, as_group=False, skip={"precisions"})
+    parser.add_class_arguments(CompareSpec, as_group=False, skip={"precisions", "force"})
+    parser.add_argument("--force", action="store_true", help="write over the report of an earlier comparison")
     args = vars(parser.parse_args(argv))
     args["precisions"] = [name.strip() for name in args["precisions"].split(",")]
     comparison = compare(CompareSpec(**args))
     print(text(comparison))
-    print(comparison.spec.out / "report.md")
+    print(comparison.spec.out / REPORT)
     return 0 if comparison.ok else 1

@@ -11,6 +11,8 @@ from lightning_lowprec.tools.compare.result import Comparison
 from lightning_lowprec.tools.doctor import versions
 from lightning_lowprec.tools.table import format_table
 
+REPORT = "report.md"
+"""The name of the report in its folder."""
 HOW_MEASURED = (
     "Step time: the median wall time of a training batch, from its start until its loss is read: forward, backward and"
     " optimizer step, without loading the data. The first few batches are left out. Peak memory: the most bytes that"
@@ -23,7 +25,7 @@ def write_report(comparison: Comparison) -> None:
     out = comparison.spec.out
     (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
     draw_losses(comparison, out / "loss.png")
-    (out / "report.md").write_text(markdown(comparison), encoding="utf-8")
+    (out / REPORT).write_text(markdown(comparison), encoding="utf-8")
 
 
 def text(comparison: Comparison) -> str:

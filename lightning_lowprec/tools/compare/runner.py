@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.compare.report import write_report
+from lightning_lowprec.tools.compare.report import REPORT, write_report
 from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import train
@@ -28,18 +32,41 @@ def compare(spec: CompareSpec) -> Comparison:
     below are raised before anything trains.
 
     Raises:
-        ValueError: a precision is unknown, or the model or the data is no class path.
+        ValueError: a precision is unknown, the model or the data is no class path, or the folder holds a report.
         ImportError: the class of the model or of the data does not import, or matplotlib is not installed.
+        OSError: the folder cannot be written.
     """
     for name in spec.precisions:
         validate_name(name)
     require("matplotlib", "`lowprec compare`")
     for path in (spec.model, spec.data):
         load_class(path)
-    spec.out.mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(spec=spec, results=[run_one(spec, name) for name in spec.precisions])
-    write_report(comparison)
+    with _own(spec.out, force=spec.force):
+        comparison = Comparison(spec=spec, results=[run_one(spec, name) for name in spec.precisions])
+        write_report(comparison)
     return comparison
+
+
+@contextmanager
+def _own(out: Path, *, force: bool) -> Iterator[None]:
+    """Make the folder and lock it. Raise if another comparison runs there, or has left a report."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lowprec-compare.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ValueError(
+            f"`out={str(out)!r}` is in use: another comparison is running there. Give another folder by `--out`."
+        ) from error
+    try:
+        if (out / REPORT).exists() and not force:
+            raise ValueError(
+                f"`out={str(out)!r}` holds the report of an earlier comparison. Give another folder by `--out`, or"
+                " `--force` to write over the report."
+            )
+        yield
+    finally:
+        lock.release()
 
 
 def run_one(spec: CompareSpec, name: str) -> PrecisionResult:

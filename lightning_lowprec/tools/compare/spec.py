@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_lowprec.checks import check_integer
+from lightning_lowprec.checks import Count, Rule, Size, check_fields
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
@@ -32,6 +31,7 @@ class CompareSpec:
         threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
         out: folder for the report, the picture, the figures and the logs.
+        force: write over the report of an earlier comparison in this folder.
     """
 
     precisions: Sequence[str] = DEFAULT_PRECISIONS
@@ -39,31 +39,25 @@ class CompareSpec:
     model_args: Mapping[str, Any] = field(default_factory=dict)
     data: str = "lightning_lowprec.tools.demo.StdlibText"
     data_args: Mapping[str, Any] = field(default_factory=dict)
-    max_steps: int = 200
-    val_every: int = 50
-    val_batches: int = 20
+    max_steps: Count = 200
+    val_every: Count = 50
+    val_batches: Count = 20
     val_metric: str = "val_loss"
-    seed: int = 0
+    seed: Size = 0
     accelerator: str = "auto"
-    threads: int = 0
-    max_loss_gap: float = 0.01
+    threads: Size = 0
+    max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
     out: Path = Path("lowprec-compare")
+    force: bool = False
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything trains."""
+        check_fields(self)
         twice = sorted({name for name in self.precisions if self.precisions.count(name) > 1})
         if twice:
             raise ValueError(
                 f"`precisions={self.precisions!r}` is not valid; expected each name once: remove the repeated"
                 f" {', '.join(twice)}."
-            )
-        for name in ("max_steps", "val_every", "val_batches"):
-            check_integer(name, getattr(self, name), least=1)
-        for name in ("seed", "threads"):
-            check_integer(name, getattr(self, name), least=0)
-        if not (0 <= self.max_loss_gap < math.inf):
-            raise ValueError(
-                f"`max_loss_gap={self.max_loss_gap!r}` is not valid; expected 0 or more, e.g. 0.01 for 1 %."
             )
 
     @property

@@ -14,6 +14,7 @@ from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.tools.planning.render import text
@@ -54,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _name(precision: str) -> PrecisionName:
+    validate_name(precision)
     converting = {name: row for name, row in precisions.TABLE.items() if row.plugin.backend is not None}
     if precision not in converting:
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.export import find_weights
+from lightning_lowprec.tools.stored_weights import FILE_ENDINGS, check_file, find_weights, unreadable
+from lightning_lowprec.tools.stored_weights import load as load_checkpoint
 
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 
@@ -42,15 +44,20 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
         arguments: keyword arguments of the class, or changes to the config's fields.
 
     Raises:
-        ValueError: ``source`` is of no such kind.
+        ValueError: ``source`` is of no such kind, is not there, or cannot be read.
+        ImportError: there is no such module or class.
     """
     path = Path(source)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
-        return _from_config(json.loads(path.read_text()) | dict(arguments), f"transformers config {path.name}")
+        return _from_config(_read_config(path) | dict(arguments), f"transformers config {path.name}")
     if path.is_file() and path.suffix != ".py":
         return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
+    if path.suffix in (*FILE_ENDINGS, ".json") or path.is_dir() or (os.sep in source and ":" not in source):
+        check_file("source", path)
+    if path.suffix == ".py":
+        raise ValueError(f"`source={source!r}` names no class; expected {source}:Model, with the name of the class.")
     if "." in source or ":" in source:
         return _from_class(source, arguments)
     return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
@@ -98,13 +105,25 @@ def _attention_width(config: Any) -> int:
     return int(heads * head_dim * layers)
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected a config.json of transformers.")
+    return values
+
+
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
     if path.suffix == ".safetensors":
         safetensors = require("safetensors", "a safetensors checkpoint")
-        with safetensors.safe_open(path, framework="pt") as file:
-            return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    loaded = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    shapes = {name: value.shape for name, value in find_weights(loaded).items()}
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise unreadable(path, error) from error
+    shapes = {name: value.shape for name, value in find_weights(load_checkpoint(path, device="meta")).items()}
     if not shapes:
         raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
     return shapes
@@ -118,11 +137,11 @@ def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
         if parameter == "weight" and len(shape) == 2 and path:
             parent = root
             for part in path[:-1]:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
+                child = parent._modules.get(part) or nn.Module()  # no `add_module`: a name may be "forward"
+                parent._modules[part] = child
+                parent = child
             bias = ".".join([*path, "bias"]) in shapes
-            parent.add_module(path[-1], _layer(path, shape, bias=bias))
+            parent._modules[path[-1]] = _layer(path, shape, bias=bias)
     return root
 
 

@@ -1,0 +1,77 @@
+"""Words that people bring from other stacks, and what to write here instead.
+
+Keys are in lower case, with ``-`` for ``_``. Answers are sentences that end an error message.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+_FP8: Final = "Write 'fp8-hybrid': FP8 by Transformer Engine or torchao, whichever fits the machine."
+_DELAYED: Final = "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling."
+_FP16: Final = (
+    "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master' (half weights with float32"
+    " masters, as in NeMo and DeepSpeed)."
+)
+_BF16: Final = (
+    "Write 'bf16-mixed' (float32 weights, as in torch and Accelerate) or 'bf16-master' (half weights with float32"
+    " masters, as in NeMo and DeepSpeed)."
+)
+_FULL: Final = "Write 'bf16-true', or 'bf16-master', which loses no small updates."
+_AUTO: Final = "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling."
+_O1: Final = "Write 'msamp-o1' for MS-AMP's level, or '16-mixed' for apex's."
+_O2: Final = "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's."
+_O3: Final = "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's."
+_FLOAT32: Final = "Write '32-true'."
+
+PRECISIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "fp8: true"), _FP8
+    ),
+    **dict.fromkeys(("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"), _DELAYED),
+    **dict.fromkeys(
+        ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
+    ),
+    **dict.fromkeys(("rowwise", "float8-rowwise"), "Write 'fp8-rowwise'."),
+    "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",
+    **dict.fromkeys(("current", "current-scaling"), "Write 'fp8-current'."),
+    **dict.fromkeys(("block", "blockwise", "subchannel"), "Write 'fp8-block'."),
+    "e4m3": "Write 'fp8-e4m3'.",
+    **dict.fromkeys(("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"), _FP16),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"), _BF16),
+    **dict.fromkeys(("bf16: full", "bf16-full", "full"), _FULL),
+    **dict.fromkeys(("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"), _AUTO),
+    **dict.fromkeys(("o1", "msamp: o1"), _O1),
+    **dict.fromkeys(("o2", "msamp: o2"), _O2),
+    **dict.fromkeys(("o3", "msamp: o3"), _O3),
+    **dict.fromkeys(("msamp", "ms-amp"), "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3': the level is part of the name."),
+    **dict.fromkeys(("no", "fp32", "float32", "torch.float32", "fp32-true", "none"), _FLOAT32),
+}
+"""Words for ``precision=``, except the names of this package and of Lightning."""
+
+OPTIONS: Final[Mapping[str, str]] = {
+    "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
+    "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
+}
+"""Names of options of other stacks."""
+
+
+def nearest(word: object, choices: Iterable[object]) -> str | None:
+    """Return the choice that is spelled most like ``word``, or None if no choice is near."""
+    by_spelling = {_spelling(choice): str(choice) for choice in choices}
+    found = difflib.get_close_matches(_spelling(word), by_spelling, n=1, cutoff=0.6)
+    return by_spelling[found[0]] if found else None
+
+
+def pointer(word: object, answers: Mapping[str, str], choices: Iterable[object]) -> str:
+    """Return the answer to a word of another stack, else the nearest of ``choices`` as a question; "" without one."""
+    if (answer := answers.get(_spelling(word))) is not None:
+        return answer
+    near = nearest(word, choices) if isinstance(word, str) else None
+    return "" if near is None else f"Did you mean {near!r}?"
+
+
+def _spelling(word: object) -> str:
+    return str(word).strip().lower().replace("_", "-")

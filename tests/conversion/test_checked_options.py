@@ -1,0 +1,191 @@
+"""Every option of every plugin, strategy and scaling config refuses a value of the wrong type, when it is made."""
+
+import math
+import re
+from datetime import timedelta
+from inspect import signature
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_lowprec import (
+    FP8TE,
+    MSAMP,
+    FabricFSDP2Strategy,
+    FP8TorchAO,
+    FSDP2Strategy,
+    HalfMixed,
+    LossScale,
+    MasterConfig,
+)
+from lightning_lowprec.checks import allows, hints_of
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.masters.options import MasterOptions
+from lightning_lowprec.precision.options import FP8Options, LossScaleOptions
+from lightning_lowprec.tools.compare.spec import CompareSpec
+
+TRUE_OR_FALSE = "True or False"
+LAYERS = [
+    ("first_last_layers_bf16", "False", TRUE_OR_FALSE),
+    ("num_layers_at_start_in_bf16", True, "a number of layers, 0 or more"),
+    ("num_layers_at_end_in_bf16", 1.0, "a number of layers, 0 or more"),
+    ("keep", "lm_head", "a list of fqns"),
+    ("keep", [1], "a list of fqns"),
+    ("only", 0, "None or a list of fqns"),
+    ("frozen", True, "one of: convert, keep"),
+]
+GAINS = [
+    ("tokens", math.nan, "None or an integer of at least 1"),
+    ("tokens", 0, "None or an integer of at least 1"),
+    ("tokens", True, "None or an integer of at least 1"),
+    ("min_gain", math.nan, "None, 'auto' or a ratio above 0"),
+    ("min_gain", math.inf, "None, 'auto' or a ratio above 0"),
+    ("min_gain", True, "None, 'auto' or a ratio above 0"),
+]
+RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
+EMULATION = [("emulate", "no", "None, True or False"), ("emulate", 1, "None, True or False")]
+SCALE = [("loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"), ("loss_scale", True, "None, 'auto'")]
+MASTERS = [
+    ("master_weights", "True", "True, False, 'remainder', 'stochastic' or a MasterConfig"),
+    ("master_weights", 1, "True, False"),
+    ("buffer_dtype", "bf16", "None or a floating-point torch.dtype"),
+    ("buffer_dtype", torch.int8, "None or a floating-point torch.dtype"),
+    ("grad_reduce_dtype", torch.float64, "one of: None, torch.float32"),
+    ("grad_accumulation_dtype", "fp32", "one of: None, torch.float32"),
+]
+SHARDS = [
+    ("wrap", torch.nn.Linear, "'auto', a collection of nn.Module classes or a function"),
+    ("replicate", True, "an integer of at least 1 or 'nodes'"),
+    ("shards", 2.0, "None or an integer of at least 1"),
+    ("tensor_parallel", 3, "None, a function or a mapping"),
+    ("tensor_parallel_size", "2", "an integer of at least 1"),
+    ("activation_checkpointing", 1, "True, False, a collection"),
+    ("compile", "yes", "True, False or a mapping of torch.compile options"),
+    ("cpu_offload", "False", TRUE_OR_FALSE),
+    ("reshard_after_forward", -1, "None, True, False or an integer of at least 1"),
+    ("reshard_after_forward", "abc", "None, True, False or an integer of at least 1"),
+    ("fp8_all_gather", 1, "'auto', True or False"),
+    ("param_dtype", "bf16", "None or a floating-point torch.dtype"),
+    ("reduce_dtype", torch.int8, "None or a floating-point torch.dtype"),
+    ("sync_module_states", "no", TRUE_OR_FALSE),
+    ("buffer_dtype", 16, "None or a floating-point torch.dtype"),
+    ("output_dtype", torch.int32, "None or a floating-point torch.dtype"),
+]
+STRATEGY = [
+    *SHARDS,
+    ("state_dict_type", None, "one of: sharded, full"),
+    ("process_group_backend", 3, "None or a string"),
+    ("timeout", 5, "None or a timedelta"),
+    ("cluster_environment", "slurm", "None or a ClusterEnvironment"),
+    ("checkpoint_io", "x", "None or a CheckpointIO"),
+]
+SCALING = [
+    ("initial", "65536", "finite and above 0"),
+    ("growth_factor", math.nan, "finite and at least 1.0"),
+    ("backoff_factor", True, "in (0, 1]"),
+    ("growth_interval", True, "an integer of at least 1"),
+    ("hysteresis", 0.5, "an integer of at least 1"),
+    ("floor", math.nan, "finite and above 0"),
+    ("patience_at_floor", "50", "an integer of at least 1"),
+]
+TORCHAO = [
+    ("recipe", "tensorwize", "one of: tensorwise, rowwise, rowwise_with_gw_hp"),
+    ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
+    ("compile", 1, "'auto', True, False or a mapping"),
+    ("round_scales_to_power_of_2", "abc", "None, True or False"),
+]
+TE = [
+    ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
+    ("margin", "2", "None or an integer"),
+    ("margin", True, "None or an integer"),
+    ("amax_history_len", 0, "None or an integer of at least 1"),
+    ("amax_history_len", -1, "None or an integer of at least 1"),
+    ("amax_history_len", 16.0, "None or an integer of at least 1"),
+    ("amax_compute_algo", "mean", "one of: None, max, most_recent"),
+    ("reduce_amax", "False", "None, True or False"),
+    *((name, "False", TRUE_OR_FALSE) for name in ("fp8_params", "fp8_dpa", "fp8_mha", "norms")),
+    ("weight_cache", 0, TRUE_OR_FALSE),
+    ("fuse", True, "'auto' or False"),
+]
+MSAMP_LEVEL = [
+    ("level", "O4", "one of: O1, O2, O3"),
+    ("stochastic_rounding", "False", TRUE_OR_FALSE),
+    ("seed", "abc", "an integer"),
+    ("seed", 1.5, "an integer"),
+    ("grad_accumulation_dtype", "fp32", "None or a dtype"),
+]
+CONFIG = [
+    ("form", "fp23", "one of: fp32, remainder, stochastic"),
+    ("moments", None, "one of: fp32, stochastic"),
+    ("seed", "abc", "an integer"),
+    ("seed", True, "an integer"),
+]
+COMPARE = [
+    ("max_steps", 0, "an integer of at least 1"),
+    ("val_batches", True, "an integer of at least 1"),
+    ("seed", None, "an integer of at least 0"),
+    ("max_loss_gap", math.nan, "0 or more"),
+    ("out", 3, "a Path"),
+]
+CASES = {
+    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *TORCHAO],
+    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *TE],
+    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MSAMP_LEVEL],
+    HalfMixed: [*SCALE, *MASTERS, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
+    FSDP2Strategy: STRATEGY,
+    FabricFSDP2Strategy: STRATEGY,
+    ShardOptions: SHARDS,
+    LayerOptions: [*LAYERS, *GAINS],
+    FP8Options: [*RUNNING, *EMULATION],
+    LossScaleOptions: SCALE,
+    MasterOptions: MASTERS,
+    LossScale: SCALING,
+    MasterConfig: CONFIG,
+    CompareSpec: COMPARE,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "value", "allowed"),
+    [(make, *case) for make, cases in CASES.items() for case in cases],
+    ids=lambda value: getattr(value, "__name__", repr(value)),
+)
+def test_a_wrong_value_raises_and_is_named(make, field, value, allowed):
+    with pytest.raises(
+        ValueError, match=rf"^`{field}={re.escape(repr(value))}` is not valid; expected {re.escape(allowed)}"
+    ):
+        make(**{field: value})
+
+
+@pytest.mark.parametrize("make", [make for make in CASES if make is not CompareSpec], ids=lambda make: make.__name__)
+def test_every_option_has_a_case(make):
+    """An option that is added later is in the table above too."""
+    hints = hints_of(make if hasattr(make, "__dataclass_fields__") else make.__init__)
+    without_hint = {"recipe"} if make is FP8TE else set()  # FP8TE takes any recipe object there
+    assert {field for field, *_ in CASES[make]} == set(signature(make).parameters) - without_hint, hints
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (FP8TorchAO, {"keep": ("lm_head",), "tokens": np.int64(4096), "min_gain": 2, "emulate": np.bool_(True).item()}),
+        (FSDP2Strategy, {"timeout": timedelta(seconds=5), "reshard_after_forward": 2, "wrap": {torch.nn.Linear}}),
+        (FSDP2Strategy, {"timeout": None, "wrap": lambda fqn, module: True, "compile": {"mode": "default"}}),
+        (LossScale, {"initial": np.float32(1024.0), "growth_interval": 1}),
+        (MasterConfig, {"seed": -3}),
+        (HalfMixed, {"dtype": "fp16", "loss_scale": 1024}),
+    ],
+    ids=repr,
+)
+def test_right_values_pass(make, options):
+    make(**options)
+
+
+def test_the_checker_itself():
+    assert allows(float, 1)
+    assert not allows(int, 1.0)
+    assert not allows(bool, 1)
+    assert not allows(int | None, math.nan)
+    assert allows(dict[str, int], {})
