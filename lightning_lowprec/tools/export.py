@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.fsdp2 import torch_file
 
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +47,9 @@ def export(
         strip_prefix: removed from every name, e.g. ``"model."`` for a model inside a LightningModule.
 
     Raises:
-        ValueError: there is no such file, the checkpoint has no weights under the key, or a name has no such prefix.
+        ValueError: there is no such file, the file is damaged, the checkpoint has no weights under the key, or a name
+            has no such prefix.
+        pickle.UnpicklingError: the checkpoint holds objects whose reading can run code.
     """
     if not checkpoint.is_file():
         raise ValueError(f"`checkpoint={str(checkpoint)!r}` is not a file; expected a checkpoint (no sharded folder).")
@@ -75,7 +78,8 @@ def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     if checkpoint.suffix == ".safetensors":
         loaded: dict[str, Tensor] = require("safetensors.torch", "a safetensors checkpoint").load_file(checkpoint)
         return loaded
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    torch_file.check_records(checkpoint)
+    content = torch_file.read(checkpoint, None)
     weights = find_weights(content, key)
     if not weights:
         keys = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
@@ -94,4 +98,4 @@ def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
         found = top if key is None else content.get(key)
     if not isinstance(found, dict):
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}

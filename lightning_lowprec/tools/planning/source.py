@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.fsdp2 import torch_file
+from lightning_lowprec.fsdp2.manifest import META
 from lightning_lowprec.tools.class_path import load_class
 from lightning_lowprec.tools.export import find_weights
 
+FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".json")
+"""What a source that ends so means: a file, never the class ``ckpt`` of a module."""
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 
 
@@ -48,9 +52,15 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
-        return _from_config(json.loads(path.read_text()) | dict(arguments), f"transformers config {path.name}")
+        return _from_config(_read_config(path) | dict(arguments), f"transformers config {path.name}")
     if path.is_file() and path.suffix != ".py":
         return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
+    if path.suffix in FILES or (path / META).is_file():
+        found = "a folder without config.json" if path.is_dir() else "no file"
+        raise ValueError(
+            f"`source={source!r}` is {found}; expected the file of a checkpoint (no sharded folder), a config.json or"
+            " the folder that holds one, a class path ('my.Model', 'file.py:Model'), or a model type of transformers."
+        )
     if "." in source or ":" in source:
         return _from_class(source, arguments)
     return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
@@ -65,6 +75,16 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     if not isinstance(model, nn.Module):
         raise ValueError(f"`source={path!r}` makes a {type(model).__name__}; expected a LightningModule or a Module.")
     return Source(model=model, origin=path)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected the config.json of a model.")
+    return values
 
 
 def _from_config(values: Mapping[str, Any], origin: str) -> Source:
@@ -103,7 +123,7 @@ def _read_shapes(path: Path) -> dict[str, torch.Size]:
         safetensors = require("safetensors", "a safetensors checkpoint")
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    loaded = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    loaded = torch_file.read(path, None, map_location="meta")
     shapes = {name: value.shape for name, value in find_weights(loaded).items()}
     if not shapes:
         raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
@@ -117,12 +137,13 @@ def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
         *path, parameter = name.split(".")
         if parameter == "weight" and len(shape) == 2 and path:
             parent = root
-            for part in path[:-1]:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
+            for part in path[:-1]:  # not by add_module, which refuses names such as "forward"
+                child = parent._modules.get(part)
+                if child is None:
+                    child = parent._modules[part] = nn.Module()
+                parent = child
             bias = ".".join([*path, "bias"]) in shapes
-            parent.add_module(path[-1], _layer(path, shape, bias=bias))
+            parent._modules[path[-1]] = _layer(path, shape, bias=bias)
     return root
 
 
