@@ -6,12 +6,14 @@ these checksums, :func:`check_records` does.
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
@@ -47,8 +49,8 @@ def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu") ->
     try:
         return torch.load(path, mmap=is_zip, map_location=map_location, weights_only=weights_only)
     except Exception as error:
-        if _is_set(FORCE_SAFE) and _is_set(FORCE_UNSAFE):
-            raise  # torch says that both are set
+        if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
+            raise  # both variables are set
         raise refusal(path, error, weights_only) or _damaged(path, is_zip, error) from error
 
 
@@ -78,16 +80,32 @@ def check_records(path: Path, part: int = 0, parts: int = 1) -> bool:
     return True
 
 
+@final
+class Probe:
+    """An object that ``torch.load`` refuses, unless pickles may run code."""
+
+
 def runs_code(weights_only: bool | None) -> bool:
-    """Return whether pickles may run code, by torch's rules for ``weights_only`` and its environment variables."""
-    if _is_set(FORCE_SAFE):
-        return False
-    return _is_set(FORCE_UNSAFE) if weights_only is None else not weights_only
+    """Return whether pickles may run code: ask torch, which reads its environment variables its own way.
+
+    Raises:
+        RuntimeError: both of torch's environment variables are set.
+    """
+    file = io.BytesIO()
+    torch.save(Probe(), file)
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the environment decides, once more for the probe
+        try:
+            torch.load(file, weights_only=weights_only)
+        except UnpicklingError:
+            return False
+    return True
 
 
 def remedy(weights_only: bool | None) -> str:
     """Return how to let pickles run code, given how ``weights_only`` was passed, as the end of an error message."""
-    if _is_set(FORCE_SAFE):
+    if not runs_code(False):
         return f"The environment variable {FORCE_SAFE} forbids to read them; if you trust the file, unset it."
     passed = "pass `weights_only=False` where you load" + (" (you pass True)" if weights_only else "")
     forced = "" if weights_only else f", or set the environment variable {FORCE_UNSAFE}=1"
@@ -130,8 +148,3 @@ def _damaged(path: Path, is_zip: bool, error: Exception) -> ValueError:
         f"{str(path)!r} is damaged, or was cut off while it was written or copied ({os.path.getsize(path)} bytes;"
         f" {type(error).__name__}: {reason}). Load another checkpoint."
     )
-
-
-def _is_set(variable: str) -> bool:
-    """Return whether an environment variable is true, as torch reads it."""
-    return os.getenv(variable, "0").lower() in ("1", "y", "yes", "true")

@@ -8,21 +8,26 @@ import resource
 import shutil
 import signal
 import zlib
+from pickle import UnpicklingError
 
+import lightning as L
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2 import manifest
 from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
 from lightning_lowprec.fsdp2.table import metadata_of
+from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
 from tests.fsdp2.worlds import run
 
 pytestmark = pytest.mark.distributed
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 FILES = (*SHARDS, "meta.pt", "lightning_lowprec.json")
+UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 SPACE = 20_000
 """Bytes that a file may have where the disk is full; a shard of the toy has more."""
 
@@ -44,6 +49,7 @@ def saves(rank, ranks, folder):
     mixed_on_two_ranks(fabric, model, optimizer, rank, folder)
     for kind in ("sharded", "full"):
         fails(rank, ranks, folder, kind)
+    passes_the_options_on(rank, ranks, folder)
 
 
 def mixed_on_two_ranks(fabric, model, optimizer, rank, folder):
@@ -88,6 +94,44 @@ def fails(rank, ranks, folder, kind):
     fabric.load(path, received)
     assert received["step"] == 1
     assert_same(everything(model, optimizer, fabric.strategy.precision), saved, kind)
+
+
+class Config:
+    """What users put into checkpoints: an object of their own class."""
+
+
+class AddsConfig(L.Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["config"] = Config()
+
+
+def passes_the_options_on(rank, ranks, folder):
+    """Trainer and Fabric read an object if torch's variable says so, and an edited file if the strategy says so."""
+    trainer, *_ = fit("32-true", ranks, 1, "sharded", callbacks=[AddsConfig()], folder=folder / "logs")
+    trainer.save_checkpoint(folder / "trainer.ckpt")
+    fabric, model, optimizer = setup("32-true", ranks, verify_checkpoints=False)
+    fabric.save(folder / "fabric.ckpt", state(model, optimizer, config=Config()))
+
+    def load(by, verify=True):
+        if by == "trainer":
+            strategy = FSDP2Strategy(verify_checkpoints=verify)
+            return fit("32-true", ranks, 2, strategy, path=folder / "trainer.ckpt")[1].losses
+        fabric, model, optimizer = setup("32-true", ranks, verify_checkpoints=verify)
+        return fabric.load(folder / "fabric.ckpt", state(model, optimizer))
+
+    for by in ("trainer", "fabric"):
+        meta = folder / f"{by}.ckpt" / "meta.pt"
+        with pytest.raises(UnpicklingError, match=rf"{by}\.ckpt/meta\.pt' holds an object of .*Config.*{UNSAFE}=1"):
+            load(by)
+        os.environ[UNSAFE] = "1"
+        assert load(by)
+        if rank == 0:
+            torch.save({**torch.load(meta), "note": "edited"}, meta)
+        fabric.barrier()
+        with pytest.raises(ValueError, match=rf"{by}\.ckpt/meta\.pt' is damaged, or belongs to another save"):
+            load(by)
+        assert load(by, verify=False)
+        del os.environ[UNSAFE]
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +262,6 @@ def test_a_manifest_of_a_later_version(copy):
 
 
 def test_one_option_for_trainer_and_fabric():
-    from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-
     for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
         assert strategy(verify_checkpoints=False).verify_checkpoints is False
         assert strategy().verify_checkpoints is True
