@@ -9,8 +9,8 @@ A run may be killed at any moment: one complete checkpoint is always there, and 
 or removal of the same name deletes what a killed run has left. The name of the kept checkpoint begins and ends like
 the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds the kept checkpoint too.
 
-Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one rank fails, all
-ranks raise.
+Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one rank fails, the
+incomplete checkpoint is deleted, the old one stays, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import NamedTuple
 
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-T = TypeVar("T")
-META: Final = "meta.pt"
-"""The file in a folder that holds everything but the tensors of model and optimizers; the name is Lightning's."""
+from lightning_lowprec.fsdp2.agreement import gathered, on_rank_zero, rank_and_ranks
+from lightning_lowprec.fsdp2.manifest import MANIFEST, META
 
 
 def aside(path: Path) -> Path:
@@ -58,24 +58,21 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
 
     All ranks of the default process group enter and leave this context together, with the same path. All of them write
     into a ``folder``, which exists already, or rank 0 writes a file.
+
+    Raises:
+        OSError: a rank could not write; on all ranks. The message names the rank and the reason.
+        RuntimeError: a rank failed otherwise. On that rank its own exception is raised.
     """
-    on_rank_zero(lambda: _prepare(path, folder))
-    error: Exception | None = None
+    on_rank_zero(lambda: _check_folder(path))
+    _finish(path, _failure(lambda: _prepare(path, folder)) if rank_and_ranks()[0] == 0 else None)
+    failure: BaseException | None = None
     try:
         yield aside(path)
-    except Exception as failure:
-        error = failure
-    errors: list[Any] = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        own, errors = errors[0], [None] * dist.get_world_size()
-        dist.all_gather_object(errors, own)
-    if any(errors):
-        on_rank_zero(lambda: _delete(aside(path)))
-        if error is not None:
-            raise error
-        rank, message = next((rank, e) for rank, e in enumerate(errors) if e)
-        raise RuntimeError(f"{str(path)!r} was not saved: rank {rank} failed with {message}.")
-    on_rank_zero(lambda: _commit(path))
+    except (Exception, CheckpointException) as error:  # torch's exception derives from BaseException alone
+        failure = error
+    _finish(path, failure)
+    _finish(path, _failure(lambda: _put_in_place(path)) if rank_and_ranks()[0] == 0 else None)
+    on_rank_zero(lambda: _delete_kept(path))
 
 
 def remove(path: Path) -> None:
@@ -84,23 +81,74 @@ def remove(path: Path) -> None:
         _delete(leftover)
 
 
-def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0, and return its result or raise its error on all ranks."""
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
+class _Reason(NamedTuple):
+    """Why a rank failed; ``errno`` is None if the reason is no OSError."""
+
+    text: str
+    errno: int | None
+    is_os_error: bool
+
+
+def _failure(action: Callable[[], None]) -> Exception | None:
+    """Run ``action``, and return what it raised."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _finish(path: Path, failure: BaseException | None) -> None:
+    """Return if no rank has failed; otherwise delete the incomplete checkpoint and raise, on all ranks."""
+    rank, _ = rank_and_ranks()
+    own = failure.failures.get(rank, (None,))[0] if isinstance(failure, CheckpointException) else failure
+    reasons = gathered(None if own is None else _reason(own))
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if not failed:
+        if failure is not None:  # torch reports a rank that does not exist
+            raise RuntimeError(f"{str(path)!r} was not saved: {failure}") from failure
+        return
+    is_whole = on_rank_zero(lambda: _clean_up(path))
+    if rank > 0:
+        _clean_up(path)  # a folder of a disk that rank 0 does not see
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    value: T = outcome[0]
-    return value
+        dist.barrier()
+    if isinstance(own, Exception) and not isinstance(failure, CheckpointException) and not isinstance(own, OSError):
+        own.add_note(_not_saved(path, failed, is_whole))
+        raise own
+    if own is not None and not isinstance(own, Exception):
+        raise own  # KeyboardInterrupt
+    if not all(reason.is_os_error for reason in failed.values()):
+        raise RuntimeError(_not_saved(path, failed, is_whole)) from own
+    error = OSError(_not_saved(path, failed, is_whole))
+    error.errno = next((reason.errno for reason in failed.values() if reason.errno is not None), None)
+    raise error from own
 
 
-def _prepare(path: Path, folder: bool) -> None:
+def _reason(error: BaseException) -> _Reason:
+    if isinstance(error, OSError):
+        return _Reason(str(error), error.errno, True)
+    return _Reason(f"{type(error).__name__}: {error}", None, False)
+
+
+def _not_saved(path: Path, failed: dict[int, _Reason], is_whole: bool) -> str:
+    rank, reason = next(iter(failed.items()))
+    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    before = "the earlier checkpoint of this name is whole" if is_whole else "there is no earlier one of this name"
+    return f"{str(path)!r} was not saved: rank {rank}: {reason.text}{more}; {before}."
+
+
+def _clean_up(path: Path) -> bool:
+    """Delete the incomplete checkpoint as far as possible; return whether there is an earlier one."""
+    if aside(path).is_dir():
+        shutil.rmtree(aside(path), ignore_errors=True)
+    else:
+        with suppress(OSError):
+            aside(path).unlink()
+    return path.exists() or kept(path).exists()
+
+
+def _check_folder(path: Path) -> None:
     if path.is_dir() and not path.is_symlink() and not (path / META).is_file():
         inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
         if inside:
@@ -108,19 +156,33 @@ def _prepare(path: Path, folder: bool) -> None:
                 f"{str(path)!r} is a folder that holds no checkpoint but {', '.join(inside[:3])}; saving there would"
                 " delete that. Choose another path."
             )
+
+
+def _prepare(path: Path, folder: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete(aside(path))
     if folder:
         aside(path).mkdir()
 
 
-def _commit(path: Path) -> None:
+def _put_in_place(path: Path) -> None:
     new, old = aside(path), kept(path)
     _sync(new)
-    if path.is_dir() or (os.path.lexists(path) and new.is_dir()):
+    moved = path.is_dir() or (os.path.lexists(path) and new.is_dir())
+    if moved:
         _delete(old)
         path.rename(old)
-    new.replace(path)
+    try:
+        new.replace(path)
+    except OSError:
+        if moved:
+            old.rename(path)
+        raise
+
+
+def _delete_kept(path: Path) -> None:
+    """Delete the old checkpoint, but not what others put into its folder."""
+    old = kept(path)
     if old.is_dir() and path.is_dir() and not old.is_symlink():
         for entry in old.iterdir():
             if not _is_own_file(entry) and not os.path.lexists(path / entry.name):
@@ -129,7 +191,7 @@ def _commit(path: Path) -> None:
 
 
 def _is_own_file(entry: Path) -> bool:
-    return entry.name in (META, ".metadata") or entry.suffix == ".distcp"
+    return entry.name in (META, MANIFEST, ".metadata") or entry.suffix == ".distcp"
 
 
 def _delete(path: Path) -> None:

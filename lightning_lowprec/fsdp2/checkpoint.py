@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.fsdp2 import atomic, optimizer_state
+from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state, torch_file
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredCheckpoint
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -39,9 +38,9 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
     """Write ``shards`` (models and optimizers by key) and ``rest``: a file on rank 0, or a folder on all ranks."""
     with atomic.replacing(path, folder=not full) as new:
         if not full:
-            save_shards(dict(shards), checkpoint_id=new)
-        if torch.distributed.get_rank() == 0:
-            torch.save({**shards, **rest} if full else dict(rest), new if full else new / atomic.META)
+            folder.write(new, shards, rest)
+        elif torch.distributed.get_rank() == 0:
+            torch_file.write({**shards, **rest}, new, checked=False)  # torch writes checksums of its own
 
 
 def load(

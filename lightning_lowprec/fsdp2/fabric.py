@@ -102,9 +102,10 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint of any precision and number of ranks into ``state``; return what ``state`` has no key for.
 
-        The checkpoint may be a folder or a single file. ``weights_only=None`` means True.
+        The checkpoint may be a folder or a single file. ``weights_only=None`` is torch's default: True, unless
+        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
-        stored = open_checkpoint(Path(self.broadcast(path)), weights_only is not False)
+        stored = open_checkpoint(Path(self.broadcast(path)), weights_only, verify=self.verify_checkpoints)
         if isinstance(state, Module):
             if isinstance(stored, StoredFolder):
                 raise ValueError(f"{str(path)!r} is a folder; `fabric.load_raw` loads the file of a full state dict.")

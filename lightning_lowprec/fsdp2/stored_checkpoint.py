@@ -4,8 +4,10 @@ Both kinds come from this package, and from Lightning's ModelParallelStrategy an
 
 To read a folder, torch fills tensors that it is given, so a reader must know beforehand what is stored. The folder's
 table of contents says this: the state that an optimizer has, its dtypes, and how it is nested. State is read into
-tensors that are sharded like the parameter of that name. The table, ``.metadata``, is a pickle of torch: read only
-folders that you trust. Everything else is read with ``weights_only=True``.
+tensors that are sharded like the parameter of that name. Folders of this package have a manifest with the table, and
+their files are checked against the manifest before anything is loaded. The table of other folders is a pickle, which is
+read without running its code. Files of ``torch.save`` are read with ``weights_only=True`` unless the user says
+otherwise.
 """
 
 from __future__ import annotations
@@ -13,26 +15,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, torchao_optimizers
+from lightning_lowprec.fsdp2 import atomic, foreign_table, manifest, torch_file, torchao_optimizers
+from lightning_lowprec.fsdp2.agreement import on_all_ranks, on_rank_zero, rank_and_ranks
 from lightning_lowprec.fsdp2.optimizer_state import by_fqn, clean, named_parameters, placed, unpacked
 from lightning_lowprec.fsdp2.placement import empty, place
+from lightning_lowprec.fsdp2.shard_files import NamedFiles, other_save
+from lightning_lowprec.fsdp2.table import EntryPath, StoredTensor, Table, metadata_of
 
 State = dict[str, Any]
-EntryPath = tuple[str | int, ...]
 
 
 class StoredCheckpoint(ABC):
@@ -87,17 +93,13 @@ class StoredFile(StoredCheckpoint):
 class StoredFolder(StoredCheckpoint):
     """A folder to which every rank has written its shards. Stored entries that the model lacks are not read."""
 
-    def __init__(self, path: Path, rest: State) -> None:
+    def __init__(self, path: Path, table: Table, rest: State, weights_only: bool | None) -> None:
         super().__init__(rest)
-        self._reader = FileSystemReader(path)
-        metadata = self._reader.read_metadata()
-        paths = metadata.planner_data
-        if not isinstance(paths, dict):
-            raise ValueError(f"{str(path)!r} was not written by a plan that says how its entries are nested.")
-        stored = metadata.state_dict_metadata
-        self._path_of: dict[str, EntryPath] = {entry: tuple(paths.get(entry, (entry,))) for entry in stored}
-        tensors = {entry: of for entry, of in stored.items() if isinstance(of, TensorStorageMetadata)}
-        self._tensors = {entry: (of.size, of.properties.dtype) for entry, of in tensors.items()}
+        self._reader = _Reader(path, table, weights_only)
+        self._runs_code = torch_file.runs_code(weights_only)
+        self._path_of: dict[str, EntryPath] = {name: entry.path for name, entry in table.items()}
+        tensors = {name: entry.content for name, entry in table.items() if isinstance(entry.content, StoredTensor)}
+        self._tensors = {name: (tensor.size, tensor.dtype) for name, tensor in tensors.items()}
 
     @property
     @override
@@ -145,32 +147,91 @@ class StoredFolder(StoredCheckpoint):
 
     def _read(self, wanted: State) -> State:
         if wanted:
-            load(wanted, storage_reader=self._reader, planner=_Planner())
+            try:
+                load(wanted, storage_reader=self._reader, planner=_Planner(self._runs_code))
+            except CheckpointException as error:  # derives from BaseException, and its text is a traceback
+                rank, (failure, _) = next(iter(error.failures.items()))
+                if isinstance(failure, (FileNotFoundError, UnpicklingError, ValueError)):
+                    raise type(failure)(f"rank {rank}: {failure}") from None
+                raise RuntimeError(f"rank {rank}: {type(failure).__name__}: {failure}") from error
         return wanted
 
 
-def open_checkpoint(path: Path, weights_only: bool) -> StoredCheckpoint:
+def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:
     """Open the checkpoint that is called ``path`` on rank 0, on all ranks.
 
     If a run was killed while it replaced the checkpoint, the old checkpoint may be used; a log line says so.
+
+    Args:
+        path: a folder or a file.
+        weights_only: as in :func:`lightning_lowprec.fsdp2.torch_file.read`.
+        verify: compare checksums before anything is loaded. What has none is not compared.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or a folder lacks a file.
+        ValueError: a file is damaged, or belongs to another save.
+        pickle.UnpicklingError: a file holds objects that ``weights_only`` refuses.
     """
-    found = atomic.on_rank_zero(lambda: atomic.find(path))
+    found = on_rank_zero(lambda: atomic.find(path))
     if found != path:
         rank_zero_info(f"fsdp2: {str(path)!r} was not completed; loading the one before it, {str(found)!r}.")
-    file = found / atomic.META if found.is_dir() else found
-    rest = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
-    return StoredFolder(found, rest) if found.is_dir() else StoredFile(rest)
+    if not verify:
+        rank_zero_info(f"fsdp2: the checksums of {str(found)!r} are not compared (`verify_checkpoints=False`).")
+    return (_open_folder if found.is_dir() else _open_file)(found, weights_only, verify)
+
+
+def _open_file(path: Path, weights_only: bool | None, verify: bool) -> StoredFile:
+    """Open a single file; each rank compares the checksums of its part of the records."""
+    if verify and not on_all_ranks(lambda: torch_file.check_records(path, *rank_and_ranks())):
+        rank_zero_info(f"fsdp2: {str(path)!r} was written without checksums; damage to it is not noticed.")
+    return StoredFile(on_all_ranks(lambda: torch_file.read(path, weights_only)))
+
+
+def _open_folder(path: Path, weights_only: bool | None, verify: bool) -> StoredFolder:
+    """Open a folder: one of this package by its manifest, any other by torch's table of contents."""
+    stored = on_all_ranks(lambda: manifest.read(path, verify=verify))
+    if stored is not None:
+        stored.check(path, verify=verify)
+    file = path / manifest.META
+
+    def read() -> tuple[State, Table]:
+        rest = torch_file.read(file, weights_only)
+        save = rest.pop(manifest.SAVE, None)
+        if stored is None:
+            return rest, foreign_table.read(path, weights_only)
+        if save != stored.save:
+            raise ValueError(other_save(file, save, stored.save))
+        return rest, stored.table
+
+    rest, table = on_all_ranks(read)
+    return StoredFolder(path, table, rest, weights_only)
+
+
+@final
+class _Reader(FileSystemReader):
+    """A reader that has the table of contents already, and whose errors name the file."""
+
+    def __init__(self, path: Path, table: Table, weights_only: bool | None) -> None:
+        super().__init__(path)
+        self.fs = NamedFiles(weights_only)
+        self._metadata = metadata_of(table)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
 
 @final
 class _Planner(DefaultLoadPlanner):
-    """A planner that reads flat keys, and nothing that needs pickle."""
+    """A planner that reads flat keys, and pickles as ``weights_only`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_code: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._runs_code = runs_code
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=not self._runs_code)
 
 
 def _check_shape(name: str, stored: torch.Size, like: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
@@ -49,6 +50,8 @@ class FSDP2Base:
     Args:
         state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
             checkpoints are single files.
+        verify_checkpoints: compare the checksums of a checkpoint before anything of it is loaded. False: a damaged
+            file may load as other weights; a log line says so. Missing files and files of another save raise anyhow.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: the timeout of the process group.
         cluster_environment: where the processes come from; None: Lightning finds out.
@@ -71,6 +74,7 @@ class FSDP2Base:
         self,
         *,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        verify_checkpoints: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         cluster_environment: ClusterEnvironment | None = None,
@@ -79,6 +83,7 @@ class FSDP2Base:
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
+        check_choice("verify_checkpoints", verify_checkpoints, (True, False))
         in_fabric = issubclass(type(self), fabric.Strategy)
         if checkpoint_io is not None and in_fabric:
             raise ValueError(
@@ -88,8 +93,10 @@ class FSDP2Base:
         self.sharding = Sharding(ShardOptions(**options))
         self.state_dict_type = state_dict_type
         self.is_full = state_dict_type == "full"
+        self.verify_checkpoints = verify_checkpoints
         self.arguments: dict[str, Any] = {
             "state_dict_type": state_dict_type,
+            "verify_checkpoints": verify_checkpoints,
             "process_group_backend": process_group_backend,
             "timeout": timeout,
             "cluster_environment": cluster_environment,

@@ -128,12 +128,13 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
 
-        ``weights_only=None`` means True.
+        ``weights_only=None`` is torch's default: True, unless
+        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
         assert self.model is not None
         assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))
-        stored = open_checkpoint(path, weights_only is not False)
+        stored = open_checkpoint(path, weights_only, verify=self.verify_checkpoints)
         optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
         states = stored.rest.pop("optimizer_states", None) or []  # in a file
         if optimizers:

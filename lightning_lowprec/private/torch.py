@@ -70,6 +70,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._to_copy.default",
         "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
         f"{_FSDP}._fsdp_common.TrainingState.PRE_BACKWARD",
@@ -298,6 +299,13 @@ def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Return how torch.distributed.checkpoint names a range of bytes in a file of a folder."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo(file, offset, length)
 
 
 def disable_autograd_cache() -> None:

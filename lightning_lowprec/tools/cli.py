@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pickle import UnpicklingError
 
 from lightning_lowprec import __version__
 from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_from_working_folder()
     try:
         return _run(args.command, args.arguments)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, UnpicklingError) as error:
         if debug or (args.command == "fit" and not isinstance(error, OSError)):
             raise  # an error in `fit` may come from the user's own model
         return _refuse(args.command, error)

@@ -57,6 +57,7 @@ def export(
         ValueError: there is no such file, the file cannot be read, the checkpoint has no weights under the key, a name
             has no such prefix, or ``out`` exists.
         OSError: ``out`` cannot be written.
+        pickle.UnpicklingError: the checkpoint holds objects whose reading can run code.
     """
     check_file("checkpoint", checkpoint)
     _check_out(checkpoint, out, force=force)
@@ -103,7 +104,7 @@ def _write(weights: dict[str, Tensor], out: Path) -> None:
 
 def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, on CPU."""
-    content = load(checkpoint, device="cpu")
+    content = load(checkpoint, device="cpu", check=True)
     weights = find_weights(content, key)
     if not weights:
         keys = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__

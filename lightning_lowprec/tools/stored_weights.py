@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.fsdp2 import torch_file
 
 WEIGHT_KEYS: Final = ("state_dict", "model")
 """The keys under which the Trainer and, by convention, Fabric users save the weights."""
@@ -29,19 +27,19 @@ def check_file(field: str, path: Path) -> None:
         raise ValueError(f"`{field}={str(path)!r}` is not a file; expected a checkpoint.")
 
 
-def load(path: Path, *, device: str) -> Any:
-    """Return the content of a checkpoint file: its tensors on ``device``, no code of its own is run.
+def load(path: Path, *, device: str, check: bool = False) -> Any:
+    """Return the content of a checkpoint file: its tensors on ``device``; ``check`` compares checksums.
 
     Raises:
-        ValueError: the file is no checkpoint, is damaged, or needs more than tensors and plain values to be read.
+        ValueError: the file is no checkpoint, or is damaged.
+        pickle.UnpicklingError: the file holds objects whose reading can run code.
     """
+    if path.suffix != ".safetensors":
+        if check:
+            torch_file.check_records(path)
+        return torch_file.read(path, None, map_location=device)
     try:
-        if path.suffix == ".safetensors":
-            return require("safetensors.torch", "a safetensors checkpoint").load_file(path)
-        # files from before torch 1.6 are no zip files and cannot be mapped
-        return torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, IndexError) as error:
-        raise unreadable(path, error) from error
+        return require("safetensors.torch", "a safetensors checkpoint").load_file(path)
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
@@ -49,12 +47,8 @@ def load(path: Path, *, device: str) -> Any:
 
 
 def unreadable(path: Path, error: BaseException) -> ValueError:
-    """Return the error for a file that cannot be read, with the path and the first line of the reason."""
-    reason = (str(error).splitlines() or [""])[0].split(". ")[0]
-    return ValueError(
-        f"{str(path)!r} cannot be read: the file is no checkpoint of torch or safetensors, is damaged, or holds objects"
-        f" beside tensors and plain values ({type(error).__name__}: {reason})."
-    )
+    """Return the error for a file of safetensors that cannot be read."""
+    return ValueError(f"{str(path)!r} is no file of safetensors, or is damaged ({error}).")
 
 
 def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:

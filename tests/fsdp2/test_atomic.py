@@ -1,10 +1,13 @@
 """Files of checkpoints: killed at any moment, a process leaves a complete one, and the next save cleans up."""
 
+import errno
 import os
 import signal
 import sys
+import traceback
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from lightning_lowprec.fsdp2 import atomic
 from tests.fsdp2.worlds import run
@@ -12,14 +15,16 @@ from tests.fsdp2.worlds import run
 STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def write(path, content, folder):
+def write(path, content, folder, error=None):
     with atomic.replacing(path, folder=folder) as new:
-        if not folder:
+        if folder:
+            for rank in range(2):
+                (new / f"__{rank}_0.distcp").write_text(content)
+            (new / atomic.META).write_text(content)
+        else:
             new.write_text(content)
-            return
-        for rank in range(2):
-            (new / f"__{rank}_0.distcp").write_text(content)
-        (new / atomic.META).write_text(content)
+        if error is not None:
+            raise error
 
 
 def read(path):
@@ -122,12 +127,64 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "last"]
 
 
-def test_an_error_leaves_the_old_one_and_no_leftovers(tmp_path):
-    write(tmp_path / "a", "old", True)
-    with pytest.raises(OSError, match="disk full"), atomic.replacing(tmp_path / "a", folder=True):
-        raise OSError("disk full")
-    assert read(tmp_path / "a") == "old"
+NOT_SAVED = "a' was not saved: rank 0: {}; the earlier checkpoint of this name is whole."
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_error_leaves_the_old_one_and_no_leftovers(tmp_path, folder, wrapped):
+    """An OSError is an OSError for the caller, also if torch wraps it in a BaseException."""
+    write(tmp_path / "a", "old", folder)
+    cause = OSError(errno.ENOSPC, "No space left on device")
+    error = CheckpointException("write", {0: (cause, None)}) if wrapped else cause
+    with pytest.raises(OSError, match="was not saved") as caught:
+        write(tmp_path / "a", "half", folder, error)
+    assert str(caught.value).endswith(NOT_SAVED.format("[Errno 28] No space left on device"))
+    assert caught.value.errno == errno.ENOSPC
+    assert read_any(tmp_path / "a") == "old"
     assert [f.name for f in tmp_path.iterdir()] == ["a"]
+
+
+def read_any(path):
+    return read(path) if path.is_dir() else path.read_text()
+
+
+@pytest.mark.parametrize("error", [TypeError("cannot pickle 'generator' object"), KeyboardInterrupt()])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_other_errors_keep_their_class(tmp_path, error, wrapped):
+    """A mistake of the caller is no full disk, and an interrupted user wants to stop."""
+    write(tmp_path / "a", "old", True)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    expected = RuntimeError if wrapped and not interrupted else type(error)
+    failure = CheckpointException("write", {0: (error, None)}) if wrapped else error
+    with pytest.raises(expected) as caught, atomic.replacing(tmp_path / "a", folder=True):
+        raise failure
+    if not interrupted:
+        message = NOT_SAVED.format("TypeError: cannot pickle 'generator' object")
+        assert "".join(traceback.format_exception_only(caught.value)).rstrip().endswith(message)
+    assert read(tmp_path / "a") == "old"
+    assert interrupted or [f.name for f in tmp_path.iterdir()] == ["a"]
+
+
+def vanishing(path):
+    with atomic.replacing(path, folder=True) as new:
+        new.rmdir()
+
+
+def test_a_checkpoint_that_vanishes_before_it_is_renamed(tmp_path):
+    write(tmp_path / "a", "old", True)
+    with pytest.raises(OSError, match=r"was not saved: rank 0: .*No such file.*is whole"):
+        vanishing(tmp_path / "a")
+    assert read(tmp_path / "a") == "old"
+    with pytest.raises(OSError, match=r"was not saved: rank 0: .*there is no earlier one of this name"):
+        vanishing(tmp_path / "b")
+    assert [f.name for f in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/a' was not saved: rank 0: .*(File exists|Not a directory)"):
+        write(tmp_path / "file" / "a", "new", True)
 
 
 def test_remove_takes_the_leftovers_along(tmp_path):

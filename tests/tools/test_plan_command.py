@@ -204,6 +204,29 @@ def test_a_checkpoint_without_tensors_and_a_config_without_a_type(tmp_path, caps
     assert "has no `model_type`" in capsys.readouterr().err
 
 
+def test_files_that_are_no_models(tmp_path, capsys):
+    torch.save([1], tmp_path / "list.ckpt")
+    torch.save({1: torch.zeros(3, 3)}, tmp_path / "numbers.ckpt")
+    (tmp_path / "shards.ckpt").mkdir()
+    expected = {
+        "list.ckpt": "holds no tensors under 'state_dict', 'model' or at its top",
+        "numbers.ckpt": "holds no tensors under 'state_dict', 'model' or at its top",
+        "shards.ckpt": "is a folder; expected a file. Load a sharded checkpoint with `strategy='fsdp2'`",
+    }
+    for name, message in expected.items():
+        assert main(["plan", str(tmp_path / name)]) == 2, name
+        said = capsys.readouterr().err
+        assert f"'{tmp_path / name}'" in said
+        assert message in said
+
+
+def test_a_checkpoint_whose_modules_are_called_like_methods(tmp_path, capsys):
+    weights = {"forward.weight": torch.zeros(32, 32), "train.eval.weight": torch.zeros(32, 64)}
+    torch.save(weights, tmp_path / "names.ckpt")
+    rows = run_json(capsys, tmp_path / "names.ckpt")["plan"]
+    assert {row["fqn"] for row in rows} == {"forward", "train.eval"}
+
+
 @pytest.mark.parametrize(("name", "converted"), [("fp8-current", 2), ("mxfp8", 1), ("fp8-hybrid-te", 2)])
 def test_plans_of_transformer_engine_need_none(name, converted, tmp_path, monkeypatch, capsys):
     (tmp_path / "two.py").write_text(

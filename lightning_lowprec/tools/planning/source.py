@@ -74,6 +74,16 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(model=model, origin=path)
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected a config.json of transformers.")
+    return values
+
+
 def _from_config(values: Mapping[str, Any], origin: str) -> Source:
     transformers = require("transformers", origin)
     if "model_type" not in values:
@@ -103,16 +113,6 @@ def _attention_width(config: Any) -> int:
         return 0
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     return int(heads * head_dim * layers)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no JSON file: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected a config.json of transformers.")
-    return values
 
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:

@@ -1,0 +1,150 @@
+"""Read and write single files of ``torch.save``; an error names the file and says what is wrong with the file.
+
+``torch.save`` writes a zip archive with a CRC-32 per record (one record per tensor). ``torch.load`` does not compare
+these checksums, :func:`check_records` does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Final, final
+
+import torch
+
+from lightning_lowprec.fsdp2.checked_file import READ_AT_ONCE, FileRecord, writing
+
+FORCE_SAFE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+FORCE_UNSAFE: Final = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+ZIP_START: Final = b"PK\x03\x04"
+
+
+def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
+    """Write ``content`` by ``torch.save``; return the size of the file and, if ``checked``, its checksum."""
+    with writing(path, checked=checked) as stream:
+        torch.save(content, stream)  # type: ignore[arg-type]
+    return stream.record
+
+
+def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu") -> Any:
+    """Return the content of a file of ``torch.save``; tensors are read from disk when they are used.
+
+    Args:
+        path: the file.
+        weights_only: whether objects are refused whose reading can run code. None: torch's default, True, which
+            ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
+        map_location: where the tensors go.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or is no file of ``torch.save``.
+        pickle.UnpicklingError: the file holds objects that ``weights_only`` refuses.
+    """
+    is_zip = _starts_like_zip(path)
+    try:
+        return torch.load(path, mmap=is_zip, map_location=map_location, weights_only=weights_only)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
+            raise  # both variables are set
+        raise refusal(path, error, weights_only) or _damaged(path, is_zip, error) from error
+
+
+def check_records(path: Path, part: int = 0, parts: int = 1) -> bool:
+    """Compare the checksums of the records of a file of ``torch.save``: all, or one of ``parts`` of about one size.
+
+    Returns:
+        whether the file has checksums. Files have none in torch's format of before 1.6, and where
+        ``torch.serialization.set_crc32_options(False)`` was called before they were written.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not _starts_like_zip(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = sorted(archive.infolist(), key=lambda record: record.file_size, reverse=True)
+            if not any(record.CRC for record in records):
+                return False
+            for record in records[part::parts]:
+                with archive.open(record) as content:
+                    while content.read(READ_AT_ONCE):
+                        pass  # zipfile raises at the end of a record with another checksum
+    except Exception as error:  # zipfile raises many kinds
+        raise _damaged(path, True, error) from error
+    return True
+
+
+@final
+class Probe:
+    """An object that ``torch.load`` refuses, unless pickles may run code."""
+
+
+def runs_code(weights_only: bool | None) -> bool:
+    """Return whether pickles may run code: ask torch, which reads its environment variables its own way.
+
+    Raises:
+        RuntimeError: both of torch's environment variables are set.
+    """
+    file = io.BytesIO()
+    torch.save(Probe(), file)
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the environment decides, once more for the probe
+        try:
+            torch.load(file, weights_only=weights_only)
+        except UnpicklingError:
+            return False
+    return True
+
+
+def remedy(weights_only: bool | None) -> str:
+    """Return how to let pickles run code, given how ``weights_only`` was passed, as the end of an error message."""
+    if not runs_code(False):
+        return f"The environment variable {FORCE_SAFE} forbids to read them; if you trust the file, unset it."
+    passed = "pass `weights_only=False` where you load" + (" (you pass True)" if weights_only else "")
+    forced = "" if weights_only else f", or set the environment variable {FORCE_UNSAFE}=1"
+    return f"If you trust the file, {passed}{forced}."
+
+
+def refusal(path: Path, error: Exception, weights_only: bool | None) -> UnpicklingError | None:
+    """Return the error to raise if ``torch.load`` refused an object in ``path``; None if ``error`` says otherwise."""
+    name = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, UnpicklingError) else None
+    if name is None:
+        return None
+    return UnpicklingError(
+        f"{str(path)!r} holds an object of {name[1].removesuffix('.')}, and reading objects other than tensors and"
+        f" plain values can run code. {remedy(weights_only)} To allow one class:"
+        " `torch.serialization.add_safe_globals`."
+    )
+
+
+def _starts_like_zip(path: Path) -> bool:
+    """Return whether a file is a zip archive; raise if it cannot be a file of ``torch.save`` at all."""
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; expected the file of a checkpoint.")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}.")
+    with path.open("rb") as file:
+        start = file.read(len(ZIP_START))
+    if not start:
+        raise ValueError(f"{str(path)!r} is damaged: the file is empty. Load another checkpoint.")
+    return start == ZIP_START
+
+
+def _damaged(path: Path, is_zip: bool, error: Exception) -> ValueError:
+    reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0].removesuffix(".")
+    if not is_zip:
+        return ValueError(
+            f"{str(path)!r} is no file of `torch.save`, or is damaged ({os.path.getsize(path)} bytes; it does not begin"
+            " like one)."
+        )
+    return ValueError(
+        f"{str(path)!r} is damaged, or was cut off while it was written or copied ({os.path.getsize(path)} bytes;"
+        f" {type(error).__name__}: {reason}). Load another checkpoint."
+    )

@@ -1,0 +1,269 @@
+"""The files of a checkpoint belong together and are whole, or loading raises and names the file."""
+
+import errno
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import zlib
+from pickle import UnpicklingError
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec.fsdp2 import manifest
+from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
+from lightning_lowprec.fsdp2.table import metadata_of
+from tests.fsdp2.test_resume_trainer import fit
+from tests.fsdp2.toy import assert_same, everything, setup, train
+from tests.fsdp2.worlds import run
+
+pytestmark = pytest.mark.distributed
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+FILES = (*SHARDS, "meta.pt", "lightning_lowprec.json")
+UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+SPACE = 20_000
+"""Bytes that a file may have where the disk is full; a shard of the toy has more."""
+
+
+def state(model, optimizer, step=0, **more):
+    return {"model": model, "optimizer": optimizer, "step": step, **more}
+
+
+def saves(rank, ranks, folder):
+    """Two checkpoints of two steps, as folders and as files, and what they hold."""
+    for kind in ("sharded", "full"):
+        fabric, model, optimizer = setup("bf16-master", ranks, kind=kind)
+        for step in (1, 2):
+            train(fabric, model, optimizer, range(step - 1, step), ranks)
+            fabric.save(folder / f"{kind}.{step}", state(model, optimizer, step))
+        truth = everything(model, optimizer, fabric.strategy.precision)
+        if rank == 0:
+            torch.save(truth, folder / f"{kind}.truth")
+    mixed_on_two_ranks(fabric, model, optimizer, rank, folder)
+    for kind in ("sharded", "full"):
+        fails(rank, ranks, folder, kind)
+    passes_the_options_on(rank, ranks, folder)
+
+
+def mixed_on_two_ranks(fabric, model, optimizer, rank, folder):
+    """Each file is checked on one rank; both ranks raise, and the model keeps its weights."""
+    before = everything(model, optimizer, fabric.strategy.precision)
+    if rank == 0:
+        shutil.copytree(folder / "sharded.1", folder / "mixed")
+        shutil.copy(folder / "sharded.2" / SHARDS[1], folder / "mixed")
+    fabric.barrier()
+    with pytest.raises(ValueError, match=r"mixed/__1_0.distcp' belongs to another save"):
+        fabric.load(folder / "mixed", state(model, optimizer))
+    assert_same(everything(model, optimizer, fabric.strategy.precision), before, "after a refused checkpoint")
+
+
+def fails(rank, ranks, folder, kind):
+    """A full disk, on one rank: all ranks raise an OSError, nothing is left, the old checkpoint stays."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path = folder / f"disk.{kind}" / "last.ckpt"
+    fabric, model, optimizer = setup("32-true", ranks, kind=kind)
+    cases = (("first", 0, {}), ("shard", 1, {}), ("rest", 0, {"rest": torch.zeros(SPACE)}))
+    for name, full_rank, more in cases if kind == "sharded" else cases[:1]:
+        free = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = SPACE if name != "rest" else 2 * SPACE
+        if rank == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, free[1]))
+        with pytest.raises(OSError, match=rf"last.ckpt' was not saved: rank {full_rank}: .*File too large") as caught:
+            fabric.save(path, state(model, optimizer, **more))
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+        assert caught.value.errno == errno.EFBIG
+        whole = (
+            "there is no earlier one of this name." if name == "first" else "earlier checkpoint of this name is whole."
+        )
+        assert str(caught.value).endswith(whole)
+        assert sorted(f.name for f in path.parent.iterdir()) == ([] if name == "first" else ["last.ckpt"])
+        fabric.barrier()
+        if name == "first":
+            train(fabric, model, optimizer, range(1), ranks)
+            fabric.save(path, state(model, optimizer, 1))
+            saved = everything(model, optimizer, fabric.strategy.precision)
+            train(fabric, model, optimizer, range(1, 2), ranks)
+    received = state(model, optimizer)
+    fabric.load(path, received)
+    assert received["step"] == 1
+    assert_same(everything(model, optimizer, fabric.strategy.precision), saved, kind)
+
+
+class Config:
+    """What users put into checkpoints: an object of their own class."""
+
+
+class AddsConfig(L.Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["config"] = Config()
+
+
+def passes_the_options_on(rank, ranks, folder):
+    """Trainer and Fabric read an object if torch's variable says so, and an edited file if the strategy says so."""
+    trainer, *_ = fit("32-true", ranks, 1, "sharded", callbacks=[AddsConfig()], folder=folder / "logs")
+    trainer.save_checkpoint(folder / "trainer.ckpt")
+    fabric, model, optimizer = setup("32-true", ranks, verify_checkpoints=False)
+    fabric.save(folder / "fabric.ckpt", state(model, optimizer, config=Config()))
+
+    def load(by, verify=True):
+        if by == "trainer":
+            strategy = FSDP2Strategy(verify_checkpoints=verify)
+            return fit("32-true", ranks, 2, strategy, path=folder / "trainer.ckpt")[1].losses
+        fabric, model, optimizer = setup("32-true", ranks, verify_checkpoints=verify)
+        return fabric.load(folder / "fabric.ckpt", state(model, optimizer))
+
+    for by in ("trainer", "fabric"):
+        meta = folder / f"{by}.ckpt" / "meta.pt"
+        with pytest.raises(UnpicklingError, match=rf"{by}\.ckpt/meta\.pt' holds an object of .*Config.*{UNSAFE}=1"):
+            load(by)
+        os.environ[UNSAFE] = "1"
+        assert load(by)
+        if rank == 0:
+            torch.save({**torch.load(meta), "note": "edited"}, meta)
+        fabric.barrier()
+        with pytest.raises(ValueError, match=rf"{by}\.ckpt/meta\.pt' is damaged, or belongs to another save"):
+            load(by)
+        assert load(by, verify=False)
+        del os.environ[UNSAFE]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run(saves, 2, folder, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved / "sharded.1", tmp_path / "c")
+
+
+def names(path):
+    return re.escape(str(path))
+
+
+def test_the_files_of_a_folder(saved):
+    assert sorted(f.name for f in (saved / "sharded.1").iterdir()) == sorted((*FILES, ".metadata"))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_file_of_another_save(saved, copy, name, verify):
+    shutil.copy(saved / "sharded.2" / name, copy)
+    with pytest.raises(ValueError, match=f"'{names(copy / name)}' .*belongs to another save"):
+        open_checkpoint(copy, verify=verify)
+
+
+def test_the_manifest_of_another_save(saved, copy):
+    shutil.copy(saved / "sharded.2" / FILES[3], copy)
+    with pytest.raises(ValueError, match=f"'{names(copy / SHARDS[0])}' belongs to another save"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(copy, name):
+    (copy / name).unlink()
+    expected = ValueError if name == "meta.pt" else FileNotFoundError  # without it the folder is no checkpoint at all
+    with pytest.raises(expected, match=names(copy / name) if name != "meta.pt" else "is a folder without 'meta.pt'"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_cut(copy, name, size):
+    whole = (copy / name).stat().st_size
+    os.truncate(copy / name, size if size >= 0 else whole - 1)
+    with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged"):
+        open_checkpoint(copy)
+    if name in SHARDS:
+        with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged: it has .* bytes, and {whole} were"):
+            open_checkpoint(copy, verify=False)
+
+
+def flipped(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_every_flipped_bit_of_a_folder_is_noticed(copy):
+    source = random.Random(0)
+    for name in FILES:
+        for bit in source.sample(range(8 * (copy / name).stat().st_size), 40):
+            flipped(copy / name, bit)
+            with pytest.raises(ValueError, match=names(copy / name)):
+                open_checkpoint(copy)
+            flipped(copy / name, bit)
+    open_checkpoint(copy)
+
+
+def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved, tmp_path):
+    """torch.save fills up with zeros between tensors: no checksum covers the filling, and nobody reads it."""
+    path, source, noticed = tmp_path / "a.ckpt", random.Random(0), 0
+    shutil.copy(saved / "full.1", path)
+    truth = torch.load(path, weights_only=True)
+    size = path.stat().st_size
+    for bit in source.sample(range(8 * size), 200):
+        flipped(path, bit)
+        error = None
+        try:
+            assert_same(open_checkpoint(path).rest, truth, f"bit {bit}")
+        except ValueError as found:
+            error = str(found)
+        assert error is None or str(path) in error
+        noticed += error is not None
+        flipped(path, bit)
+    assert noticed > 120, "most of a file is tensors"
+
+
+def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
+    end = 8 * (copy / SHARDS[0]).stat().st_size
+    flipped(copy / SHARDS[0], end // 2)
+    with pytest.raises(ValueError, match="`verify_checkpoints=False` of the strategy loads the file without"):
+        open_checkpoint(copy)
+    with caplog.at_level("INFO"):
+        open_checkpoint(copy, verify=False)
+    assert f"the checksums of '{copy}' are not compared (`verify_checkpoints=False`)" in caplog.text
+
+
+def test_the_manifest_holds_what_torch_stores_as_a_pickle(saved):
+    theirs = FileSystemReader(saved / "sharded.1").read_metadata()
+    found = manifest.read(saved / "sharded.1", verify=True)
+    ours = metadata_of(found.table)
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data == theirs.storage_data
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert found.progress == {"step": 1}
+
+
+def test_tools_of_torch_read_our_folders(saved, tmp_path):
+    dcp_to_torch_save(saved / "sharded.2", tmp_path / "whole")
+    truth = torch.load(saved / "sharded.truth", weights_only=True)
+    assert_same(dict(torch.load(tmp_path / "whole", weights_only=True)["model"]), truth["model"], "torch's tool")
+
+
+def test_a_manifest_of_a_later_version(copy):
+    path = copy / FILES[3]
+    text = path.read_text().replace('{"format": 1,', '{"format": 2,')
+    with pytest.raises(ValueError, match=r"is damaged: its checksum \(CRC-32\) differs"):
+        path.write_text(text) and open_checkpoint(copy)
+    body = text[: text.rindex(', "crc32": ')]
+    path.write_text(f'{body}, "crc32": "{zlib.crc32(body.encode()):08x}"}}')
+    with pytest.raises(ValueError, match=r"has the format 2, .* reads 1\. Install a later version"):
+        open_checkpoint(copy)
+
+
+def test_one_option_for_trainer_and_fabric():
+    for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
+        assert strategy(verify_checkpoints=False).verify_checkpoints is False
+        assert strategy().verify_checkpoints is True
+        with pytest.raises(ValueError, match="`verify_checkpoints='no'` is not valid; expected True or False"):
+            strategy(verify_checkpoints="no")

@@ -1,0 +1,233 @@
+"""Pickles in a checkpoint run no code unless the user says so; what cannot be read raises with its path."""
+
+import functools
+import os
+import pickle
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_lowprec.fsdp2 import foreign_table, torch_file
+from lightning_lowprec.fsdp2.manifest import META
+from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
+from lightning_lowprec.fsdp2.table import metadata_of
+from lightning_lowprec.tools.cli import main
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected"
+)
+SAFE, UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+class Runs:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+class Config:
+    """What users put into checkpoints: an object of their own class."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """As torch and Lightning write folders, and this package before it wrote manifests."""
+    layer = nn.Linear(8, 4)
+    optimizer = {"state": {"weight": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]}
+    save({"model": layer.state_dict(), "optimizer": optimizer}, checkpoint_id=tmp_path / "c")
+    torch.save({"step": 3}, tmp_path / "c" / META)
+    return tmp_path / "c"
+
+
+def test_the_table_of_a_foreign_folder_is_that_of_torch(folder):
+    ours, theirs = metadata_of(foreign_table.read(folder, None)), FileSystemReader(folder).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data == theirs.storage_data
+    layer = nn.Linear(8, 4)
+    stored = open_checkpoint(folder)
+    assert stored.rest == {"step": 3}
+    values = stored.model("model", layer.state_dict())
+    assert values.keys() == layer.state_dict().keys()
+
+
+class Pollutes:
+    """Sets an attribute of torch's class when it is unpickled."""
+
+    def __reduce__(self):
+        return (Metadata, ({},), (None, {"version": "polluted"}))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (os.system, ("touch {0}",), "posix.system"),
+        (eval, ("__import__('os').system('touch {0}')",), "builtins.eval"),
+        (functools.partial, (os.system, "touch {0}"), "functools.partial"),
+        (torch.hub.load, ("{0}", "main"), "torch.hub.load"),
+        (pickle.loads, (b"",), "_pickle.loads"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_a_table_runs_no_code(folder, tmp_path, function, args, name, weights_only):
+    witness = tmp_path / "ran"
+    args = [arg.format(witness) if isinstance(arg, str) else arg for arg in args]
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(function, *args)))
+    remedy = "pass `weights_only=False`" if weights_only is None else r"you pass True"
+    with pytest.raises(pickle.UnpicklingError, match=rf"/c/\.metadata' names {name}.*{remedy}"):
+        open_checkpoint(folder, weights_only)
+    assert not witness.exists()
+
+
+def test_a_trusted_table_may(folder, tmp_path, monkeypatch):
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(os.system, f"touch {tmp_path / 'ran'}")))
+    with pytest.raises(ValueError, match=r"\.metadata' is damaged, or is no table of contents"):
+        open_checkpoint(folder, weights_only=False)
+    assert (tmp_path / "ran").exists()
+    (tmp_path / "ran").unlink()
+    monkeypatch.setenv(UNSAFE, "1")
+    with pytest.raises(ValueError, match=r"\.metadata' is damaged"):
+        open_checkpoint(folder)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_table_changes_no_class(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Pollutes()))
+    with pytest.raises(ValueError, match=r"\.metadata' is damaged"):
+        open_checkpoint(folder)
+    assert Metadata.version is None
+
+
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "", "a/../../b"])
+def test_a_table_names_no_file_outside_of_its_folder(folder, file):
+    metadata = FileSystemReader(folder).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = file
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"is damaged, or is no table of contents: the file .* is not in the folder"):
+        open_checkpoint(folder)
+
+
+def test_a_damaged_shard_of_a_foreign_folder_is_named(folder):
+    for size in (200, 0):
+        os.truncate(folder / "__0_0.distcp", size)
+        with pytest.raises(ValueError, match=r"/c/__0_0\.distcp' is damaged, or belongs to another save"):
+            open_checkpoint(folder).model("model", nn.Linear(8, 4).state_dict())
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match=r"/c/__0_0\.distcp' is missing"):
+        open_checkpoint(folder).model("model", nn.Linear(8, 4).state_dict())
+    (folder / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError, match=r"/c/\.metadata' is missing"):
+        open_checkpoint(folder)
+
+
+@pytest.fixture(params=["folder", "file"])
+def with_an_object(request, folder):
+    """A checkpoint with an object of the user's own class, as litgpt's has, and where that object lies."""
+    if request.param == "folder":
+        torch.save({"step": 3, "config": Config()}, folder / META)
+        return folder, folder / META
+    torch.save({"model": nn.Linear(8, 4).state_dict(), "config": Config()}, folder.with_suffix(".ckpt"))
+    return folder.with_suffix(".ckpt"), folder.with_suffix(".ckpt")
+
+
+def test_an_object_is_refused_with_the_ways_out(with_an_object, monkeypatch):
+    path, file = with_an_object
+    refused = f"'{re.escape(str(file))}' holds an object of tests.fsdp2.test_untrusted_checkpoints.Config"
+    ways = f"pass `weights_only=False` where you load, or set the environment variable {UNSAFE}=1"
+    with pytest.raises(pickle.UnpicklingError, match=f"{refused}.*{ways}.*add_safe_globals"):
+        open_checkpoint(path)
+    assert isinstance(open_checkpoint(path, weights_only=False).rest["config"], Config)
+    with torch.serialization.safe_globals([Config]):
+        assert isinstance(open_checkpoint(path).rest["config"], Config)
+    monkeypatch.setenv(SAFE, "1")
+    with pytest.raises(pickle.UnpicklingError, match=f"{SAFE} forbids to read them; if you trust the file, unset it"):
+        open_checkpoint(path, weights_only=False)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "y"])
+def test_the_variable_of_torch_is_honoured(with_an_object, monkeypatch, value):
+    path, _ = with_an_object
+    monkeypatch.setenv(UNSAFE, value)
+    assert isinstance(open_checkpoint(path).rest["config"], Config)
+    with pytest.raises(pickle.UnpicklingError, match=r"\(you pass True\)\. To allow"):
+        open_checkpoint(path, weights_only=True)
+    monkeypatch.setenv(SAFE, "1")
+    with pytest.raises(RuntimeError, match="Only one of"):
+        open_checkpoint(path)
+
+
+def test_values_beside_tensors_follow_the_same_rule(folder, monkeypatch):
+    groups = [{"lr": 0.1, "params": ["weight", "bias"], "schedule": Config()}]
+    layer = nn.Linear(8, 4)
+    save({"model": layer.state_dict(), "optimizer": {"state": {}, "param_groups": groups}}, checkpoint_id=folder / "d")
+    shutil.copy(folder / META, folder / "d")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(
+        pickle.UnpicklingError, match=rf"__0_0\.distcp' holds an object of {__name__}.Config.*{UNSAFE}=1"
+    ):
+        open_checkpoint(folder / "d").optimizer("optimizer", layer, optimizer)
+    monkeypatch.setenv(UNSAFE, "1")
+    found = open_checkpoint(folder / "d").optimizer("optimizer", layer, optimizer)
+    assert isinstance(found["param_groups"][0]["schedule"], Config)
+
+
+def damaged_files(folder):
+    """Files that are no checkpoints, and what is wrong with them."""
+    torch.save({"a.weight": torch.ones(32, 32)}, folder / "whole.ckpt")
+    whole = (folder / "whole.ckpt").read_bytes()
+    torch.save({"a.weight": torch.ones(32, 32)}, folder / "legacy.ckpt", _use_new_zipfile_serialization=False)
+    legacy = (folder / "legacy.ckpt").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 64
+    return {
+        "empty.ckpt": (b"", "is damaged: the file is empty"),
+        "cut.ckpt": (whole[:100], "is damaged, or was cut off while it was written or copied (100 bytes"),
+        "half.ckpt": (whole[: len(whole) // 2], "is damaged, or was cut off"),
+        "flipped.ckpt": (bytes(flipped), "Bad CRC-32 for file"),
+        "text.ckpt": (b"{}", "is no file of `torch.save`, or is damaged (2 bytes"),
+        "old.ckpt": (legacy[: len(legacy) // 2], "is no file of `torch.save`, or is damaged"),
+    }
+
+
+def test_a_damaged_file_is_named(tmp_path, capsys):
+    for name, (content, expected) in damaged_files(tmp_path).items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"'{path}'")) as caught:
+            open_checkpoint(path)
+        assert expected in str(caught.value)
+        assert "weights_only" not in str(caught.value), "it would not help"
+        assert main(["export", str(path), str(tmp_path / "out.pt")]) == 2
+        said = capsys.readouterr().err
+        assert str(path) in said
+        assert expected in said
+        if name != "flipped.ckpt":  # a plan reads shapes, not values
+            assert main(["plan", str(path)]) == 2
+            assert str(path) in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_files_in_the_oldest_format_and_files_without_checksums(tmp_path, caplog):
+    weights = {"a.weight": torch.ones(32, 32)}
+    torch.save(weights, tmp_path / "legacy.ckpt", _use_new_zipfile_serialization=False)
+    torch.serialization.set_crc32_options(False)
+    torch.save(weights, tmp_path / "unchecked.ckpt")
+    torch.serialization.set_crc32_options(True)
+    for name in ("legacy.ckpt", "unchecked.ckpt"):
+        with caplog.at_level("INFO"):
+            assert torch.equal(open_checkpoint(tmp_path / name).rest["a.weight"], weights["a.weight"])
+        assert f"{name}' was written without checksums; damage to it is not noticed" in caplog.text
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}.pt")]) == 0
+        assert main(["plan", str(tmp_path / name)]) == 0
+    assert torch_file.check_records(tmp_path / "legacy.ckpt.pt")
