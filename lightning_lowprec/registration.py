@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Six parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -8,6 +8,8 @@ Five parts of Lightning are patched, if Lightning has them (see :mod:`~lightning
   refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
   module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
+* ``convert_module`` of Lightning's own precision plugins, which then warn of layers that this package has left in a
+  model;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -37,6 +39,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.precision import left_over
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
@@ -50,6 +53,9 @@ from lightning_lowprec.strategies import (
 
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
 """The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
+
+CONVERT = "convert_module"
+"""The public method of precision plugins that is called once per set-up of a model."""
 
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
@@ -72,6 +78,8 @@ def register() -> None:
         registry = private.strategy_registry(for_trainer=for_trainer)
         registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
+    for precision in _stock_precisions():
+        _patch(precision, CONVERT, _warn_of_left_over)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, private.COMPUTE_DTYPE):
@@ -160,6 +168,27 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
                 self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
     return lazy_init
+
+
+def _stock_precisions() -> list[type[Precision]]:
+    """Return the classes of Lightning's own precision plugins that define ``convert_module``."""
+    found: list[type[Precision]] = [Precision]
+    for cls in found:
+        found.extend(c for c in cls.__subclasses__() if c.__module__.startswith("lightning.") and c not in found)
+    return [cls for cls in found if CONVERT in vars(cls)]
+
+
+def _warn_of_left_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def convert_module(self: Any, module: Any) -> Any:
+        if _patches and not isinstance(self, LowPrecision):
+            run = f"under `precision={self.precision!r}`"
+            left_over.warn_at_first_forward(module, run)
+            if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
+                left_over.warn_of_half_weights(module, run)
+        return original(self, module)
+
+    return convert_module
 
 
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
