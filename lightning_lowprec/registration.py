@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Seven parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Eight parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -11,6 +11,8 @@ Seven parts of Lightning are patched, if Lightning has them (see :mod:`~lightnin
 * the registration of communication hooks in DDPStrategy, which leaves them out on CPU without a word: there
   ``fp8_gradient_hook`` is registered too;
 * the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
+* ``convert_module`` of Lightning's own precision plugins, which then warn of layers that this package has left in a
+  model;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -45,6 +47,7 @@ from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
+from lightning_lowprec.precision import left_over
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
@@ -64,6 +67,9 @@ LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
 
 _said: set[tuple[str, ...]] = set()
 """For each precision of ``lowprec run`` that was used: what it has replaced."""
+CONVERT = "convert_module"
+"""The public method of precision plugins that is called once per set-up of a model."""
+
 _patches: list[tuple[Any, str, Any, Any]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 
@@ -88,6 +94,8 @@ def register() -> None:
     if hasattr(trainer_strategies.DDPStrategy, private.DDP_NAMES[0]):
         _patch(trainer_strategies.DDPStrategy, private.DDP_NAMES[0], _register_on_cpu)
     _patch(LightningArgumentParser, "error", _say_names)
+    for precision in _stock_precisions():
+        _patch(precision, CONVERT, _warn_of_left_over)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, private.COMPUTE_DTYPE):
@@ -203,6 +211,27 @@ def _register_on_cpu(original: Callable[[Any], None]) -> Callable[[Any], None]:
             private.register_comm_hook(self)
 
     return register_hooks
+
+
+def _stock_precisions() -> list[type[Precision]]:
+    """Return the classes of Lightning's own precision plugins that define ``convert_module``."""
+    found: list[type[Precision]] = [Precision]
+    for cls in found:
+        found.extend(c for c in cls.__subclasses__() if c.__module__.startswith("lightning.") and c not in found)
+    return [cls for cls in found if CONVERT in vars(cls)]
+
+
+def _warn_of_left_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def convert_module(self: Any, module: Any) -> Any:
+        if _patches and not isinstance(self, LowPrecision):
+            run = f"under `precision={self.precision!r}`"
+            left_over.warn_at_first_forward(module, run)
+            if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
+                left_over.warn_of_half_weights(module, run)
+        return original(self, module)
+
+    return convert_module
 
 
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:

@@ -37,7 +37,7 @@ def is_fsdp2(strategy: Any) -> bool:
 def half_under_fsdp2(precision: Any) -> LowPrecision | None:
     """Our plugin for Lightning's mixed precisions, which gathers half weights and scales the loss; else None."""
     dtype: Any = _HALF.get(precision)
-    return None if dtype is None else HalfMixed(dtype)
+    return None if dtype is None else HalfMixed(dtype, weights="keep")  # as under Lightning's other strategies
 
 
 def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.gains import Recipe
 
@@ -44,6 +45,10 @@ def _no_revert(model: nn.Module) -> None:
     """Leave the model alone: the backend converts nothing."""
 
 
+def _no_revert_of_optimizer(optimizer: Optimizer) -> None:
+    """Leave the optimizer alone: the backend changes no optimizers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One way to compute in low precision: its names, its layers, and its functions for other parts of the package.
@@ -72,6 +77,8 @@ class Backend:
     """Prefixes of ``__module__`` of the layer classes, such as ``("transformer_engine.", "lightning_lowprec.te.")``."""
     revert: Callable[[nn.Module], None] = _no_revert
     """Give a model torch's own layers back, in place; parameters stay the same objects."""
+    revert_optimizer: Callable[[Optimizer], None] = _no_revert_of_optimizer
+    """Make an optimizer plain again, in place, if the backend has changed it and has given its weights back."""
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
     """Return the fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse
     such a model."""
@@ -158,6 +165,13 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     for backend in registered():
         if backend.name != except_for:
             backend.revert(model)
+
+
+def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> None:
+    """Make an optimizer plain again after :func:`revert_all`, in place, also its state."""
+    for backend in registered():
+        if backend.name != except_for:
+            backend.revert_optimizer(optimizer)
 
 
 def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:

@@ -39,8 +39,9 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     """Return ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}``.
 
     The tensors are DTensors; if ``full``, they are whole, on the CPU of rank 0, and other ranks get an empty dict.
+    Lightning's stand-in for no optimizer, whose state dict is empty, has no groups.
     """
-    state_dict = optimizer.state_dict()
+    state_dict = optimizer.state_dict() or {"state": {}, "param_groups": []}
     fqns = _fqns(model, optimizer)
     fqn_of = _by_number(state_dict["param_groups"], fqns)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]

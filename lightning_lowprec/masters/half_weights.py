@@ -8,15 +8,18 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.coupled import coupled
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.optimizer import add_masters
+from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, remove_masters
+from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import is_batch_norm, reset_shards
+from lightning_lowprec.private.torch import reset_shards
 
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
@@ -36,22 +39,42 @@ class HalfWeights:
         self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
+        self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
 
-    def cast(self, module: Module, dtype: torch.dtype) -> None:
-        """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one."""
-        kept = {
-            f"{fqn}.{name}".lstrip(".")
-            for fqn, norm in module.named_modules()
-            if is_batch_norm(norm)  # its float32 running statistics need float32 weights
-            for name, _ in norm.named_parameters(recurse=False)
-        }
-        if self.not_cast is not None:
-            kept.update(self.not_cast(module))
-        trained = {id(p) for p in module.parameters() if p.requires_grad}
+    def cast(self, module: Module, dtype: torch.dtype) -> int:
+        """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one.
+
+        Masters that an earlier run's optimizer still has become the masters of this run.
+
+        Returns:
+            The number of trainable parameters that were half precision, and whose float32 weights are not known.
+            Parameters that an earlier call has seen do not count.
+        """
+        kept = self._kept(module)
+        trained = {id(p): p for p in module.parameters() if p.requires_grad}
+        changed = [p for p in module.parameters() if p.dtype != dtype]
+        half = [p for p in trained.values() if p.dtype in HALF_DTYPES and id(p) not in self._originals]
         keep = self.config.form != "stochastic"
+        masters = existing_masters(half) if keep else {}
+        for p in half:
+            if id(p) in masters and p.dtype != dtype:  # round once, not from one half precision to the other
+                cast_parameter(p, torch.float32)
+                p.data.copy_(masters[id(p)])
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
-        self._originals |= {key: value for key, value in originals.items() if key in trained}
+        self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
         self.gradients.prepare(module.parameters())
+        for p in {id(p): p for p in (*changed, *trained.values()) if p.dtype == dtype}.values():
+            mark(p)
+        rounded = {id(p) for p in half} - masters.keys() - self._counted
+        self._counted |= rounded
+        return len(rounded)
+
+    def _kept(self, module: Module) -> set[str]:
+        """Return the names of the parameters that stay float32, because they are computed with float32 buffers."""
+        groups = [g for g in coupled(module) if g.is_batch_norm or (g.buffers and self.buffer_dtype is None)]
+        ids = {id(p) for group in groups for p in group.params}
+        kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
+        return kept if self.not_cast is None else kept.union(self.not_cast(module))
 
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights to use for FSDP2's shards; None if the shards are float32, as the masters would be.
@@ -72,7 +95,16 @@ class HalfWeights:
         return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
 
     def add_masters(self, optimizer: Optimizer) -> None:
-        """Give an optimizer masters; call it again when more of its parameters were cast."""
+        """Give an optimizer masters; call it again when more of its parameters were cast.
+
+        Masters of an earlier precision are replaced. Lightning's optimizer without parameter groups, which stands for
+        no optimizer, gets no masters.
+        """
+        if not optimizer.param_groups:
+            return
+        if masters_are_stale(optimizer, self.config):
+            self._originals = existing_masters(parameters_of(optimizer)) | self._originals
+            remove_masters(optimizer)
         add_masters(optimizer, self.config, values=self._originals)
         params = parameters_of(optimizer)
         self.gradients.prepare(params)
@@ -83,6 +115,7 @@ class HalfWeights:
     def drop_originals(self) -> None:
         """Free the float32 weights that no optimizer asked for; call it when training has begun."""
         self._originals = {}
+        self._counted = set()
 
     def __repr__(self) -> str:
         """Show the form of the masters, and the dtypes of buffers and gradients."""
@@ -90,7 +123,17 @@ class HalfWeights:
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""
-        return {**self.__dict__, "_originals": {}}
+        return {**self.__dict__, "_originals": {}, "_counted": set()}
+
+
+def mark(parameter: Tensor) -> None:
+    """Note at ``parameter`` that a plugin gave it its dtype; a weak reference would keep torch from swapping it."""
+    parameter.lowprec_dtype = parameter.dtype  # type: ignore[attr-defined]
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Return whether a plugin gave ``parameter`` the dtype that it has."""
+    return getattr(parameter, "lowprec_dtype", None) == parameter.dtype
 
 
 def cast_parameters(
@@ -120,9 +163,9 @@ def cast_parameters(
     originals = {}
     for parameter in module.parameters():
         if parameter.dtype in _CASTABLE and parameter.dtype != dtype and id(parameter) not in skipped:
-            if keep:
+            if keep and not is_lazy(parameter):
                 originals[id(parameter)] = parameter.data.float()
-            _cast_parameter(parameter, dtype)
+            cast_parameter(parameter, dtype)
     if any(hasattr(parameter, "to_local") for parameter in module.parameters()):
         reset_shards(module)
     if buffer_dtype is not None:
@@ -132,11 +175,14 @@ def cast_parameters(
     return originals
 
 
-def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast one parameter and its gradient in place; a lazy parameter gets its values in the new dtype later."""
     grad, parameter.grad = parameter.grad, None  # torch refuses a gradient of another dtype
     if hasattr(parameter, "to_local"):  # `.data =` would leave the shard of a DTensor unchanged
         swapped = nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, swapped)  # type: ignore[no-untyped-call]
     else:
         parameter.data = parameter.data.to(dtype)
+    if parameter.grad_dtype != dtype:  # set for the old dtype; a parameter without a setting follows its dtype
+        parameter.grad_dtype = dtype
     parameter.grad = None if grad is None else grad.to(dtype)

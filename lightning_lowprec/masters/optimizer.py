@@ -30,9 +30,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
-from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MASTERS, check, check_step, noted_by_schedulers, without_own_hooks
+from lightning_lowprec.private.torch import (
+    MASTERS,
+    check,
+    check_step,
+    noted_by_schedulers,
+    tree_map_only,
+    without_own_hooks,
+)
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
@@ -77,6 +85,36 @@ def add_masters(
     return optimizer
 
 
+def remove_masters(optimizer: Optimizer) -> None:
+    """Make ``optimizer`` plain again, in place; its state stays, in float32. Without masters nothing changes.
+
+    The parameters stay as they are. To keep the masters' values, read them before (``registry.existing_masters``).
+    """
+    if not isinstance(optimizer, MasterOptimizer):
+        return
+    _, plain = type(optimizer).__bases__  # see `_master_class`
+    optimizer.__class__ = plain
+    for name in ("_masters", "_incoming"):
+        vars(optimizer).pop(name, None)
+    for group in optimizer.param_groups:
+        group.pop(ROUNDING_STEP, None)
+    for param, entry in optimizer.state.items():
+        optimizer.state[param] = float32_state(entry)
+
+
+def float32_state(entry: Any) -> Any:
+    """Return the state of one parameter with its half-precision tensors in float32."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
+
+
+def masters_are_stale(optimizer: Optimizer, config: MasterConfig) -> bool:
+    """Return whether ``optimizer`` has masters of parameters that have another dtype now, or not by ``config``."""
+    if not isinstance(optimizer, MasterOptimizer):
+        return False
+    registry = optimizer._masters
+    return config != registry.config or any(p.dtype != store.dtype for store in registry.stores for p in store.params)
+
+
 def has_masters(optimizer: Optimizer) -> bool:
     """Return whether :func:`add_masters` was applied to ``optimizer``."""
     return isinstance(optimizer, MasterOptimizer)
@@ -94,6 +132,12 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
         TypeError: ``optimizer`` has no masters.
     """
     _registry_of(optimizer).move_grads(inv_scale)
+
+
+def show_master_grads(optimizer: Optimizer) -> None:
+    """Show the gradients that were moved to masters at the parameters too, until the next ``step`` or ``zero_grad``."""
+    if isinstance(optimizer, MasterOptimizer):
+        optimizer._masters.show_grads()
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 
-from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
+from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_choice, check_fields
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.float32_weights import Float32Weights
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.half_weights import HalfWeights
 
+Weights = Literal["float32", "keep"]
 MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 
 
@@ -77,6 +79,50 @@ class MasterOptions:
                 " float32; use `master_weights=True`, or bf16."
             )
         return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """Weights that are half precision when a model is set up, and the model after the Trainer's ``fit``.
+
+    Args:
+        weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
+            place, and logs a line; frozen weights and buffers stay. ``"keep"`` trains half-precision weights as they
+            are, without masters. It does not go with ``master_weights``.
+        plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit`` ends: torch's
+            own layers, and float32 weights with the values of the masters. Not under FSDP2.
+    """
+
+    weights: Weights = "float32"
+    plain_after_fit: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_choice("weights", self.weights, get_args(Weights))
+        check_choice("plain_after_fit", self.plain_after_fit, (True, False))
+
+    def resolve(self, masters: HalfWeights | None) -> Float32Weights | None:
+        """Return what makes weights float32; None: half-precision weights stay.
+
+        Args:
+            masters: the half-precision weights of the plugin, None for float32 weights.
+
+        Raises:
+            ValueError: ``weights="keep"`` with ``master_weights``.
+        """
+        if self.weights == "keep" and masters is not None:
+            raise ValueError(
+                "`weights='keep'` is not valid with `master_weights`, which takes half-precision weights as they are."
+                " Leave one of the two out."
+            )
+        return Float32Weights() if self.weights == "float32" else None
+
+
+class WeightChoices(TypedDict, total=False):
+    """The fields of :class:`WeightOptions`, for type checkers."""
+
+    weights: Weights
+    plain_after_fit: bool
 
 
 class MasterChoices(TypedDict, total=False):

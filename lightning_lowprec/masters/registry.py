@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import MasterConfig
@@ -20,6 +22,9 @@ from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import copy_all_, multiply_all, multiply_all_, tree_map_only
 
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
+_numbers = itertools.count()
+_registries: weakref.WeakValueDictionary[int, MasterRegistry] = weakref.WeakValueDictionary()
+"""Every registry that still exists, in the order in which they were made."""
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
 
 
@@ -38,9 +43,11 @@ class MasterRegistry:
         self.stores: list[Store] = []  # one per device and dtype of the parameters
         self._moments = StochasticMoments(config.seed) if config.moments == "stochastic" else None
         self._stepping = False
+        self._shown: dict[int, torch.dtype | None] = {}  # by id(parameter): `grad_dtype` before `show_grads`
         self.add_missing(values)
         if config.form == "stochastic":
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
+        _registries[next(_numbers)] = self
 
     # ---- membership
 
@@ -52,7 +59,7 @@ class MasterRegistry:
         """Make masters of the half-precision parameters that have none yet, one store per device and dtype."""
         new: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for p in self.params():
-            if p.dtype in HALF_DTYPES and id(p) not in self.master_of:
+            if p.dtype in HALF_DTYPES and id(p) not in self.master_of and not is_lazy(p):
                 new.setdefault((p.device, p.dtype), {})[id(p)] = p
         state = self._live().state
         for members in new.values():
@@ -104,6 +111,7 @@ class MasterRegistry:
 
     def move_grads(self, inv_scale: float | Tensor) -> None:
         """Load masters, move gradients to them, and unscale the gradients of parameters without a master."""
+        self._hide_grads()
         self.add_missing({})
         if any(p.grad is not None for p in self.param_of.values()):
             self.load()
@@ -111,8 +119,30 @@ class MasterRegistry:
             _move_grads(store.params, store.masters, inv_scale)
         _unscale_in_place([p for p in self.params() if id(p) not in self.master_of], inv_scale)
 
+    def show_grads(self) -> None:
+        """Make the gradients of the masters the ``grad`` of the parameters too, until the next step or ``zero_grad``.
+
+        Both are one float32 tensor, so the parameters show what clipping does to the masters' gradients, and edits of
+        either reach the step.
+        """
+        for p, master in zip(self.param_of.values(), self.master_of.values(), strict=True):
+            if master.grad is not None and p.grad is None:
+                self._shown[id(p)] = p.grad_dtype
+                p.grad_dtype = None  # any
+                p.grad = master.grad
+
+    def _hide_grads(self) -> None:
+        """Undo :meth:`show_grads`; a gradient that was assigned or dropped since then replaces the master's."""
+        shown, self._shown = self._shown, {}
+        for p, master in zip(self.param_of.values(), self.master_of.values(), strict=True) if shown else ():
+            if id(p) in shown:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = shown[id(p)]
+                master.grad = None if grad is None else grad.float()
+
     def drop_grads(self) -> None:
         """Drop moved gradients; outside of a step, free the masters' memory too."""
+        self._hide_grads()
         for store in self.stores:
             for master in store.masters:
                 master.grad = None
@@ -191,6 +221,24 @@ class MasterRegistry:
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(items)
+
+
+def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return copies of the float32 masters of ``params`` by ``id(parameter)``, if an optimizer still has them.
+
+    A master that no longer rounds to its parameter follows the parameter. Of two optimizers, the one that got its
+    masters last counts. A parameter that is not half precision any more has no master here.
+    """
+    wanted = {id(p): p for p in params}
+    found: dict[int, Tensor] = {}
+    for registry in _registries.values():
+        for store in registry.stores:
+            held = [p for p in store.params if wanted.get(id(p)) is p]
+            if held and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):
+                store.follow_edits()
+                values = {id(p): value for p, value in zip(store.params, store.values(), strict=True)}
+                found |= {id(p): values[id(p)].detach().clone() for p in held}
+    return found
 
 
 @torch.no_grad()

@@ -80,6 +80,10 @@ class Store(ABC):
         """Follow all edits of the parameters, also edits that leave no trace."""
         self.set_values({})
 
+    def follow_edits(self) -> None:
+        """Let the next load compare every master with its parameter, also where no edit was noticed."""
+        self._fingerprints = [None] * len(self.params)
+
     @torch.no_grad()
     def load(self) -> None:
         """Give every master its value; a master whose parameter was edited follows the edit."""
@@ -147,7 +151,7 @@ class Fp32Store(Store):
 
     def refresh(self) -> None:
         """Follow all edits; a master that rounds to its parameter stays."""
-        self._fingerprints = [None] * len(self.params)
+        self.follow_edits()
         self.load()
 
     def values(self) -> list[Tensor]:

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_lowprec.msamp.flat_step import Flats
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
-from lightning_lowprec.msamp.weight import Level, msamp_state_of
+from lightning_lowprec.msamp.weight import Level, codes_of, msamp_state_of, sharded_like
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MSAMP, check_step
@@ -82,6 +82,11 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             "correction2": 1 - beta2**step,
             "eps": group["eps"],
         }
+
+    @override
+    def _fresh_state(self, p: Tensor) -> dict[str, Any]:
+        zeros = torch.zeros_like(codes_of(p), dtype=torch.float32)  # AdamW takes a state without moments for an old one
+        return {"step": 0, **{name: sharded_like(zeros.clone(), p) for name in _ADAMW_MOMENTS}}
 
     @staticmethod
     @override
@@ -198,7 +203,9 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     if not coded:
         return
     if isinstance(optimizer, ScaledOptimizer):
-        if optimizer.level != level:
+        if optimizer.level != level and "plain_class" in vars(optimizer):  # its weights were converted again
+            _set_level(optimizer, level)
+        elif optimizer.level != level:
             raise ValueError(f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights.")
         check_options(optimizer)
     elif type(optimizer) in _CLASSES:
@@ -216,7 +223,15 @@ def _convert(optimizer: Any, **options: Any) -> None:
     check_step(optimizer, MSAMP)
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
+    options["plain_class"] = type(optimizer)
     optimizer.__class__ = _CLASSES[type(optimizer)]
     Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
     if saved is not None:
         optimizer.load_state_dict(saved)
+
+
+def _set_level(optimizer: ScaledOptimizer, level: Level) -> None:
+    saved = optimizer.state_dict()
+    optimizer.level = level
+    optimizer._flat_steps.clear()
+    optimizer.load_state_dict(saved)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
+from lightning_lowprec.msamp.revert import revert, revert_optimizer
 from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
 
 _NAMES: Final = {
@@ -48,6 +49,8 @@ BACKEND: Final = Backend(
     title="MS-AMP",
     names=_NAMES,
     layers_from=("lightning_lowprec.msamp.",),
+    revert=revert,
+    revert_optimizer=revert_optimizer,
     coded_weight=coded_weight,
     keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,

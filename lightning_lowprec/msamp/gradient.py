@@ -137,8 +137,11 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if writes_others or any(hasattr(t, "msamp_state") for t in private.tree_leaves((args, kwargs))):
         raise TypeError(
             f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
-            " tensor by it, as optimizers do that take codes for weights. Use `torch.optim.AdamW` under"
-            " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.ScaledAdamW`."
+            " tensor by it, as optimizers do that take codes for weights. AdamW, too, can step codes only where MS-AMP"
+            " has converted it, that is, under `precision='msamp-o2'` (or o1, o3); without Lightning use"
+            " `lightning_lowprec.msamp.ScaledAdamW`. If the codes come from an earlier run, and this run has another"
+            " precision, give the model float32 weights back before:"
+            " `lightning_lowprec.conversion.backends.revert_all(model)`."
         )
     values, options = private.tree_map_only(ScaledGradient, ScaledGradient.decode, (args, kwargs))
     output = func(*values, **options)

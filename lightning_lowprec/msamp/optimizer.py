@@ -208,11 +208,22 @@ class ScaledOptimizer(Optimizer):
     @override
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the plain optimizer, with the values of codes; at level O3 with masters."""
+        """Return the state dict of the plain optimizer, with the values of codes; at level O3 with masters.
+
+        A weight with a master that has not been stepped has its master and fresh moments there.
+        """
         state_dict = super().state_dict()
-        entries, params = state_dict["state"], parameters_of(self)
-        keyed = zip(_keys(state_dict), params, strict=True)
-        return {**state_dict, "state": {key: _with_values(entries[key], p) for key, p in keyed if key in entries}}
+        entries, state = state_dict["state"], {}
+        for key, p in zip(_keys(state_dict), parameters_of(self), strict=True):
+            if key in entries:
+                state[key] = _with_values(entries[key], p)
+            elif p.requires_grad and master_of(p) is not None:
+                state[key] = _with_values(self._fresh_state(p), p)
+        return {**state_dict, "state": state}
+
+    def _fresh_state(self, p: Tensor) -> dict[str, Any]:
+        """Return the state of the plain optimizer before the first step of ``p``: float32, or nothing."""
+        return {}
 
     @override
     @torch.no_grad()

@@ -11,22 +11,22 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
+from lightning_lowprec.msamp.revert import revert
 from lightning_lowprec.msamp.weight import LEVELS, Level, required_state_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.host import trainer_of
+from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     EmulationChoices,
@@ -40,12 +40,12 @@ from lightning_lowprec.precision.refusals import refuse_averaging
 BACKEND: Final = "msamp"
 
 
-class MSAMPChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, total=False):
+class MSAMPChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, total=False):
     """The options of :class:`MSAMP` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions)
 class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
@@ -87,7 +87,7 @@ class MSAMP(LowPrecision):
                 " a scale), torch.float32."
             )
         running = take(FP8Options, options)
-        super().__init__(take(LossScaleOptions, options).resolve(running.base))
+        super().__init__(take(LossScaleOptions, options).resolve(running.base), None, take(WeightOptions, options))
         self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
         self.layers = take(LayerOptions, options)
         self.level: Level = level
@@ -137,15 +137,14 @@ class MSAMP(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        fp8.check_runs(self, device)
-        backends.revert_all(module)
         plan = fp8.plan_or_raise(
             module, self.layers, precision=self.precision, base=self.base, converted_class=ScaledLinear
         )
         held = scaled_linears(module)
-        if held:
-            self._check_held(module, held, plan)
-        else:
+        if held and not self._are_held(held, plan):  # of another level, or other layers
+            revert(module)
+            held = {}
+        if not held:
             with unchanged(module, may_change="the dtype"):
                 scale_linears(module, plan.converted, self.level)
         for linear in scaled_linears(module).values():
@@ -153,23 +152,16 @@ class MSAMP(LowPrecision):
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
         if self.modules.sharded is None:
             self._replicas.exclude_codes(module, will_train=self._will_train)
-        for optimizer in self.optimizers.known:
-            self._convert_optimizer(optimizer)
         if plan != self.plan:
             rank_zero_info(f"{self.precision}: {plan.summary()}.")
             if self.emulates(device):
                 rank_zero_info(f"{self.precision}: {self.how(device)}.")
         self.plan = plan
 
-    def _check_held(self, module: Module, held: dict[str, ScaledLinear], plan: Plan) -> None:
-        """Raise if an earlier conversion was another one: weights that became codes do not become others."""
+    def _are_held(self, held: dict[str, ScaledLinear], plan: Plan) -> bool:
+        """Return whether an earlier conversion has made the codes that this precision wants."""
         has_master = {required_state_of(linear.weight).master is not None for linear in held.values()}
-        if set(plan.converted) != held.keys() or has_master != {self.level == "O3"}:
-            raise ValueError(
-                f"`precision={self.precision!r}`: {type(module).__name__} was converted before, with another level or"
-                f" other layers ({len(held)} hold codes, this precision would convert {len(plan.converted)}). Load its"
-                " state dict, which is plain, into a fresh model."
-            )
+        return set(plan.converted) == held.keys() and has_master == {self.level == "O3"}
 
     # ---- optimizers and replicas
 
@@ -178,8 +170,8 @@ class MSAMP(LowPrecision):
         convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @override
-    def see_optimizer(self, optimizer: Optimizer) -> None:
-        super().see_optimizer(optimizer)
+    def _prepare_weights_of(self, optimizer: Optimizer) -> None:
+        super()._prepare_weights_of(optimizer)
         self._convert_optimizer(optimizer)
 
     @override
@@ -190,14 +182,11 @@ class MSAMP(LowPrecision):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        trainer = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
         refuse_averaging(
-            getattr(trainer, "callbacks", ()),
+            callbacks_of(model),
             f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
             " the state dicts of checkpoints, which are plain.",
         )
-        for optimizer in optimizers if self._will_train else ():
-            self._convert_optimizer(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
     # ---- step

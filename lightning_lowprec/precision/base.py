@@ -12,6 +12,7 @@ The differences between Trainer and Fabric are in :mod:`~lightning_lowprec.preci
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,13 +35,15 @@ from typing_extensions import override
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.precision import state, step
-from lightning_lowprec.precision.host import cast_floating, in_trainer, shown_as, trainer_of
+from lightning_lowprec.precision import left_over, state, step
+from lightning_lowprec.precision.after_fit import AfterFit
+from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
-from lightning_lowprec.precision.refusals import refuse_codes, refuse_sharded, refuse_uncast
+from lightning_lowprec.precision.refusals import check_runs, refuse_sharded, refuse_uncast, warn_of_averaging
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -47,6 +52,7 @@ class LowPrecision(TrainerPrecision, ABC):
     Args:
         loss_scale: the options of loss scaling, or None for an unscaled loss.
         masters: casts weights and gives optimizers float32 masters; None for float32 weights.
+        weights: the options of half-precision weights where there are no masters, and of the model after ``fit``.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
@@ -58,14 +64,25 @@ class LowPrecision(TrainerPrecision, ABC):
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
+    keeps_float32_shards: bool = False
+    """Whether FSDP2's float32 shards take the place of masters."""
     shards_codes: bool = False
     """Whether FSDP2 can shard these codes."""
 
-    def __init__(self, loss_scale: LossScale | None, masters: HalfWeights | None = None) -> None:
+    def __init__(
+        self,
+        loss_scale: LossScale | None,
+        masters: HalfWeights | None = None,
+        weights: WeightOptions | None = None,
+    ) -> None:
+        options = WeightOptions() if weights is None else weights
         self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
         self.masters = masters
+        self.weights = options.resolve(masters)
+        self.plain_after_fit = options.plain_after_fit
         self.modules = Modules()
         self.optimizers = Optimizers()
+        self.after_fit = AfterFit()
         self._in_trainer = False
         self._will_train = True
         self._half_weights = False
@@ -134,6 +151,7 @@ class LowPrecision(TrainerPrecision, ABC):
         trainer = trainer_of(module)
         if trainer is not None and trainer.precision_plugin is not self:  # from an earlier fit; now Fabric runs it
             trainer = None
+        self.after_fit.begin(module, trainer)
         self._in_trainer = trainer is not None
         # before a fit, evaluation keeps float32 weights (autocast rounds them the same way): masters lose nothing
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
@@ -141,27 +159,56 @@ class LowPrecision(TrainerPrecision, ABC):
             self.modules.bind(trainer.strategy.root_device)
         if self.modules.is_sharded(module):
             return module
-        refuse_codes(module, self.precision, self.backend)
         refuse_sharded(module, self.precision)
         if self.modules.add(module):
             self._prepare_waiting()
-        elif self.masters is not None and self.modules.sharded is None:  # before DDP makes buckets of its dtype
-            self.masters.cast(module, self.autocast_dtype)
+        else:  # before DDP makes buckets of the parameters' dtypes
+            self._set_dtypes(module)
+        self.after_fit.keep_changed()
         return module
 
     def _prepare_waiting(self) -> None:
         prepared = []
         for module, device in self.modules.take_waiting():
+            check_runs(self, device)
+            left_over.forget(module)
+            backends.revert_all(module, except_for=self.backend)
+            if self.masters is None:
+                self._set_dtypes(module)
             self._prepare(module, device)
-            if self.masters is not None and self._will_train and self.modules.sharded is None:
-                self.masters.cast(module, self.autocast_dtype)
+            if self.masters is not None:
+                self._set_dtypes(module)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             prepared.append((module, device))
-        if self.masters is not None:
-            for optimizer in self.optimizers.known:
-                self.masters.add_masters(optimizer)
+        for optimizer in self.optimizers.known:
+            self._prepare_weights_of(optimizer)
         for module, device in prepared:
             self._finish(module, device)
+
+    def _set_dtypes(self, module: Module) -> None:
+        """Cast a module that will train to half precision, or its trainable half-precision weights to float32."""
+        if not self._will_train:
+            return
+        if self.masters is not None:
+            if self.modules.sharded is None:
+                self._cast_to_half(module)
+            return
+        if self.weights is None:
+            return
+        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(module))
+        if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
+            remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
+            rank_zero_info(f"{self.precision}: {change}.{remedy}")
+
+    def _cast_to_half(self, module: Module) -> None:
+        assert self.masters is not None
+        rounded = self.masters.cast(module, self.autocast_dtype)
+        if rounded:
+            rank_zero_info(
+                f"{self.precision}: {rounded} trainable parameters of {type(module).__name__} were half precision"
+                " already, so their float32 values start from rounded values. Load the model in float32"
+                " (`dtype=torch.float32` of transformers' `from_pretrained`) to keep them exact."
+            )
 
     def _known_device(self) -> torch.device:
         if not self.modules.ready:
@@ -177,15 +224,24 @@ class LowPrecision(TrainerPrecision, ABC):
         Args:
             reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
         """
+        if self.plain_after_fit:
+            raise ValueError(
+                "`plain_after_fit=True` is not possible under FSDP2, which leaves a model sharded. Leave it out, and"
+                " load a checkpoint into a fresh model."
+            )
         self.modules.bind_fsdp2()
         self.optimizers.reshard = reshard
-        self.masters = None if self.masters is None else self.masters.under_fsdp2()
+        masters = None if self.masters is None else self.masters.under_fsdp2()
+        self.keeps_float32_shards |= self.masters is not None and masters is None
+        self.masters = masters
 
     def cast_shards(self, module: Module) -> None:
         """Cast the float32 shards of a sharded ``module`` if the precision has half-precision weights."""
         self.modules.note_sharded(module)
+        if self.weights is not None:
+            self.weights.note_sharded(module)
         if self.masters is not None:
-            self.masters.cast(module, self.autocast_dtype)
+            self._cast_to_half(module)
             self._half_weights = True
 
     # ---- set-up of optimizers
@@ -203,18 +259,27 @@ class LowPrecision(TrainerPrecision, ABC):
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:
             self.scaler.watch(optimizer)
+        self._prepare_weights_of(optimizer)
+
+    def _prepare_weights_of(self, optimizer: Optimizer) -> None:
+        """Let an optimizer follow the dtypes of its parameters, and take over what another precision left in it."""
+        backends.revert_optimizer(optimizer, except_for=self.backend)
         if self.masters is not None:
             self.masters.add_masters(optimizer)
+        elif self.weights is not None:
+            self.weights.follow(optimizer)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         self.see_module(model)
+        self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
             for optimizer in optimizers:
                 self._prepare_optimizer(optimizer)
             if self.masters is not None:
                 self.masters.drop_originals()
+                warn_of_averaging(callbacks_of(model), self.precision)
             self._check_optimizers(optimizers)
         self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)
@@ -223,16 +288,23 @@ class LowPrecision(TrainerPrecision, ABC):
         """Check and prepare in Fabric before the first step after a set-up of modules."""
         if self.optimizers.any_added:
             self._check_optimizers([*self.optimizers.known, optimizer])
+        self._prepare_weights_of(optimizer)  # with `plugins=`, the optimizer was not known before
         if self.masters is not None:
             refuse_uncast(self.modules.sharded, self.precision)
             self.masters.gradients.check_reduced()
-            self.masters.add_masters(optimizer)  # with `plugins=`, the optimizer was not known before
             self.masters.drop_originals()
         self.modules.note_check()
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
         self.optimizers.check(self.modules, optimizers, self._converted_layers)
+
+    @override
+    def teardown(self) -> None:
+        """Trainer: hand back the model after a search of the Tuner, or as ``plain_after_fit`` asks."""
+        super().teardown()
+        if self._in_trainer and self.modules.sharded is None:
+            self.after_fit.end(self.modules.prepared, plain=self.plain_after_fit, trained=self._will_train)
 
     # ---- forward
 

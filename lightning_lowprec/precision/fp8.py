@@ -11,7 +11,6 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.state import check_ranks_agree
 
 
 def emulates(emulate: bool | None, device: torch.device) -> bool:
@@ -49,19 +48,6 @@ def how(emulate: bool | None, device: torch.device) -> str:
 def peak_dtype(plugin: LowPrecision) -> torch.dtype:
     """Return ``torch.int8`` where FP8 kernels run, else the base dtype; see ``LowPrecision.peak_rate_dtype``."""
     return plugin.autocast_dtype if plugin.emulates(plugin.modules.device or default_device()) else torch.int8
-
-
-def check_runs(plugin: LowPrecision, device: torch.device) -> None:
-    """Raise if the precision cannot run on ``device``, or means another backend on another rank.
-
-    Raises:
-        RuntimeError: the message has the reason and the remedy.
-    """
-    refusal = plugin.refusal(device)
-    if refusal is not None:
-        raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
-    if plugin.backend_is_chosen and plugin.backend is not None:
-        check_ranks_agree(plugin.precision, plugin.backend)
 
 
 def plan_or_raise(

@@ -9,10 +9,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, LossScaleChoices, LossScaleOptions
@@ -30,12 +29,12 @@ _NAMES: dict[tuple[str, str | None], str] = {
 }
 
 
-class HalfChoices(LossScaleChoices, MasterChoices, total=False):
+class HalfChoices(LossScaleChoices, MasterChoices, WeightChoices, total=False):
     """Every option of :class:`HalfMixed` except ``dtype``, for type checkers."""
 
 
 @final
-@shows(LossScaleOptions, MasterOptions)
+@shows(LossScaleOptions, MasterOptions, WeightOptions)
 class HalfMixed(LowPrecision):
     """Half precision by ``torch.autocast``, with float32 weights or with half-precision weights and float32 masters.
 
@@ -53,7 +52,7 @@ class HalfMixed(LowPrecision):
         scale = take(LossScaleOptions, options).resolve("fp16" if dtype == "auto" else dtype)
         self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
         masters = take(MasterOptions, options).resolve(dtype)
-        super().__init__(None if dtype == "auto" else scale, masters)
+        super().__init__(None if dtype == "auto" else scale, masters, take(WeightOptions, options))
         self.precision = _NAMES[dtype, None if masters is None else masters.config.form]
 
     @property
@@ -76,7 +75,6 @@ class HalfMixed(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        backends.revert_all(module)
         if self._dtype is not None:
             return
         rank_zero_info(f"{self.precision}: {self.how(device)}.")

@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.private.lightning import check_precision_plugin
@@ -39,6 +40,12 @@ def trainer_of(module: Module | None) -> Trainer | None:
     except RuntimeError:  # no Trainer is attached
         return None
     return trainer if isinstance(trainer, Trainer) else None  # Fabric attaches a shim
+
+
+def callbacks_of(model: Module) -> list[Any]:
+    """Return the callbacks of the Trainer that runs ``model``, which DDP may have wrapped."""
+    trainer: Any = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
+    return list(getattr(trainer, "callbacks", ()))
 
 
 def in_trainer(module: Module | None) -> TypeGuard[LightningModule]:

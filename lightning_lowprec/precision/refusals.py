@@ -6,27 +6,28 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import lightning.pytorch.callbacks
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 
-from lightning_lowprec.conversion.backends import coded_weight
+from lightning_lowprec.precision.state import check_ranks_agree
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
 """Callbacks that average parameters; lightning 2.6 added ``WeightAveraging``."""
 
 
-def refuse_codes(module: Module, precision: str, backend: str | None) -> None:
-    """Raise for a model whose weights another backend keeps as codes.
+def check_runs(plugin: Any, device: torch.device) -> None:
+    """Raise if the precision cannot run on ``device``, or means another backend on another rank.
 
     Raises:
-        TypeError: the message names one of the weights.
+        RuntimeError: the message has the reason and the remedy.
     """
-    found = coded_weight(module)
-    if found is not None and found[0].name != backend:
-        raise TypeError(
-            f"`precision={precision!r}`: {type(module).__name__} keeps {found[1]!r} as codes with a scale, from an"
-            f" earlier run under {found[0].title}. Load its state dict, which is plain, into a fresh model."
-        )
+    refusal = plugin.refusal(device)
+    if refusal is not None:
+        raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
+    if plugin.backend_is_chosen and plugin.backend is not None:
+        check_ranks_agree(plugin.precision, plugin.backend)
 
 
 def refuse_sharded(module: Module, precision: str) -> None:
@@ -68,7 +69,27 @@ def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
     Raises:
         MisconfigurationException: the message names the callback.
     """
+    for callback in _averaging(callbacks):
+        raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
+
+
+def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
+    """Warn of Lightning's callbacks that average the model's parameters, which are half precision.
+
+    Args:
+        callbacks: the callbacks of the Trainer.
+        precision: the name of the precision.
+    """
+    for callback in _averaging(callbacks):
+        rank_zero_warn(
+            f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
+            " half precision: the average is rounded whenever it is put into the model, for validation and at the end."
+            " An average that moves slowly loses most of its way. Use a precision with float32 weights ('bf16-mixed',"
+            " 'half-auto', 'fp8-hybrid'), or average the float32 masters in a callback of your own:"
+            " `trainer.precision_plugin.main_params(optimizer)`."
+        )
+
+
+def _averaging(callbacks: Iterable[Any]) -> list[Any]:
     kinds = tuple(getattr(lightning.pytorch.callbacks, name, ()) for name in AVERAGING)
-    for callback in callbacks:
-        if isinstance(callback, kinds):
-            raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
+    return [callback for callback in callbacks if isinstance(callback, kinds)]

@@ -18,7 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_lowprec.masters.optimizer import expose_master_grads, has_masters, main_params, move_grads_to_masters
+from lightning_lowprec.masters.optimizer import (
+    expose_master_grads,
+    has_masters,
+    main_params,
+    move_grads_to_masters,
+    show_master_grads,
+)
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.lightning import after_closure
 
@@ -34,11 +40,15 @@ def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
 
 
 def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
-    """Divide the gradients by the loss scale and move them to the masters; a second call in a step does nothing."""
+    """Divide the gradients by the loss scale and move them to the masters; a second call in a step does nothing.
+
+    The parameters show the gradients of their masters from then on, also when these are clipped.
+    """
     if scaler is not None:
         scaler.unscale(optimizer)
     elif has_masters(optimizer):
         move_grads_to_masters(optimizer)
+    show_master_grads(optimizer)
 
 
 def zero_if_skipped(scaler: LossScaler | None, optimizer: Optimizer) -> None:

@@ -19,6 +19,8 @@ PRECISION_NAMES: Final = ("_after_closure",)
 """Attributes of the Trainer's precision plugins."""
 DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
 """Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
+TUNER_NAME: Final = "_early_exit"
+"""Attribute of the callbacks that search for the Tuner: whether the Trainer stops after the search."""
 FSDP_NAMES: Final = {
     "state_dict_type": "_state_dict_type",
     "process_group_backend": "_process_group_backend",
@@ -39,6 +41,7 @@ def moved() -> list[str]:
     """Return the private names that the installed Lightning no longer has, in words; empty on supported versions."""
     from lightning.fabric import strategies as fabric
     from lightning.pytorch import strategies as trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
@@ -50,6 +53,8 @@ def moved() -> list[str]:
         "_SignalConnector": (_SignalConnector, SIGNAL_NAMES),
         "Precision": (Precision, PRECISION_NAMES),
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
+        "LearningRateFinder": (LearningRateFinder, (TUNER_NAME,)),
+        "BatchSizeFinder": (BatchSizeFinder, (TUNER_NAME,)),
     }
     missing = [f"{owner}.{name}" for owner, (cls, names) in used.items() for name in names if not _has(cls, name)]
     return [*moved_connectors(), *missing]
@@ -192,6 +197,17 @@ def set_bytes_per_parameter(summary: Any, size: float) -> None:
 def precision_plugin_of(model: Any) -> Any:
     """Return the precision plugin of the Trainer that a LightningModule is attached to, or None."""
     return getattr(getattr(model, "_trainer", None), "precision_plugin", None)
+
+
+# ---- the Tuner
+
+
+def is_tuning(trainer: Any) -> bool:
+    """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+    finders = (BatchSizeFinder, LearningRateFinder)
+    return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
 
 
 # ---- the step of a precision plugin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast, final
 
@@ -351,6 +351,17 @@ _ignore_in_ddp: Any = _get("torch.nn.parallel.DistributedDataParallel._set_param
 def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
     """Let DDP leave these parameters of ``model`` alone, and those that it was to leave alone already."""
     _ignore_in_ddp(model, sorted(names.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))))
+
+
+def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
+    """Undo :func:`ignore_in_ddp` for these parameters of ``model``."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
+    if before is None:
+        return
+    _ignore_in_ddp(model, sorted(set(before).difference(names)))
+    for name, parameter in model.named_parameters():
+        if name in names:
+            vars(parameter).pop("_ddp_ignored", None)
 
 
 # ---- Transformer Engine: the backward pass and its saved tensors

@@ -12,11 +12,10 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.options import BASE_DTYPES, FP8Choices, FP8Options, LossScaleChoices, LossScaleOptions
@@ -39,12 +38,14 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
 """The name for ``precision=`` of each kind of recipe and format."""
 
 
-class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, total=False):
+class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, without=("min_gain", "tokens", "emulate"))
+@shows(
+    LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, without=("min_gain", "tokens", "emulate")
+)
 class FP8TE(LowPrecision):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
@@ -102,7 +103,8 @@ class FP8TE(LowPrecision):
     ) -> None:
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
-        super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
+        scale = take(LossScaleOptions, options).resolve(running.base)
+        super().__init__(scale, masters, take(WeightOptions, options))
         require(support.MODULE, "FP8TE")
         self.recipe: Any = recipes.make_recipe(
             recipe,
@@ -179,8 +181,6 @@ class FP8TE(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        fp8.check_runs(self, device)
-        backends.revert_all(module, except_for=BACKEND)
         found = convert_model(
             module,
             self.recipe,

@@ -11,14 +11,13 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import CompileOptions
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.selection import repeated_stacks
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.options import (
@@ -47,12 +46,14 @@ NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
 """The name for ``precision=`` of each recipe and format."""
 
 
-class TorchAOChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, total=False):
+class TorchAOChoices(
+    LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, WeightChoices, total=False
+):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions)
 class FP8TorchAO(LowPrecision):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -86,7 +87,8 @@ class FP8TorchAO(LowPrecision):
         running = take(FP8Options, options)
         _check(recipe, running.base, fp8_format)
         masters = take(MasterOptions, options).resolve(running.base)
-        super().__init__(take(LossScaleOptions, options).resolve(running.base), masters)
+        scale = take(LossScaleOptions, options).resolve(running.base)
+        super().__init__(scale, masters, take(WeightOptions, options))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe
         self.layers = take(LayerOptions, options)
@@ -142,10 +144,9 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        fp8.check_runs(self, device)
         from lightning_lowprec.torchao import linear
 
-        backends.revert_all(module)  # also layers of torchao: fit, then test, makes the same plan again
+        linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
         config = linear.linear_config(
             self.recipe,

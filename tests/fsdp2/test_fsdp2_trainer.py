@@ -1,5 +1,6 @@
 """FSDP2 in the Trainer, wherever the model is defined, in every precision; two gloo ranks."""
 
+import tempfile
 import warnings
 
 import lightning as L
@@ -247,9 +248,50 @@ def manual(rank):
     }
 
 
+class Clipped(Module):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 1e-2, "norm")
+        self.on_before_optimizer_step(optimizer)
+
+
+def from_half(rank):
+    """A bf16 model, with weights on rank 0 alone, beside the float32 model with its values; and its clipped norms."""
+    results = {}
+    for precision in ("fp8-hybrid", "bf16-master", "bf16-remainder"):
+        for kind in ("bf16", "float32"):
+            model = Clipped()
+            model.net.bfloat16()
+            if kind == "float32":
+                model.net.float()
+            elif rank:
+                model.net.to("meta")
+            fitted(precision, model, limit_val_batches=0)
+            results[precision, kind] = model.losses, {p.dtype for p in model.parameters()}, model.grad_norms[1::2]
+    return results
+
+
+class Untrained(Module):
+    def configure_optimizers(self):
+        return None
+
+
+def without_optimizer(rank):
+    """Save and resume a run whose model has no optimizer."""
+    saved = []
+    for precision in ("bf16-mixed", "bf16-remainder"):
+        _, trainer = fitted(precision, Untrained(), limit_val_batches=0)
+        path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/none.ckpt")
+        trainer.save_checkpoint(path)
+        model, other = Untrained(), trainer_for(precision, max_epochs=2, limit_val_batches=0)
+        other.fit(model, loader(), ckpt_path=path)
+        saved.append((trainer.current_epoch, len(model.losses), other.current_epoch))
+    return saved
+
+
 def worker(rank):
     warnings.simplefilter("ignore")
     parts = (every_precision, places, by_hand, again, accumulated, inference, compiled, manual)
+    parts += (from_half, without_optimizer)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -328,3 +370,20 @@ def test_manual_optimization(results):
     assert losses["32-true", "fsdp2", False] == pytest.approx(losses["32-true", "ddp", True], rel=1e-4)
     assert losses["fp8-hybrid", "fsdp2", True] == losses["fp8-hybrid", "fsdp2", False]
     assert len(losses["fp8-hybrid", "fsdp2", True]) == 16
+
+
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "bf16-master", "bf16-remainder"])
+def test_a_bf16_model_trains_as_the_float32_model_with_its_values(results, precision):
+    given, same = (results[0]["from_half"][precision, kind] for kind in ("bf16", "float32"))
+    assert given == same
+    assert given[1] == {torch.bfloat16 if precision == "bf16-remainder" else torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "bf16-master", "bf16-remainder"])
+def test_the_clipped_gradient_is_shown(results, precision):
+    norms = results[0]["from_half"][precision, "bf16"][2]
+    assert norms == [pytest.approx(1e-2, rel=1e-3)] * 8
+
+
+def test_a_model_without_an_optimizer_is_saved_and_resumed(results):
+    assert results[0]["without_optimizer"] == [(1, 8, 2)] * 2

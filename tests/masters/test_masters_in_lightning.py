@@ -99,7 +99,8 @@ def test_swa_and_schedulers(name):
     model = Net()
     swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
     trainer = L.Trainer(precision=name, max_epochs=3, callbacks=[swa], **QUIET)
-    trainer.fit(model)
+    with pytest.warns(UserWarning, match="averages the weights of the model"):
+        trainer.fit(model)
     assert has_masters(trainer.optimizers[0])
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"

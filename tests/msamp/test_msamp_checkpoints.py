@@ -7,7 +7,7 @@ import torch
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.msamp.linear import ScaledLinear
-from lightning_lowprec.msamp.weight import master_of
+from lightning_lowprec.msamp.weight import master_of, values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Net, fit, in_fabric
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -95,15 +95,17 @@ def test_masters_of_o3_are_in_the_checkpoint_and_a_stale_one_is_ignored(saved):
         assert torch.equal(master_of(module.first.weight), expected)
 
 
-def test_a_model_of_codes_is_refused_by_other_precisions_and_levels():
+def test_other_levels_and_layers_take_over_the_values_and_lightnings_own_precisions_raise():
     module, _ = fit(MSAMP("O2"))
-    for plugin in (FP8TorchAO(), HalfMixed("bf16")):
-        with pytest.raises(TypeError, match=r"keeps 'first.weight' as codes.*Load its state dict.*fresh model"):
-            fit(plugin, module)
-    for plugin in (MSAMP("O3"), MSAMP("O2", keep=["second"])):
-        with pytest.raises(ValueError, match="was converted before, with another level or other layers"):
-            fit(plugin, module)
-    for precision in ("32-true", "bf16-mixed"):  # Lightning's own do not look, but the optimizer finds out
-        with pytest.raises(TypeError, match="kept as codes with a scale"):
+    values = values_of(module.second.weight)
+    fit(MSAMP("O2", keep=["second"]), module, epochs=0)
+    assert type(module.second) is torch.nn.Linear
+    assert torch.equal(module.second.weight, values)
+    fit(MSAMP("O2"), module)
+    for precision in ("32-true", "bf16-mixed"):  # Lightning's own do not convert, and the optimizer finds out
+        with (
+            pytest.warns(UserWarning, match="2 layers of Net are those of MS-AMP"),
+            pytest.raises(TypeError, match="kept as codes with a scale"),
+        ):
             fit(precision, copy.deepcopy(module))  # which has decayed the weights by then
     assert type(fit(MSAMP("O1"), module)[0].first) is ScaledLinear  # the weights of O1 are those of O2

@@ -1,0 +1,98 @@
+"""Make trainable half-precision weights float32, and let their optimizers follow.
+
+``transformers`` loads weights in the dtype of the checkpoint, often bf16, and masters leave half-precision weights in a
+model. A precision with float32 weights would train both without masters, and lose updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.masters.coupled import coupled
+from lightning_lowprec.masters.half_weights import cast_parameter, is_marked, mark
+from lightning_lowprec.masters.optimizer import float32_state, remove_masters
+from lightning_lowprec.masters.registry import existing_masters
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.parameters import parameters_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The parameters that became float32."""
+
+    parameters: int
+    """Their number."""
+    bytes: int
+    """The bytes that they take more than before."""
+    exact: int
+    """The number of them that got the value of a master that an optimizer still had."""
+
+    def __str__(self) -> str:
+        """Return the end of a log line."""
+        rounded = self.parameters - self.exact
+        source = "their rounded values" if not self.exact else "their masters' values"
+        if self.exact and rounded:
+            source += f" ({rounded} of them from rounded values, without masters)"
+        return (
+            f"{self.parameters} trainable half-precision parameters became float32, {self.bytes} bytes more, and start"
+            f" from {source}"
+        )
+
+
+@final
+class Float32Weights:
+    """Makes parameters float32, and lets optimizers follow."""
+
+    def __init__(self) -> None:
+        self._fqns: set[str] = set()
+
+    def make(self, module: Module, *, frozen_too: bool = False) -> Change | None:
+        """Make the trainable half-precision parameters of ``module`` float32, in place; return None if there are none.
+
+        Parameter objects, ties and gradients stay. A parameter gets the value of its master, if an optimizer of an
+        earlier run still has one. Codes, buffers, and frozen parameters that no plugin has cast, stay as they are.
+        Buffers that are computed with a parameter that changes (running statistics of batch norm, vectors of
+        spectral_norm) become float32 too. With ``frozen_too`` all frozen parameters change, to be unfrozen later.
+        """
+        half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and not backends.keeps_master(p)]
+        half = [p for p in half if p.requires_grad or frozen_too or is_marked(p)]
+        if not half:
+            return None
+        masters = existing_masters(half)
+        more = sum(p.numel() * (4 - p.element_size()) for p in half if not torch.nn.parameter.is_lazy(p))
+        for p in half:
+            cast_parameter(p, torch.float32)
+            if id(p) in masters:
+                p.data.copy_(masters[id(p)])
+            mark(p)
+        for group in coupled(module):
+            if any(map(_is_made, group.params)):
+                for buffer in group.buffers:
+                    buffer.data = buffer.data.float()
+        self._fqns.update(fqn for fqn, p in module.named_parameters() if _is_made(p))
+        return Change(parameters=len(half), bytes=more, exact=len(masters))
+
+    def note_sharded(self, module: Module) -> None:
+        """Note that sharding has replaced the parameters of ``module``."""
+        for fqn, p in module.named_parameters():
+            if fqn in self._fqns:
+                mark(p)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Remove masters that ``optimizer`` has of these parameters, and make its half-precision state float32."""
+        made = list(filter(_is_made, parameters_of(optimizer)))
+        if made:
+            remove_masters(optimizer)
+        for p in [p for p in made if p in optimizer.state]:
+            optimizer.state[p] = float32_state(optimizer.state[p])
+
+
+def _is_made(parameter: Tensor) -> bool:
+    return parameter.dtype is torch.float32 and is_marked(parameter)

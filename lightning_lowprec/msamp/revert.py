@@ -1,0 +1,65 @@
+"""Give a model and its optimizer the float32 weights and the plain classes back that MS-AMP has replaced, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.linear import scaled_linears
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer
+from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torch import train_in_ddp
+
+
+def revert(model: nn.Module) -> None:
+    """Make every ScaledLinear of ``model`` a Linear and its weight float32: the master if there is one, else the value.
+
+    Parameter objects stay. Weights that FSDP2 has sharded stay codes.
+    """
+    coded = {
+        fqn: p for fqn, p in model.named_parameters() if msamp_state_of(p) is not None and not isinstance(p, DTensor)
+    }
+    for p in coded.values():
+        _revert_weight(p)
+    for linear in scaled_linears(model).values():
+        if msamp_state_of(linear.weight) is None:
+            for name in ("emulate", "fp8_eval", "float32_gradients"):
+                vars(linear).pop(name)
+            linear.__class__ = nn.Linear  # type: ignore[assignment]  # the class that it was made of
+    train_in_ddp(model, coded.keys())
+
+
+@torch.no_grad()
+def _revert_weight(param: Any) -> None:
+    master = master_of(param)
+    values = values_of(param) if master is None else master
+    grad, param.grad = param.grad, None
+    del param.msamp_state
+    param.data = values
+    param.grad = grad.decode() if isinstance(grad, ScaledGradient) else grad
+
+
+def revert_optimizer(optimizer: Optimizer) -> None:
+    """Make an optimizer plain that MS-AMP has converted, after its weights; its state becomes float32."""
+    plain = vars(optimizer).get("plain_class")
+    if not isinstance(optimizer, ScaledOptimizer) or any(
+        msamp_state_of(p) is not None for p in parameters_of(optimizer)
+    ):
+        return
+    saved: Any = optimizer.state_dict()
+    if plain is None:
+        optimizer.load_state_dict(saved)
+        return
+    for name in ("plain_class", "level", "stochastic_rounding", "seed", "compile", "_flat_steps"):
+        vars(optimizer).pop(name)
+    optimizer.__class__ = plain
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for key, p in zip(keys, parameters_of(optimizer), strict=True):  # torch's own loading casts to the weights' dtype
+        if key in saved["state"]:
+            optimizer.state[p] = saved["state"][key]

@@ -1,0 +1,165 @@
+"""Between clipping and the step, a parameter shows the clipped gradient of its master."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.masters.optimizer import main_params
+from tests.precision.weights_left import Net, fit
+
+NAMES = [
+    "half-auto", "fp8-tensorwise", "fp8-tensorwise-fp16", "bf16-master", "fp16-master", "bf16-remainder", "bf16-sr",
+    "msamp-o2",
+]  # fmt: skip
+MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
+MAX_NORM = 1e-4
+
+
+def norm_of(model):
+    return sum(p.grad.float().square().sum() for p in model.parameters()).sqrt().item()
+
+
+def in_fabric(name, lr=1.0):
+    module = Net()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=lr))
+    return fabric, model, optimizer
+
+
+def backward(fabric, model):
+    fabric.backward(1e-2 * (model(torch.ones(4, 32)) - 1).square().mean())  # fp16's first loss scale is 65536
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_fabric(name):
+    fabric, model, optimizer = in_fabric(name)
+    backward(fabric, model)
+    assert norm_of(model) > MAX_NORM
+    fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+    assert norm_of(model) == pytest.approx(MAX_NORM, rel=2e-2)  # torch divides by the norm + 1e-6
+    raw = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
+    shown = [p.grad for p in model.parameters()]
+    assert all(torch.equal(g.float(), m.grad.float()) for g, m in zip(shown, main_params(raw), strict=True))
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
+    changes = {}
+    for edit in ("none", "in place", "assigned", "dropped by the model"):
+        fabric, model, optimizer = in_fabric(name)
+        before = [m.detach().clone() for m in main_params(optimizer.optimizer)]
+        backward(fabric, model)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        for p in model.parameters():
+            if edit == "in place":
+                p.grad.mul_(2)
+            elif edit == "assigned":
+                p.grad = p.grad * 2
+        if edit == "dropped by the model":
+            model.zero_grad()
+            backward(fabric, model)
+            assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}
+            model.zero_grad()
+        optimizer.step()
+        after = main_params(optimizer.optimizer)
+        changes[edit] = [a.detach() - b for a, b in zip(after, before, strict=True)]
+        backward(fabric, model)
+        assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}, "as before the clipping"
+    if name == "bf16-sr":
+        return  # the weights round, so that the changes are right on average only
+    for single, in_place, assigned, dropped in zip(*changes.values(), strict=True):
+        torch.testing.assert_close(in_place, 2 * single, rtol=1e-3, atol=3e-7)  # the weights' own resolution
+        assert torch.equal(assigned, in_place)
+        assert not dropped.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("manual", [False, True])
+def test_in_the_trainer(name, manual):
+    norms = []
+
+    class Clipped(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
+                norms.append(norm_of(self))
+                optimizer.step()
+                return None
+            return loss
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
+            norms.append(norm_of(self))
+
+    fit(name, Clipped())
+    assert len(norms) == 3
+    finite = [norm for norm in norms if norm == norm and norm != float("inf")]  # fp16's first scales may overflow
+    assert finite == [pytest.approx(MAX_NORM, rel=2e-2)] * len(finite)
+    assert finite or name.endswith("fp16") or name.startswith("fp16")
+
+
+# ---- what masters meet at set-up
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_no_optimizer_is_no_error(name):
+    class Untrained(Net):
+        def configure_optimizers(self):
+            return None
+
+    module = Untrained()
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        fit(name, module)
+    assert all(torch.equal(p, before[fqn].to(p.dtype)) for fqn, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize("name", MASTERS)
+def test_spectral_norm_computes_in_float32(name, normalize):
+    torch.manual_seed(0)
+    model = nn.Sequential(normalize(nn.Linear(32, 32)), nn.Linear(32, 32))
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        loss = wrapped(torch.ones(4, 32)).float().square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = {fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32}
+    assert kept <= {"0.weight_orig", "0.parametrizations.weight.original"}
+    assert len(kept) == 1
+    assert torch.linalg.matrix_norm(model[0].weight.detach().float(), 2) == pytest.approx(1.0, rel=0.35)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.LazyLinear(32)
+
+    module = Lazy()
+    trainer = fit(name, module)
+    assert type(module.first) is nn.Linear
+    assert module.first.weight.dtype in (torch.bfloat16, torch.float16)
+    held = list(main_params(trainer.optimizers[0]))
+    assert {p.dtype for p in held} == {torch.float32}
+    assert len(held) == 8
+
+
+def test_the_class_of_an_optimizer_with_masters():
+    module = Net()
+    optimizer = fit("bf16-master", module).optimizers[0]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer) is not torch.optim.AdamW, "the README says so"

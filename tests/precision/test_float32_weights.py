@@ -1,0 +1,226 @@
+"""Half-precision weights under names that promise float32 weights, and models that another precision has left."""
+
+import copy
+import gc
+import logging
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.masters.optimizer import has_masters, main_params
+from tests.precision.weights_left import Net, exact_weights, fit, same_bits, with_weights
+
+FLOAT32 = ["half-auto", "fp8-tensorwise", "fp8-rowwise", "msamp-o2", "msamp-o3"]
+MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO)
+    for name in ("lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("early_optimizer", [False, True])
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_optimizer, lines):
+    given = Net(torch.bfloat16, frozen_head=True, early_optimizer=early_optimizer)
+    same = Net(torch.bfloat16, frozen_head=True).float()
+    parameters = list(given.parameters())
+    trainer = fit(name, given)
+    said = [line for line in lines() if "became float32" in line]
+    # 2 Linears of 32x32 and a LayerNorm with their biases train: 2176 elements, 2 bytes more each
+    assert said == [
+        f"{trainer.precision_plugin.precision}: 6 trainable half-precision parameters became float32, 4352 bytes more,"
+        " and start from their rounded values. `weights='keep'` trains them in half precision."
+    ]
+    fit(name, same)
+    assert given.losses == same.losses
+    assert same_bits(exact_weights(given), exact_weights(same))
+    assert given.head.weight.dtype is torch.bfloat16, "frozen weights stay as they are"
+    assert all(a is b for a, b in zip(given.parameters(), parameters, strict=True))
+
+
+def test_weights_that_a_callback_will_unfreeze_become_float32():
+    class Finetuned(Net):
+        def __init__(self):
+            super().__init__(torch.bfloat16)
+            self.backbone = self.first  # BackboneFinetuning looks for this name
+
+    module = Finetuned()
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
+    trainer = fit("half-auto", module, callbacks=[callback], max_epochs=2)
+    assert len(trainer.optimizers[0].param_groups) == 2
+    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **o: HalfMixed("bf16", **o), lambda **o: FP8TorchAO(**o), lambda **o: MSAMP("O2", **o)]
+)
+def test_weights_keep_leaves_them(make, lines):
+    module = Net(torch.bfloat16)
+    fit(make(weights="keep"), module)
+    assert module.norm.weight.dtype is torch.bfloat16
+    assert not any("became float32" in line for line in lines())
+
+
+def test_weights_is_checked():
+    with pytest.raises(ValueError, match=r"`weights='bf16'` is not valid; expected one of: float32, keep"):
+        FP8TorchAO(weights="bf16")
+    with pytest.raises(ValueError, match=r"`weights='keep'` is not valid with `master_weights`.*Leave one"):
+        HalfMixed("bf16", master_weights=True, weights="keep")
+    with pytest.raises(ValueError, match=r"`plain_after_fit='yes'` is not valid"):
+        MSAMP("O2", plain_after_fit="yes")
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, lines):
+    module = Net(torch.float16 if name == "fp16-master" else torch.bfloat16)
+    same = with_weights(exact_weights(module))  # a float32 model with these values
+    fit(name, module)
+    fit(name, same)
+    assert same_bits(exact_weights(module), exact_weights(same))
+    said = [line for line in lines() if "half precision already" in line]
+    assert len(said) == 1, "for one of the two models, once"
+    assert said[0].startswith(f"{name}: 8 trainable parameters of Net were half precision already")
+    assert "dtype=torch.float32" in said[0]
+
+
+def test_an_optimizer_that_has_stepped_in_bf16_goes_on_in_float32():
+    def stepped(module):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for batch in module.train_dataloader():
+            (module(batch.to(module.norm.weight.dtype)).float() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    given = Net(torch.bfloat16)
+    optimizer = stepped(given)
+    same = with_weights(exact_weights(given))
+    plain = torch.optim.AdamW(same.parameters(), lr=1e-2)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch casts the state to the weights' dtype
+    for module, held in ((given, optimizer), (same, plain)):
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-tensorwise")
+        wrapped, step = fabric.setup(module, held)
+        for batch in Net().train_dataloader():
+            fabric.backward((wrapped(batch) - 1).square().mean())
+            step.step()
+            step.zero_grad()
+    assert same_bits(exact_weights(given), exact_weights(same))
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "parametrized", "hook"])
+def test_buffers_that_are_computed_with_a_weight_follow_it(kind):
+    layers = {
+        "batch norm": lambda: [nn.Linear(16, 16), nn.BatchNorm1d(16)],
+        "parametrized": lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))],
+        "hook": lambda: [nn.utils.spectral_norm(nn.Linear(16, 16))],
+    }[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers(), nn.Linear(16, 16)).bfloat16()
+    model.register_buffer("table", torch.ones(3, dtype=torch.bfloat16))
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="half-auto")
+    wrapped = fabric.setup(model)
+    wrapped(torch.randn(8, 16)).sum().backward()
+    assert {t.dtype for name, t in model.named_buffers() if t.is_floating_point() and name != "table"} == {
+        torch.float32
+    }
+    assert model.table.dtype is torch.bfloat16
+
+
+# ---- one precision after another
+
+AFTER = [
+    "bf16-master",
+    "fp16-master",
+    "bf16-remainder",
+    "bf16-sr",
+    "fp8-tensorwise",
+    "msamp-o1",
+    "msamp-o2",
+    "msamp-o3",
+]
+
+
+@pytest.mark.parametrize("then", ["half-auto", "fp8-rowwise", "bf16-master", "msamp-o3"])
+@pytest.mark.parametrize("first", AFTER)
+def test_a_model_that_another_precision_left_trains_as_a_fresh_one_with_its_exact_weights(first, then):
+    module = Net()
+    trainer = fit(first, module)
+    fresh = with_weights(exact_weights(module))
+    module.losses.clear()
+    fit(then, module)
+    fit(then, fresh)
+    assert module.losses == fresh.losses
+    assert same_bits(exact_weights(module), exact_weights(fresh))
+    assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
+    assert [p.dtype for p in module.parameters()] == [p.dtype for p in fresh.parameters()]
+    assert trainer.optimizers, "which hold the masters of the first run"
+
+
+def test_without_the_optimizer_the_rounded_values_are_taken_and_the_log_says_so(lines):
+    module = Net()
+    trainer = fit("bf16-master", module)
+    trainer.strategy.optimizers = []
+    module.trainer = None
+    del trainer
+    rounded = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
+    gc.collect()  # the Trainer is part of reference cycles
+    fresh = with_weights(rounded)
+    fit("half-auto", module)
+    fit("half-auto", fresh)
+    assert same_bits(exact_weights(module), exact_weights(fresh))
+    assert any("8 trainable half-precision" in line and "start from their rounded values" in line for line in lines())
+
+
+@pytest.mark.parametrize("then", ["half-auto", "bf16-remainder", "msamp-o3"])
+@pytest.mark.parametrize("first", ["bf16-master", "fp16-master", "bf16-sr", "msamp-o1", "msamp-o2"])
+def test_the_users_own_optimizer_goes_on(first, then):
+    module = Net(early_optimizer=True)
+    fit(first, module)
+    state = copy.deepcopy(module.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry.pop("master_param", None)
+    fresh = with_weights(exact_weights(module), early_optimizer=True)
+    fresh.optimizer.load_state_dict(state)
+    module.losses.clear()
+    fit(then, module)
+    fit(then, fresh)
+    assert module.losses == fresh.losses
+    assert same_bits(exact_weights(module), exact_weights(fresh))
+    assert type(module.optimizer) is type(fresh.optimizer)
+    assert has_masters(module.optimizer) == (then == "bf16-remainder")
+
+
+@pytest.mark.parametrize("name", [*MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"])
+def test_fit_hands_the_plain_model_back_if_asked(name):
+    options = {"plain_after_fit": True}
+    plugin = {
+        "bf16-master": lambda: HalfMixed("bf16", master_weights=True, **options),
+        "fp16-master": lambda: HalfMixed("fp16", master_weights=True, **options),
+        "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder", **options),
+        "bf16-sr": lambda: HalfMixed("bf16", master_weights="stochastic", **options),
+        "fp8-tensorwise": lambda: FP8TorchAO(**options),
+        "msamp-o2": lambda: MSAMP("O2", **options),
+        "msamp-o3": lambda: MSAMP("O3", **options),
+    }[name]()
+    left, plain = Net(frozen_head=True), Net(frozen_head=True)
+    trainer = fit(name, left)
+    handed_back = fit(plugin, plain)
+    frozen = {"head.weight", "head.bias"}  # casting them for masters rounds them
+    expected = {fqn: value for fqn, value in exact_weights(left).items() if fqn not in frozen}
+    assert same_bits({f: p.detach() for f, p in plain.named_parameters() if f not in frozen}, expected)
+    assert [type(m) for m in plain.modules()] == [type(m) for m in Net().modules()]
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    optimizer = handed_back.optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(a is b for a, b in zip(main_params(optimizer), plain.parameters(), strict=False))
+    plain(torch.randn(2, 32)).sum().backward()  # float32, without any context
+    assert trainer.optimizers

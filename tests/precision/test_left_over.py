@@ -1,0 +1,86 @@
+"""Lightning's own precisions with a model that a precision of ours has left: one warning, with the remedy."""
+
+import copy
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_lowprec.conversion.backends import revert_all
+from tests.precision.weights_left import QUIET, Net, fit
+
+STOCK = ["32-true", "bf16-mixed"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.parametrize(("name", "title"), [("fp8-tensorwise", "torchao"), ("msamp-o2", "MS-AMP")])
+def test_the_first_forward_of_a_layer_that_was_left_warns_once(name, title, stock):
+    module = Net()
+    fit(name, module)
+    trainer = L.Trainer(precision=stock, **QUIET)
+    match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*revert_all\(model\)"
+    with pytest.warns(UserWarning, match=match) as caught:
+        trainer.validate(module, verbose=False)
+    assert len([warning for warning in caught if "are those of" in str(warning.message)]) == 1
+    module(torch.randn(2, 32))  # warnings are errors: no second one
+    assert not any(m._forward_pre_hooks for m in module.modules())
+    revert_all(module)
+    trainer.validate(module, verbose=False)
+
+
+def test_fabric_warns_too_and_a_copy_knows_it():
+    module = Net()
+    fit("fp8-tensorwise", module)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    wrapped = fabric.setup(module)
+    copied = copy.deepcopy(module)
+    for model in (wrapped, copied):
+        with pytest.warns(UserWarning, match="still compute in low precision"):
+            model(torch.randn(2, 32))
+        model(torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("name", ["fp8-rowwise", "half-auto", "bf16-master", "msamp-o1"])
+def test_a_precision_of_ours_takes_the_warning_back(name):
+    module = Net()
+    fit("fp8-tensorwise", module)
+    L.Fabric(accelerator="cpu", devices=1, precision="32-true").setup(torch.nn.Sequential(*module.children()))
+    assert module.first._forward_pre_hooks
+    copied = copy.deepcopy(module)
+    for model in (module, copied):
+        fit(name, model)  # warnings are errors
+        assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.filterwarnings("default:.*since an earlier run with master weights.*:UserWarning")
+def test_weights_that_masters_left_in_half_precision_are_named(stock):
+    module = Net()
+    fit("bf16-master", module)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=stock)
+    with pytest.warns(UserWarning, match=r"8 parameters of Net are torch.bfloat16 since.*`model.float\(\)`"):
+        fabric.setup(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fabric.setup(module.float())
+        L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(Net())
+
+
+def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
+    module = Net()
+    fit("msamp-o2", module)
+    with (
+        pytest.warns(UserWarning, match="those of MS-AMP"),
+        pytest.raises(TypeError, match=r"If the codes come from an earlier run.*revert_all\(model\)"),
+    ):
+        fit("32-true", module)
+
+
+def test_a_compiled_model_warns_at_set_up():
+    module = Net()
+    fit("fp8-tensorwise", module)
+    module.first.compile(backend="eager")
+    with pytest.warns(UserWarning, match="still compute in low precision"):
+        L.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed").setup(module)

@@ -1,0 +1,74 @@
+"""A search of the Tuner leaves the model bit for bit as it was, and the training after it as without the search."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
+
+from lightning_lowprec.masters.optimizer import main_params
+from tests.precision.weights_left import QUIET, Net, exact_weights, fit, same_bits
+
+MASTERS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
+NAMES = ["half-auto", *MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings(r"ignore:Detected call of `lr_scheduler.step\(\)`"),  # fp16 skips the first steps
+]
+
+
+def state(module):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "search"), [*((name, "learning rate") for name in NAMES), ("msamp-o3", "batch size")])
+def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp_path):
+    alone = Net()
+    fit(name, alone)
+    module = Net()
+    before, types = state(module), [type(m) for m in module.modules()]
+    trainer = Trainer(precision=name, **{**QUIET, "max_epochs": 1, "limit_val_batches": 0}, default_root_dir=tmp_path)
+    if search == "learning rate":
+        Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
+    else:
+        Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=1)
+        module.batch_size = 8
+    assert same_bits(state(module), before)
+    assert [p.dtype for p in module.parameters()] == [torch.float32] * 8
+    if name not in ("half-auto", "fp8-tensorwise"):
+        assert [type(m) for m in module.modules()] == types
+    module.losses.clear()
+    trainer.fit(module)
+    assert module.losses == alone.losses
+    assert same_bits(exact_weights(module), exact_weights(alone))
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "msamp-o3"])
+def test_a_search_within_fit_restores_the_masters(name, tmp_path):
+    alone = Net()
+    fit(name, alone)
+    module = Net()
+    fit(
+        name, module, callbacks=[LearningRateFinder(num_training_steps=3, update_attr=False)], default_root_dir=tmp_path
+    )
+    assert module.losses[-3:] == alone.losses
+    assert same_bits(exact_weights(module), exact_weights(alone))
+
+
+def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
+    module = Net(torch.bfloat16)
+    before = state(module)
+    trainer = Trainer(precision="half-auto", **QUIET, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
+    assert same_bits(state(module), before)
+    assert module.norm.weight.dtype is torch.bfloat16
+    trainer.fit(module)
+    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
+
+
+def test_averages_of_half_weights_are_warned_of_at_set_up():
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+    match = r"`StochasticWeightAveraging` averages.*'bf16-master'` keeps in half.*float32 weights.*main_params\("
+    with pytest.warns(UserWarning, match=match):
+        fit("bf16-master", Net(), callbacks=[averaging])
+    fit("half-auto", Net(), callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)])
