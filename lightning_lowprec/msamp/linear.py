@@ -20,15 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
-    Level,
-    MsampWeightState,
-    codes_of,
-    encode,
+    move_,
     required_state_of,
     scale_weight_,
-    set_values_,
     values_of,
 )
+from lightning_lowprec.msamp.weight_state import Level, encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2
 from lightning_lowprec.numerics.padding import pad_rows
 from lightning_lowprec.private.torch import scaled_mm
@@ -63,17 +60,20 @@ class ScaledLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = values_of(self.weight)
+        if not keep_vars:
+            destination[prefix + "weight"] = values_of(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         # assign=True is ignored: the parameter stays, and the values are encoded into it
         metadata = {key: value for key, value in local_metadata.items() if key != "assign_to_params_buffers"}
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)  # reports wrong shapes
-        given = state_dict.get(prefix + "weight")
-        if given is not None and given.shape == self.weight.shape:
-            set_values_(self.weight, given.to(self.weight.device))
+        state = required_state_of(self.weight)
+        state.loading = True
+        try:
+            super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
+        finally:
+            state.loading = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
         """Move the codes to another device together with their scales; never change their dtype."""
@@ -85,25 +85,8 @@ class ScaledLinear(nn.Linear):
             self._parameters = {"weight": weight, **self._parameters}
         device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
         if device != weight.device:
-            gradient, weight.grad = weight.grad, None
-            state = required_state_of(weight)
-            state.to_(device)
-            if device.type == "meta":  # a new Parameter, as in every module that moves to meta
-                self.weight = nn.Parameter(weight.data.to(device), weight.requires_grad)
-                state.bind(self.weight)
-            else:
-                weight.data = weight.data.to(device)
-                weight.grad = None if gradient is None else gradient.to(device)
+            move_(weight, device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Add the state of the weight, which a copied Parameter loses."""
-        return {**self.__dict__, "_msamp_state": required_state_of(self.weight)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the Parameter its state again."""
-        super().__setstate__({k: v for k, v in state.items() if k != "_msamp_state"})  # type: ignore[no-untyped-call]
-        state["_msamp_state"].bind(self.weight)
 
 
 def scale_linears(
@@ -172,22 +155,21 @@ class _ScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
         codes, scale = encode(rows.float(), E4M3)
-        # the weight is saved so that autograd notices when a step changes it before this backward
-        ctx.save_for_backward(codes, scale, weight)
+        state = required_state_of(weight)
+        # the stored codes are saved, so autograd notices when a step changes them before this backward
+        ctx.save_for_backward(codes, scale, state.codes, state.scale)
         ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
-        ctx.weight_state = required_state_of(weight)  # which a saved weight loses
-        ctx.weight_state.check_writes(weight)
-        weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
+        weight_codes, weight_scale = _in_e4m3(state.codes, state.scale)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scale, weight = ctx.saved_tensors
+        codes, scale, *stored = ctx.saved_tensors
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
+            weight_codes, weight_scale = _in_e4m3(*stored)
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
@@ -195,10 +177,9 @@ class _ScaledMatmul(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-def _in_e4m3(weight: Tensor, state: MsampWeightState) -> tuple[Tensor, Tensor]:
+def _in_e4m3(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes of the weight and their scale; at O3 those that are stored."""
-    codes = codes_of(weight).detach()
-    return (codes, state.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / state.scale, E4M3)
+    return (codes, scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scale, E4M3)
 
 
 def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:

@@ -23,7 +23,8 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import LEVELS, Level, required_state_of
+from lightning_lowprec.msamp.weight import required_state_of
+from lightning_lowprec.msamp.weight_state import LEVELS, Level
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import trainer_of

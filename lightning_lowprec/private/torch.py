@@ -56,6 +56,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_norm.Scalar",
         "torch.ops.aten._foreach_zero_.default",
         "torch.ops.aten.copy_.default._schema",
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
     FSDP2: (
@@ -216,6 +218,20 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
+
+
+def returned_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operation that writes returns: the arguments that the operation ``func`` writes to, or None."""
+    written = written_arguments(func, args, kwargs) if func._schema.returns else [None]
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def swap_data(param: Tensor, made: Tensor) -> None:
+    """Give the object ``param`` class, attributes and data of ``made``; the hooks on the gradient of ``param`` stay."""
+    param_: Any = param
+    hooks, later_hooks = param_._backward_hooks, param_._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
+    param_._backward_hooks, param_._post_accumulate_grad_hooks = hooks, later_hooks  # registers them with the data
 
 
 # ---- FSDP2
