@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     move_,
+    msamp_state_of,
     required_state_of,
     scale_weight_,
     values_of,
@@ -47,6 +48,8 @@ class ScaledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype; without autocast, in the dtype of the input."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if torch.is_autocast_enabled(input.device.type):
@@ -109,33 +112,53 @@ def scale_linears(
         float32_gradients: see :class:`ScaledLinear`. Micro-batches then add up in float32.
 
     Raises:
-        TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
-        ValueError: features that are no multiples of 16, or a weight that another module shares.
+        TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own), or a hook computes
+            the weight.
+        ValueError: features that are no multiples of 16, or a weight that is shared with a module outside of ``fqns``.
     """
-    owners: dict[int, list[str]] = {}
-    for fqn, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(fqn)
     for fqn in fqns:  # all are checked before one is changed
-        linear = model.get_submodule(fqn)
-        if type(linear) is not nn.Linear:
-            raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
-        if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
-            raise ValueError(
-                f"{fqn!r} has features {linear.in_features} -> {linear.out_features}; expected multiples of"
-                f" {_ALIGNMENT}. Leave it out of `fqns`."
-            )
-        for other in owners[id(linear.weight)]:
-            if other != fqn:
-                raise ValueError(f"the weight of {fqn!r} is that of {other!r} too; expected an untied one.")
+        _check_linear(fqn, model.get_submodule(fqn))
+    _check_ties(model, fqns)
     for fqn in fqns:
         linear = model.get_submodule(fqn)
-        assert isinstance(linear.weight, nn.Parameter)
-        scale_weight_(linear.weight, level)
+        if msamp_state_of(linear.weight) is None:  # two layers of `fqns` may have one weight
+            assert isinstance(linear.weight, nn.Parameter)
+            scale_weight_(linear.weight, level)
         linear.__class__ = ScaledLinear
         assert isinstance(linear, ScaledLinear)
         linear.emulate = linear.weight.device.type == "cpu" if emulate is None else emulate
         linear.fp8_eval, linear.float32_gradients = fp8_eval, float32_gradients
+
+
+def _check_linear(fqn: str, linear: nn.Module) -> None:
+    if type(linear) is not nn.Linear:
+        raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
+    if "weight" not in linear._parameters:
+        raise TypeError(
+            f"the weight of {fqn!r} is computed at each forward (weight_norm, spectral_norm, pruning); expected a"
+            " parameter. Leave it out of `fqns`."
+        )
+    if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
+        raise ValueError(
+            f"{fqn!r} has features {linear.in_features} -> {linear.out_features}; expected multiples of"
+            f" {_ALIGNMENT}. Leave it out of `fqns`."
+        )
+
+
+def _check_ties(model: nn.Module, fqns: Sequence[str]) -> None:
+    """Raise if a module that is not converted shares a weight: its state dict would have codes."""
+    owners: dict[int, list[str]] = {}
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(fqn)
+    for fqn in fqns:
+        for other in owners[id(model.get_submodule(fqn).weight)]:
+            if other not in fqns:
+                both = [name for name in (fqn, other) if isinstance(model.get_submodule(name), nn.Linear)]
+                raise ValueError(
+                    f"the weight of {fqn!r} is that of {other!r} too, which would stay in high precision; expected an"
+                    f" untied weight, or that both convert. Keep both: `MSAMP(..., keep={both!r})`."
+                )
 
 
 def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:

@@ -141,7 +141,12 @@ class MSAMP(LowPrecision):
         fp8.check_runs(self, device)
         backends.revert_all(module)
         plan = fp8.plan_or_raise(
-            module, self.layers, precision=self.precision, base=self.base, converted_class=ScaledLinear
+            module,
+            self.layers,
+            precision=self.precision,
+            base=self.base,
+            converted_class=ScaledLinear,
+            stores_codes=True,
         )
         held = scaled_linears(module)
         if held:

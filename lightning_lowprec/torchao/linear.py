@@ -27,7 +27,6 @@ from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_tra
 from torchao.float8.config import e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
     GemmInputRole,
     LinearMMConfig,
     hp_tensor_and_scale_to_float8,
@@ -37,6 +36,7 @@ from torchao.float8.float8_utils import EPS
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torchao import codes_of, set_scale
+from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
@@ -50,6 +50,8 @@ class FP8Linear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if not (self.training or self.fp8_eval) or input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
@@ -92,7 +94,7 @@ class TorchAOWire:
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
-        whole: Tensor = Float8TrainingTensor(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
