@@ -21,6 +21,7 @@ from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.private import torch as private
 
 
+@torch.inference_mode(False)  # an optimizer writes to the codes later
 def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """Make ``param`` hold codes, in place, and return its state, which is then at ``param.msamp_state``.
 
@@ -44,6 +45,7 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     return state
 
 
+@torch.inference_mode(False)
 def move_(param: Tensor, device: torch.device) -> None:
     """Move a weight of codes and its gradient to ``device``; the object stays."""
     gradient, param.grad = param.grad, None

@@ -48,7 +48,8 @@ class MsampWeight(Tensor):
         """Make a tensor without memory for values, shaped and strided like the codes."""
         codes = state.codes
         like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
-        weight: MsampWeight = private.make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
+        with private.inference_mode_of(codes):
+            weight: MsampWeight = private.make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
         weight.msamp_state = state
         return weight
 
@@ -65,6 +66,10 @@ class MsampWeight(Tensor):
     ) -> Any:
         """Keep codes for views and moves, encode what is written, and let all else read the values."""
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # shows operations that are made of others, such as aten.to.dtype
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func.namespace == "c10d":
             raise RuntimeError(
                 f"{func} got a weight that is kept as codes with a scale (MS-AMP), and would not reach the codes. Send"

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from lightning_lowprec.private.torch import MOVING_OPERATIONS, tree_leaves, tree_map_only, written_arguments
+from lightning_lowprec.private.torch import (
+    MOVING_OPERATIONS,
+    inference_mode_of,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
 from lightning_lowprec.private.torchao import constructor_arguments
 
 _aten: Any = torch.ops.aten
@@ -56,7 +62,9 @@ class GatheredWeight(Float8TrainingTensor):
 
     @classmethod
     def _of(cls, tensor: Tensor) -> GatheredWeight:
-        return cls(*constructor_arguments(tensor))
+        codes, *rest = constructor_arguments(tensor)
+        with inference_mode_of(codes):
+            return cls(codes, *rest)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredWeight:

@@ -57,6 +57,9 @@ def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
     output = sharded(X)
     assert sqnr(expected.detach(), output.detach().float()) > 25
     fabric.backward(output.float().square().sum())
+    sharded.eval()
+    with torch.inference_mode():
+        assert sqnr(expected.detach(), sharded(X).float()) > 25
     for (fqn, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         assert sqnr(p.grad, q.grad.full_tensor().float()) > 20, fqn
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -53,6 +54,26 @@ def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
         assert torch.equal(F.linear(x, weight), F.linear(x, values))
     with pytest.raises(RuntimeError, match=r"not supported for tensor subclasses"):
         weight.numpy()
+
+
+@every_level
+def test_inference_mode_reads_views_and_writes(level):
+    module = nn.Linear(32, 48)
+    values = encoded(module.weight.detach(), level)
+    with torch.inference_mode():
+        scale_linears(module, [""], level)
+        weight = module.weight
+        assert torch.equal(weight.t() + 0, values.t())
+        assert torch.equal(weight.data[2] + 0, values[2])
+        assert torch.equal(weight.t().to(torch.bfloat16), values.t().to(torch.bfloat16))
+        assert torch.equal(weight.flatten() + 0, values.flatten())
+        x = torch.randn(4, 48)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(F.linear(x, weight.t()), F.linear(x, values.t()))
+        weight[2] = 1.0
+    assert bool((values_of(module.weight)[2] == 1.0).all())
+    module(torch.randn(16, 32)).sum().backward()
+    ScaledAdamW(module.parameters(), level=level).step()  # codes of inference mode could not be stepped
 
 
 @every_level
@@ -241,9 +262,10 @@ def test_weights_copy_each_other_with_their_masters(level):
 
 
 @every_level
-def test_conversion_keeps_hooks_attributes_and_weak_readers_of_the_parameter(level):
+def test_conversion_keeps_hooks_attributes_and_references_of_the_parameter(level):
     module = nn.Linear(32, 48)
-    seen = []
+    seen, start = [], module.weight.detach().clone()
+    reference, view, loss = weakref.ref(module.weight), module.weight.t(), module(torch.randn(4, 32)).sum()
     module.weight.no_decay = True
     module.weight.register_hook(lambda grad: seen.append(grad.shape))
     handle = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
@@ -254,6 +276,10 @@ def test_conversion_keeps_hooks_attributes_and_weak_readers_of_the_parameter(lev
     handle.remove()
     module(torch.randn(16, 32)).sum().backward()
     assert seen[2:] == [(48, 32)]
+    assert reference() is module.weight
+    assert torch.equal(view, start.t())
+    with pytest.raises(RuntimeError, match="computed before a parameter was converted"):
+        loss.backward()
 
 
 def through_pickle(pair):
