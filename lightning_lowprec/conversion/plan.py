@@ -83,6 +83,7 @@ def make_plan(
     recipe: Recipe = "tensorwise",
     alignment: int = selection.FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
+    stores_codes: bool = False,
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -92,6 +93,7 @@ def make_plan(
         recipe: the recipe whose break-even points and gains are used.
         alignment: features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
+        stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
@@ -105,6 +107,8 @@ def make_plan(
         gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
         trains = any(p.requires_grad for p in module.parameters(recurse=False))
         reason = selection.unsupported(matmul, module, alignment, converted_class) or reasons.get(matmul.fqn)
+        if reason is None and stores_codes:
+            reason = selection.computed_weight(module)
         if reason is None and options.frozen == "keep" and not trains:
             reason = "frozen"
         if reason is None and _too_small(gain, options.threshold):

@@ -50,6 +50,16 @@ def unsupported(
     return None
 
 
+def computed_weight(module: nn.Module) -> str | None:
+    """Return the reason to keep a layer whose weight a hook computes at each forward; None: the weight is a parameter.
+
+    Codes can be stored in a parameter alone.
+    """
+    if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+        return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
+    return None
+
+
 def built_in(model: nn.Module) -> dict[str, str]:
     """Return output heads, routers of mixtures and LoRA adapters by fqn; only ``only`` can convert such a layer."""
     return {**dict(_routers(model)), **dict(_adapters(model)), **output_heads(model)}

@@ -36,7 +36,8 @@ from typing_extensions import override
 
 from lightning_lowprec.msamp.flat_step import Flats
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
-from lightning_lowprec.msamp.weight import Level, codes_of, msamp_state_of, sharded_like
+from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
+from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MSAMP, check_step

@@ -52,10 +52,9 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
         state = msamp_state_of(p)
         if state is None:
             continue
-        for tensor in (p.detach(), state.scale, state.master, state.master_scale):
+        for tensor in (state.codes, state.scale, state.master, state.master_scale):
             if tensor is not None:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo has no float8
-        state.record_write(p)
 
 
 @torch.no_grad()

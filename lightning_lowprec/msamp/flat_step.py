@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import codes_of, required_state_of
+from lightning_lowprec.msamp.weight import record_writes, required_state_of
+from lightning_lowprec.msamp.weight_state import MsampWeightState
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
@@ -47,15 +48,16 @@ class FlatStep:
         self, params: Sequence[Tensor], moments: Mapping[str, Format | None], rule: Rule, compile: bool
     ) -> None:
         self._params = list(params)
-        self._param_codes = [codes_of(p) for p in params]
-        self._shards = required_state_of(params[0]).shards
+        weights = [required_state_of(p) for p in params]
+        self._shards = weights[0].shards
         self._moments = moments
         self._rule = rule
         self._compile = compile
         formats = {"grad": E4M3, **moments, "weight": FP16}
         self._formats = {name: format for name, format in formats.items() if format is not None}
-        self._full = {name: FlatBuffer(self._param_codes, torch.float32) for name in formats}
-        self._codes = {name: FlatBuffer(self._param_codes, format.dtype) for name, format in self._formats.items()}
+        like = [weight.codes for weight in weights]
+        self._full = {name: FlatBuffer(like, torch.float32) for name in formats}
+        self._codes = {name: FlatBuffer(like, format.dtype) for name, format in self._formats.items()}
         memory = self._full["grad"]
         ends = [*(view.storage_offset() for view in memory.views[1:]), memory.flat.numel()]
         last = torch.tensor(ends, device=memory.flat.device)
@@ -83,7 +85,7 @@ class FlatStep:
             buffer.allocate()
         weights = [required_state_of(p) for p in self._params]
         has_master = weights[0].master is not None
-        stepped = [weight.stepped(codes) for weight, codes in zip(weights, self._param_codes, strict=True)]
+        stepped = [weight.stepped() for weight in weights]
         stored = {key: [s[key] for s in states] for key in self._moments}
         scales = {key: [s[f"{key}_scale"] for s in states] for key in self._moments if key in self._codes}
         stored["weight"] = [codes for codes, _ in stepped]
@@ -104,9 +106,8 @@ class FlatStep:
         for name, olds in scales.items():
             copy_all_(olds, list(fresh[name].unbind()))
         if has_master:
-            self._write_e4m3([weight.scale for weight in weights], fresh["weight"], amaxes["weight"])
-        for weight, p in zip(weights, self._params, strict=True):
-            weight.record_write(p)
+            self._write_e4m3(weights, fresh["weight"], amaxes["weight"])
+        record_writes(self._params)
         for buffer in self._buffers:
             buffer.free()
 
@@ -146,15 +147,16 @@ class FlatStep:
         rounding(weight.mul_(scale))
         weight.div_(scale)
 
-    def _write_e4m3(self, scales: list[Tensor], master_scales: Tensor, amaxes: Tensor) -> None:
+    def _write_e4m3(self, weights: list[MsampWeightState], master_scales: Tensor, amaxes: Tensor) -> None:
         """Round the masters to the e4m3 weights. ``amaxes`` are those of the masters, before or after rounding."""
         # rounding to nearest keeps the order, so the largest value becomes the largest code
         amaxes = saturating_cast(amaxes * master_scales, FP16).float() / master_scales
+        scales = [weight.scale for weight in weights]
         fresh = power_of_two_scale(amaxes, E4M3, torch.stack(scales))
         memory, codes = self._full["weight"].flat, self._codes["grad"]  # not needed any more
         # a separate pass: in one pass a compiler leaves out the rounding between two casts
         self._pass(_encode_masters)(memory, self._codes["weight"].flat, codes.flat, master_scales, fresh, self._runs)
-        copy_all_(self._param_codes, codes.views)
+        copy_all_([weight.codes for weight in weights], codes.views)
         copy_all_(scales, list(fresh.unbind()))
 
     def _pass(self, function: Callable[..., None]) -> Callable[..., None]:

@@ -129,15 +129,18 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """Run any operation on decoded values; encode what it wrote to gradients.
 
     Raises:
-        TypeError: an optimizer that takes the codes of a weight for the weight would change another tensor.
+        TypeError: an optimizer that does not know codes would change another tensor.
     """
     targets = private.tree_leaves(args[0])
     writes = bool(private.written_arguments(func, args, kwargs))
     writes_others = writes and func not in _COPIES and len(targets) > len(_gradients_in(targets))
-    if writes_others or any(hasattr(t, "msamp_state") for t in private.tree_leaves((args, kwargs))):
+    if func is _aten.add_.Tensor and private.is_in_backward():  # autograd adds it to a gradient in float32
+        writes_others = False
+    reads_weight = any(hasattr(t, "msamp_state") for t in private.tree_leaves((args, kwargs)))
+    if writes_others or (reads_weight and func is not _aten.mul.Tensor):
         raise TypeError(
             f"{func} got the gradient of a weight that is kept as codes with a scale (MS-AMP) and would change another"
-            " tensor by it, as optimizers do that take codes for weights. AdamW, too, can step codes only where MS-AMP"
+            " tensor by it, as optimizers do that do not know codes. AdamW, too, can step codes only where MS-AMP"
             " has converted it, that is, under `precision='msamp-o2'` (or o1, o3); without Lightning use"
             " `lightning_lowprec.msamp.ScaledAdamW`. If the codes come from an earlier run, and this run has another"
             " precision, give the model float32 weights back before:"

@@ -20,15 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
-    Level,
-    MsampWeightState,
-    codes_of,
-    encode,
+    move_,
+    msamp_state_of,
     required_state_of,
     scale_weight_,
-    set_values_,
     values_of,
 )
+from lightning_lowprec.msamp.weight_state import Level, encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2
 from lightning_lowprec.numerics.padding import pad_rows
 from lightning_lowprec.private.torch import scaled_mm
@@ -50,6 +48,8 @@ class ScaledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype; without autocast, in the dtype of the input."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if torch.is_autocast_enabled(input.device.type):
@@ -63,17 +63,20 @@ class ScaledLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = values_of(self.weight)
+        if not keep_vars:
+            destination[prefix + "weight"] = values_of(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         # assign=True is ignored: the parameter stays, and the values are encoded into it
         metadata = {key: value for key, value in local_metadata.items() if key != "assign_to_params_buffers"}
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)  # reports wrong shapes
-        given = state_dict.get(prefix + "weight")
-        if given is not None and given.shape == self.weight.shape:
-            set_values_(self.weight, given.to(self.weight.device))
+        state = required_state_of(self.weight)
+        state.loading = True
+        try:
+            super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
+        finally:
+            state.loading = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
         """Move the codes to another device together with their scales; never change their dtype."""
@@ -85,25 +88,8 @@ class ScaledLinear(nn.Linear):
             self._parameters = {"weight": weight, **self._parameters}
         device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
         if device != weight.device:
-            gradient, weight.grad = weight.grad, None
-            state = required_state_of(weight)
-            state.to_(device)
-            if device.type == "meta":  # a new Parameter, as in every module that moves to meta
-                self.weight = nn.Parameter(weight.data.to(device), weight.requires_grad)
-                state.bind(self.weight)
-            else:
-                weight.data = weight.data.to(device)
-                weight.grad = None if gradient is None else gradient.to(device)
+            move_(weight, device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Add the state of the weight, which a copied Parameter loses."""
-        return {**self.__dict__, "_msamp_state": required_state_of(self.weight)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the Parameter its state again."""
-        super().__setstate__({k: v for k, v in state.items() if k != "_msamp_state"})  # type: ignore[no-untyped-call]
-        state["_msamp_state"].bind(self.weight)
 
 
 def scale_linears(
@@ -126,33 +112,53 @@ def scale_linears(
         float32_gradients: see :class:`ScaledLinear`. Micro-batches then add up in float32.
 
     Raises:
-        TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own).
-        ValueError: features that are no multiples of 16, or a weight that another module shares.
+        TypeError: a name is not that of an ``nn.Linear`` (subclasses have a forward of their own), or a hook computes
+            the weight.
+        ValueError: features that are no multiples of 16, or a weight that is shared with a module outside of ``fqns``.
     """
-    owners: dict[int, list[str]] = {}
-    for fqn, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(fqn)
     for fqn in fqns:  # all are checked before one is changed
-        linear = model.get_submodule(fqn)
-        if type(linear) is not nn.Linear:
-            raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
-        if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
-            raise ValueError(
-                f"{fqn!r} has features {linear.in_features} -> {linear.out_features}; expected multiples of"
-                f" {_ALIGNMENT}. Leave it out of `fqns`."
-            )
-        for other in owners[id(linear.weight)]:
-            if other != fqn:
-                raise ValueError(f"the weight of {fqn!r} is that of {other!r} too; expected an untied one.")
+        _check_linear(fqn, model.get_submodule(fqn))
+    _check_ties(model, fqns)
     for fqn in fqns:
         linear = model.get_submodule(fqn)
-        assert isinstance(linear.weight, nn.Parameter)
-        scale_weight_(linear.weight, level)
+        if msamp_state_of(linear.weight) is None:  # two layers of `fqns` may have one weight
+            assert isinstance(linear.weight, nn.Parameter)
+            scale_weight_(linear.weight, level)
         linear.__class__ = ScaledLinear
         assert isinstance(linear, ScaledLinear)
         linear.emulate = linear.weight.device.type == "cpu" if emulate is None else emulate
         linear.fp8_eval, linear.float32_gradients = fp8_eval, float32_gradients
+
+
+def _check_linear(fqn: str, linear: nn.Module) -> None:
+    if type(linear) is not nn.Linear:
+        raise TypeError(f"{fqn!r} is a {type(linear).__name__}; expected an nn.Linear. Leave it out of `fqns`.")
+    if "weight" not in linear._parameters:
+        raise TypeError(
+            f"the weight of {fqn!r} is computed at each forward (weight_norm, spectral_norm, pruning); expected a"
+            " parameter. Leave it out of `fqns`."
+        )
+    if linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
+        raise ValueError(
+            f"{fqn!r} has features {linear.in_features} -> {linear.out_features}; expected multiples of"
+            f" {_ALIGNMENT}. Leave it out of `fqns`."
+        )
+
+
+def _check_ties(model: nn.Module, fqns: Sequence[str]) -> None:
+    """Raise if a module that is not converted shares a weight: its state dict would have codes."""
+    owners: dict[int, list[str]] = {}
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(fqn)
+    for fqn in fqns:
+        for other in owners[id(model.get_submodule(fqn).weight)]:
+            if other not in fqns:
+                both = [name for name in (fqn, other) if isinstance(model.get_submodule(name), nn.Linear)]
+                raise ValueError(
+                    f"the weight of {fqn!r} is that of {other!r} too, which would stay in high precision; expected an"
+                    f" untied weight, or that both convert. Keep both: `MSAMP(..., keep={both!r})`."
+                )
 
 
 def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
@@ -172,22 +178,21 @@ class _ScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
         codes, scale = encode(rows.float(), E4M3)
-        # the weight is saved so that autograd notices when a step changes it before this backward
-        ctx.save_for_backward(codes, scale, weight)
+        state = required_state_of(weight)
+        # the stored codes are saved, so autograd notices when a step changes them before this backward
+        ctx.save_for_backward(codes, scale, state.codes, state.scale)
         ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
-        ctx.weight_state = required_state_of(weight)  # which a saved weight loses
-        ctx.weight_state.check_writes(weight)
-        weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
+        weight_codes, weight_scale = _in_e4m3(state.codes, state.scale)
         return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scale, weight = ctx.saved_tensors
+        codes, scale, *stored = ctx.saved_tensors
         grad_codes, grad_scale = encode(grad_output.float(), E5M2)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(weight, ctx.weight_state)
+            weight_codes, weight_scale = _in_e4m3(*stored)
             grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
         if ctx.needs_input_grad[1]:
             grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
@@ -195,10 +200,9 @@ class _ScaledMatmul(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-def _in_e4m3(weight: Tensor, state: MsampWeightState) -> tuple[Tensor, Tensor]:
+def _in_e4m3(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes of the weight and their scale; at O3 those that are stored."""
-    codes = codes_of(weight).detach()
-    return (codes, state.scale) if codes.dtype == E4M3.dtype else encode(codes.float() / state.scale, E4M3)
+    return (codes, scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scale, E4M3)
 
 
 def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:

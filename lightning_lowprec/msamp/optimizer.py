@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -16,18 +17,16 @@ from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import Flats, FlatStep
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
-    LEVELS,
-    Level,
     codes_of,
-    encode_into,
     master_of,
     msamp_state_of,
     required_state_of,
     set_master_,
     sharded_like,
 )
+from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode_into
 from lightning_lowprec.numerics.flat import local
-from lightning_lowprec.numerics.formats import Format
+from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
@@ -108,7 +107,7 @@ class ScaledOptimizer(Optimizer):
         for p in self.param_groups[-1]["params"]:
             weight = msamp_state_of(p)
             if weight is not None and (weight.master is not None) != (self.level == "O3"):
-                raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {p.dtype} codes.")
+                raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {weight.codes.dtype} codes.")
 
     @override
     @noted_by_schedulers
@@ -178,13 +177,21 @@ class ScaledOptimizer(Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that deepcopy and pickle keep."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OPTIONS}, "_flat_steps": {}}
+        """Return the attributes that deepcopy and pickle keep; float8 as bytes, which pickle can read."""
+        kept = super().__getstate__()
+        state = {
+            p: {key: v.view(torch.uint8) if _is_e4m3(v) else v for key, v in entry.items()}
+            for p, entry in kept["state"].items()
+        }
+        return {**kept, "state": state, **{name: getattr(self, name) for name in _OPTIONS}, "_flat_steps": {}}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore attributes. Adam's method is left out, because it would make tensors of the step counts."""
         Optimizer.__setstate__(self, state)
+        self.state = defaultdict(dict, self.state)
+        for entry in self.state.values():
+            entry.update({key: v.view(E4M3.dtype) for key, v in entry.items() if _is_bytes(v)})
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -259,6 +266,14 @@ class ScaledOptimizer(Optimizer):
                 encode_into(state[key], state[f"{key}_scale"], values.float(), format, weight.shards)
         if MASTER_PARAM in saved:
             set_master_(p, saved[MASTER_PARAM])
+
+
+def _is_e4m3(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == E4M3.dtype
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
 def _keys(state_dict: Mapping[str, Any]) -> list[Any]:

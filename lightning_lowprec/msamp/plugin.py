@@ -23,7 +23,8 @@ from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
 from lightning_lowprec.msamp.revert import revert
-from lightning_lowprec.msamp.weight import LEVELS, Level, required_state_of
+from lightning_lowprec.msamp.weight import required_state_of
+from lightning_lowprec.msamp.weight_state import LEVELS, Level
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import callbacks_of
@@ -138,7 +139,12 @@ class MSAMP(LowPrecision):
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         plan = fp8.plan_or_raise(
-            module, self.layers, precision=self.precision, base=self.base, converted_class=ScaledLinear
+            module,
+            self.layers,
+            precision=self.precision,
+            base=self.base,
+            converted_class=ScaledLinear,
+            stores_codes=True,
         )
         held = scaled_linears(module)
         if held and not self._are_held(held, plan):  # of another level, or other layers

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
-from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
+from lightning_lowprec.msamp.weight import master_of, msamp_state_of, revert_weight_, values_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import train_in_ddp
 
@@ -40,8 +40,7 @@ def _revert_weight(param: Any) -> None:
     master = master_of(param)
     values = values_of(param) if master is None else master
     grad, param.grad = param.grad, None
-    del param.msamp_state
-    param.data = values
+    revert_weight_(param, values)
     param.grad = grad.decode() if isinstance(grad, ScaledGradient) else grad
 
 

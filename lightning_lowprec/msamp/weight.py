@@ -1,112 +1,31 @@
-"""Parameters that hold the codes of a small format, with a power-of-two scale beside them (MS-AMP's O1, O2, O3).
+"""Parameters of codes: made from plain parameters, found, moved, and given other values.
 
-| level | parameter | master | value of the parameter |
-|---|---|---|---|
-| O1, O2 | float16 codes | none: the parameter is precise enough | ``codes * inv_scale`` |
-| O3 | float8_e4m3fn codes | float16 codes with another scale | the master, rounded to e4m3 |
-
-The Parameter object stays the same, only its ``data`` change. Scales and master are at ``param.msamp_state``. The life
-of a weight is drawn in docs/architecture.md.
+:class:`~lightning_lowprec.msamp.weight_tensor.MsampWeight` is the tensor that such a parameter becomes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, final, get_args
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
+from lightning_lowprec.msamp.weight_tensor import again, user_attributes
+from lightning_lowprec.msamp.weight_tensor import msamp_state_of as msamp_state_of
 from lightning_lowprec.numerics.flat import local
-from lightning_lowprec.numerics.formats import E4M3, FP16, Format
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private import torch as private
 
-Level = Literal["O1", "O2", "O3"]
-LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
-
-@final
-class Shards:
-    """The ranks that share parameters of codes: each has one shard of every parameter, and the scale of the whole.
-
-    Args:
-        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group(mesh.ndim - 1)
-        self.rank: int = mesh.get_local_rank(mesh.ndim - 1)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
-        largest = torch.where(values.isnan(), torch.inf, values)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return largest
-
-
-@final
-class MsampWeightState:
-    """The scale of a parameter of codes, and its master if it has one. Made by :func:`scale_weight_`.
-
-    Args:
-        scale: scalar float32; the step of an optimizer changes it in place.
-        master: (...) float16 codes; None at O1 and O2.
-        master_scale: scalar float32, for the master.
-    """
-
-    def __init__(self, scale: Tensor, master: Tensor | None = None, master_scale: Tensor | None = None) -> None:
-        self.scale = scale
-        self.master = master
-        self.master_scale = master_scale
-        self.pending_master: Tensor | None = None
-        """Values of a master, (...) float32, that was loaded before its weight."""
-        self.shards: Shards | None = None
-        """None: the parameter is whole."""
-        self._version = 0
-
-    def bind(self, param: Any) -> None:
-        """Become the state of a parameter that holds the codes already."""
-        param.grad_dtype = torch.float32
-        param.msamp_state = self
-        self.record_write(param)
-
-    def to_(self, device: torch.device) -> None:
-        """Move scales and masters to ``device``."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
-
-    def stepped(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the float16 codes that an optimizer steps, and their scale: the master, or else ``codes``."""
-        if self.master is None or self.master_scale is None:
-            return codes, self.scale
-        return self.master, self.master_scale
-
-    def record_write(self, param: Tensor) -> None:
-        """Remember that the codes of ``param`` and the scale were written together."""
-        if not param.is_inference():
-            self._version = private.version_of(param)
-
-    def check_writes(self, param: Tensor) -> None:
-        """Raise RuntimeError if other code wrote to the codes. Writes through ``param.data`` are not noticed."""
-        if codes_of(param) is param and not param.is_inference() and private.version_of(param) != self._version:
-            raise RuntimeError(
-                f"a weight of shape {tuple(param.shape)} that is kept as codes with a scale (MS-AMP) was written to,"
-                " without the scale. Load the model's state dict again. Write with"
-                " `lightning_lowprec.msamp.set_values_(weight, values)`, read with `values_of(weight)`; to average"
-                " models, average their state dicts."
-            )
-
-
+@torch.inference_mode(False)  # an optimizer writes to the codes later
 def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """Make ``param`` hold codes, in place, and return its state, which is then at ``param.msamp_state``.
 
-    From then on ``param.grad`` is float32. ``param.shape``, the object and its place in modules and optimizers stay.
+    From then on ``param`` shows float32. The object, its shape, its hooks and its place in modules and optimizers stay.
 
     Args:
         param: (...) float32, bfloat16 or float16; finite.
@@ -117,24 +36,33 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """
     private.check(private.MSAMP)
     check_choice("level", level, LEVELS)
-    if msamp_state_of(param) is not None:
-        raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {param.dtype} codes already.")
-    codes, scale = encode(param.detach().float(), FP16)
-    state = MsampWeightState(scale)
-    if level == "O3":
-        master, master_scale = codes, scale
-        codes, scale = encode(master.float() / master_scale, E4M3)
-        state = MsampWeightState(scale, master, master_scale)
+    held = msamp_state_of(param)
+    if held is not None:
+        raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {held.codes.dtype} codes already.")
+    state = MsampWeightState.of(param.detach().float(), level)
     param.grad = None
-    param.data = codes
-    state.bind(param)
+    _replace_data(param, state)
     return state
 
 
-def msamp_state_of(param: Any) -> MsampWeightState | None:
-    """Return the state of a parameter of codes; None for any other tensor."""
-    state: MsampWeightState | None = getattr(param, "msamp_state", None)
-    return state
+def revert_weight_(param: Parameter, values: Tensor) -> None:
+    """Make a parameter of codes hold ``values`` as a plain parameter does, in place: (...) float32."""
+    made = Parameter(values.clone(), param.requires_grad)
+    made.__dict__.update(user_attributes(param))
+    private.swap_data(param, made)
+
+
+@torch.inference_mode(False)
+def move_(param: Tensor, device: torch.device) -> None:
+    """Move a weight of codes and its gradient to ``device``; the object stays."""
+    gradient, param.grad = param.grad, None
+    _replace_data(param, required_state_of(param).copied(device))
+    if gradient is not None and device.type != "meta":
+        param.grad = gradient.to(device)
+
+
+def _replace_data(param: Tensor, state: MsampWeightState) -> None:
+    private.swap_data(param, again(param, state))
 
 
 def required_state_of(param: Any) -> MsampWeightState:
@@ -154,18 +82,19 @@ def coded_weight(model: nn.Module) -> str | None:
     return next((fqn for fqn, p in model.named_parameters() if msamp_state_of(p) is not None), None)
 
 
-def codes_of(param: Any) -> Tensor:
-    """Return the codes of a parameter: the parameter itself, or this rank's codes if it is sharded or gathered."""
-    codes: Tensor = getattr(param, "codes", param)
-    return codes
+def codes_of(param: Tensor) -> Tensor:
+    """Return the codes of a weight, of this rank if it is sharded or gathered; any other tensor unchanged."""
+    state = msamp_state_of(param)
+    return param if state is None else state.codes
+
+
+# ---- values and masters of parameters, whole or sharded
 
 
 @torch.no_grad()
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
-    state = required_state_of(param)
-    state.check_writes(param)
-    return sharded_like(codes_of(param).float() / state.scale, param)
+    return sharded_like(required_state_of(param).values(), param)
 
 
 @torch.no_grad()
@@ -175,18 +104,8 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     A master (or one that :func:`set_master_` left waiting) that rounds to the values stays; else the values become the
     master. For a sharded parameter a collective: every rank calls it.
     """
-    state = required_state_of(param)
-    codes, given = codes_of(param), local(values.detach()).float()
-    if state.master is not None:
-        master, master_scale = state.stepped(codes)
-        rounded, best = _rounded(given, state.shards), given
-        for candidate in (master.float() / master_scale, state.pending_master):
-            if candidate is not None and _rounds_to(rounded, candidate, state.shards):
-                best = candidate
-        encode_into(master, master_scale, best, FP16, state.shards)
-        state.pending_master = None
-    encode_into(codes, state.scale, given, FP16 if state.master is None else E4M3, state.shards)
-    state.record_write(param)
+    required_state_of(param).set_values_(local(values.detach()).float(), keep_master=True)
+    record_writes([param])
 
 
 @torch.no_grad()
@@ -197,22 +116,14 @@ def set_master_(param: Tensor, master: Tensor) -> None:
     be loaded before its model. For a sharded parameter a collective: every rank calls it.
     """
     state = msamp_state_of(param)
-    if state is None or state.master is None:
-        return
-    values = local(master).to(param.device).float()
-    if _rounds_to(local(values_of(param)), values, state.shards):
-        encode_into(*state.stepped(values), values, FP16, state.shards)
-    else:
-        state.pending_master = values
+    if state is not None:
+        state.set_master_(local(master).to(param.device).float())
 
 
 def master_of(param: Tensor) -> Tensor | None:
     """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
     state = msamp_state_of(param)
-    if state is None or state.master is None:
-        return None
-    master, scale = state.stepped(state.master)
-    return sharded_like(master.float() / scale, param)
+    return None if state is None or state.master is None else sharded_like(state.exact_values(), param)
 
 
 def sharded_like(part: Tensor, param: Tensor) -> Tensor:
@@ -220,28 +131,6 @@ def sharded_like(part: Tensor, param: Tensor) -> Tensor:
     return private.with_local_tensor(part, param) if isinstance(param, DTensor) else part
 
 
-def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and their scale: (...) float32 -> (...) of the format, scalar float32; all shards have one scale."""
-    largest = amax(values)
-    scale = power_of_two_scale(largest if shards is None else shards.maximum(largest), format)
-    return saturating_cast(values * scale, format), scale
-
-
-def encode_into(codes: Tensor, scale: Tensor, values: Tensor, format: Format, shards: Shards | None) -> None:
-    """Write the codes of ``values`` and their scale into tensors."""
-    new_codes, new_scale = encode(values, format, shards)
-    codes.copy_(new_codes)
-    scale.copy_(new_scale)
-
-
-def _rounded(master: Tensor, shards: Shards | None) -> Tensor:
-    """Return the values of a level O3 parameter whose master has the values ``master``."""
-    codes, scale = encode(master, FP16, shards)
-    codes, scale = encode(codes.float() / scale, E4M3, shards)
-    return codes.float() / scale
-
-
-def _rounds_to(rounded: Tensor, master: Tensor, shards: Shards | None) -> bool:
-    """Whether on every rank a parameter has the values ``rounded`` if its master has the values ``master``."""
-    differ = torch.tensor(float(not torch.equal(_rounded(master, shards), rounded)), device=rounded.device)
-    return not bool(differ if shards is None else shards.maximum(differ))
+def record_writes(params: Sequence[Tensor]) -> None:
+    """Let autograd notice that the codes of parameters were written: a graph that saved a weight then raises."""
+    torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])

@@ -58,6 +58,7 @@ def plan_or_raise(
     base: str,
     recipe: Recipe = "tensorwise",
     converted_class: type[Module] | None = None,
+    stores_codes: bool = False,
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -68,11 +69,12 @@ def plan_or_raise(
         base: the dtype outside of FP8, for messages.
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
+        stores_codes: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
-    plan = make_plan(module, layers, recipe=recipe, converted_class=converted_class)
+    plan = make_plan(module, layers, recipe=recipe, converted_class=converted_class, stores_codes=stores_codes)
     if plan.converted:
         return plan
     found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"

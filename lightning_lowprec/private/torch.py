@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeVar, cast, final
 
 import torch
@@ -57,6 +57,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_norm.Scalar",
         "torch.ops.aten._foreach_zero_.default",
         "torch.ops.aten.copy_.default._schema",
+        "torch._C._swap_tensor_impl",
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     ),
     FSDP2: (
@@ -247,6 +250,41 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
+
+
+def returned_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operation that writes returns: the arguments that the operation ``func`` writes to, or None."""
+    written = written_arguments(func, args, kwargs) if func._schema.returns else [None]
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def inference_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Leave inference mode if ``tensor`` is none of its tensors: torch wants a view to be of the kind of its base."""
+    leaves = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return torch.inference_mode(False) if leaves else nullcontext()
+
+
+def swap_data(param: Tensor, made: Tensor) -> None:
+    """Give the object ``param`` class, attributes and data of ``made``; the hooks on the gradient of ``param`` stay.
+
+    ``torch.utils.swap_tensors`` loses these hooks, and refuses a parameter that has views or weak references. Both may
+    stay here: views keep the old data, as with ``param.data = ...``, and the object is the same.
+    """
+    old: Any = param
+    hooks, later_hooks = old._backward_hooks, old._post_accumulate_grad_hooks
+    if param.is_leaf and param.requires_grad:  # a graph of the old data would leave its gradient at the old data
+        torch.autograd.graph.get_gradient_edge(param).node.register_prehook(_refuse_old_graph)
+    old.__class__, made.__class__ = made.__class__, old.__class__
+    old.__dict__, made.__dict__ = made.__dict__, old.__dict__
+    torch._C._swap_tensor_impl(param, made)
+    old._backward_hooks, old._post_accumulate_grad_hooks = hooks, later_hooks  # registers them with the data
+
+
+def _refuse_old_graph(gradients: Any) -> None:
+    raise RuntimeError(
+        "this loss was computed before a parameter was converted or moved to another device (MS-AMP). Compute the loss"
+        " again."
+    )
 
 
 # ---- FSDP2

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from lightning_lowprec.private.names import missing
 
-_TENSOR = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
+_TENSOR: Final = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
+_ARGUMENTS: Final = ("_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_axiswise_dim")
 
 
 def moved() -> list[str]:
     """Return the private names that the installed torchao no longer has; [] without torchao."""
-    return [] if find_spec("torchao") is None else missing([f"{_TENSOR}._data", f"{_TENSOR}._scale"])
+    return [] if find_spec("torchao") is None else missing([f"{_TENSOR}.{name}" for name in _ARGUMENTS])
 
 
 def codes_of(tensor: Any) -> Tensor:
     """Return the codes of a ``Float8TrainingTensor``: float8, of the same shape."""
     codes: Tensor = tensor._data
     return codes
+
+
+def constructor_arguments(tensor: Any) -> tuple[Any, ...]:
+    """Return the arguments that make an equal ``Float8TrainingTensor`` of the same memory."""
+    return tuple(getattr(tensor, name) for name in _ARGUMENTS)
 
 
 def set_scale(tensor: Any, scale: Tensor) -> None:

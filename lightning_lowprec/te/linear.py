@@ -99,6 +99,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         check_input(input)
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
         if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():

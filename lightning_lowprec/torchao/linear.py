@@ -27,7 +27,6 @@ from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_tra
 from torchao.float8.config import e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
     GemmInputRole,
     LinearMMConfig,
     hp_tensor_and_scale_to_float8,
@@ -38,6 +37,7 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torchao import codes_of, set_scale
+from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
@@ -55,7 +55,7 @@ class _Matmul(matmul_with_hp_or_float8_args):
             in_fp8: Any = matmul_with_hp_or_float8_args
             return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
         input, weight_t = ctx.saved_tensors
-        if isinstance(weight_t, Float8TrainingTensor):
+        if isinstance(weight_t, GatheredWeight):
             check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
         grad_output = grad_output.to(input.dtype)
         grad_input = grad_output @ weight_t.t().to(input.dtype)  # [*, N] @ [N, K] -> [*, K]
@@ -71,6 +71,8 @@ class FP8Linear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if not (self.training or self.fp8_eval) or input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
@@ -118,7 +120,7 @@ class TorchAOWire:
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
-        whole: Tensor = Float8TrainingTensor(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:

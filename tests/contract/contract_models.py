@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.msamp.weight import msamp_state_of, values_of
+from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, values_of
 
 X = torch.tensor([3.0, 4.0])
 """A batch, and the gradient it causes: norm 5, exact in fp16, bf16 and float32."""
@@ -31,7 +31,7 @@ def same(actual: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
     Weights kept as codes may be off by the rounding to these.
     """
     if msamp_state_of(actual) is not None:
-        rtol = max(rtol, torch.finfo(actual.dtype).eps)
+        rtol = max(rtol, torch.finfo(codes_of(actual).dtype).eps)
         actual = value(actual)
     if actual.dtype == expected.dtype and rtol == 0.0:
         return torch.equal(actual, expected)

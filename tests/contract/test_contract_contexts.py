@@ -8,6 +8,8 @@ from contract_models import Batches, Net, Probe, X, fabric_with, net, random_bat
 from plugins_under_test import code_dtypes, every_name, every_plugin, make, weight_dtype
 from torch import Tensor, nn
 
+from lightning_lowprec.msamp.weight import codes_of
+
 CONTEXTS = (
     "forward_context",
     "train_step_context",
@@ -185,4 +187,5 @@ def test_trainer_leaves_batches_alone_and_autocasts_every_step(name: str, entry:
 def test_weights_stay_float32_unless_the_optimizer_has_masters(name: str) -> None:
     module = net()
     trainer_with(make(name)).fit(module, random_batches(1))
-    assert {p.dtype for p in module.parameters()} == {weight_dtype(name)} | code_dtypes(name)
+    assert {codes_of(p).dtype for p in module.parameters()} == {weight_dtype(name)} | code_dtypes(name)
+    assert {p.dtype for p in module.parameters()} == {weight_dtype(name)}, "codes show their values"

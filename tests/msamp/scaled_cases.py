@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import scale_weight_
+from lightning_lowprec.msamp.weight import codes_of, scale_weight_
 
 LEVELS = ["O1", "O2", "O3"]
 SHAPES = [(33, 17), (5,), (64, 8), (1,), (3, 2, 5)]
@@ -59,7 +59,10 @@ def run(optimizer, params, steps, coded=True):
 
 def bits(params):
     return [
-        (p.detach().clone().view(torch.uint8 if p.itemsize == 1 else torch.int16), p.msamp_state.scale.item())
+        (
+            codes_of(p).clone().view(torch.uint8 if codes_of(p).itemsize == 1 else torch.int16),
+            p.msamp_state.scale.item(),
+        )
         for p in params
     ]
 
@@ -75,7 +78,7 @@ def through_file(state, tmp_path):
 
 def bytes_at_rest(p, optimizer):
     """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
-    kept = [p, p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
+    kept = [p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }

@@ -18,7 +18,7 @@ from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
-from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like
+from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like, values_of
 
 STEPS = 20
 OPTIMIZERS = {
@@ -185,7 +185,7 @@ def counted(rank):
     with Sent() as sent:
         train(model, optimizer, [0], after=sent.calls.clear)
     coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
-    kept = [t for p in coded for t in (p.codes, p.msamp_state.master, *optimizer.state[p].values())]
+    kept = [t for p in coded for t in (p.msamp_state.codes, p.msamp_state.master, *optimizer.state[p].values())]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
@@ -239,10 +239,25 @@ def refused():
         with pytest.raises(ValueError, match="'0'") as error:
             code_shards(model, shards)
         errors.append(str(error.value))
-    model, _, _ = sharded()
-    with pytest.raises(RuntimeError, match="would write to a weight that is kept as codes"), torch.no_grad():
-        model.blocks[0].first.weight.mul_(2.0)
     return errors
+
+
+def written(rank):
+    """Writes to a sharded weight by code that does not know codes: each is a collective."""
+    model, _, _ = sharded()
+    weight = model.blocks[0].first.weight
+    before = values_of(weight).full_tensor()
+    found = {"read": torch.equal(weight.detach().full_tensor(), before)}
+    with torch.no_grad():
+        weight.mul_(2.0)
+        found["doubled"] = torch.equal(values_of(weight).full_tensor(), 2 * before)
+        weight.to_local()[0] = float(rank + 1)
+        found["row"] = values_of(weight).full_tensor()[[0, 32]]
+        found["scale"] = weight.msamp_state.scale.item()
+        with pytest.raises(RuntimeError, match="would be lost") as error:
+            weight.mul_(1 + 1e-6 * rank)  # one rank's values are lost: all ranks raise
+        found["lost"] = str(error.value)
+    return found
 
 
 def worker(rank, states, folder):
@@ -255,4 +270,5 @@ def worker(rank, states, folder):
     found["counted"], found["halves"] = counted(rank), half_batches(rank, ranks)
     found["overflow"], found["stochastic"] = overflow(rank), stochastic(rank)
     found["folder"], found["refused"] = in_a_folder(folder), refused()
+    found["written"] = written(rank)
     return found

@@ -1,6 +1,7 @@
 """MSAMP: options, refusals, what it computes, gradients, strategies."""
 
 import copy
+import pickle
 
 import lightning as L
 import pytest
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
@@ -15,6 +17,7 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, QUIET, Batches, Net, fit, in_fabric
+from tests.quality import sqnr
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 pytestmark = pytest.mark.filterwarnings(CHATTER)
@@ -64,6 +67,62 @@ def test_the_plan_is_that_of_every_fp8_precision():
     tied.embedding.weight = tied.first.weight
     MSAMP().convert_module(tied)
     assert "first" not in scaled_linears(tied)
+
+
+def pruned(layer):
+    return prune.random_unstructured(layer, "weight", 0.5)
+
+
+@every_level
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.5)],
+)
+def test_a_weight_that_a_hook_computes_is_kept_and_trains(level, norm):
+    module = Net()
+    norm(module.first)
+    before = {name: p.detach().clone() for name, p in module.first.named_parameters()}
+    _, trainer = fit(MSAMP(level), module)
+    assert list(scaled_linears(module)) == ["second"]
+    assert "its weight is computed at each forward (weight_norm," in trainer.precision_plugin.plan.summary()
+    assert all(not torch.equal(p, before[name]) for name, p in module.first.named_parameters())
+    with pytest.raises(TypeError, match=r"the weight of 'first' is computed at each forward .*Leave it out"):
+        scale_linears(module, ["first"], level)
+
+
+def tied_linears():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    return model
+
+
+@every_level
+def test_tied_layers_share_their_codes(level):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level))
+    model, x = tied_linears(), torch.randn(16, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    fabric.backward(wrapped(x).float().square().sum())
+    assert model[0].weight is model[1].weight
+    plain = tied_linears()
+    plain(x).square().sum().backward()
+    assert sqnr(plain[0].weight.grad, model[0].weight.grad + 0) > 20  # of one use alone: below 10
+    optimizer.step()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin[0].weight is twin[1].weight
+        assert torch.equal(twin(x), model(x))
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain[1].weight, values_of(model[0].weight))
+
+
+def test_a_tie_of_a_layer_that_is_kept_is_refused_with_both_names():
+    with pytest.raises(ValueError, match=r"the weight of '1' is that of '0' too.*`MSAMP\(\.\.\., keep=\['1', '0'\]\)`"):
+        MSAMP(keep=["0"]).convert_module(tied_linears())
+    model = tied_linears()
+    MSAMP(keep=["1", "0"]).convert_module(model)
+    assert list(scaled_linears(model)) == ["2"]
 
 
 # ---- what it computes

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_lowprec.msamp.linear import scaled_linears
+from lightning_lowprec.msamp.weight import codes_of
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
 from tests.fsdp2.test_fsdp2_trainer import Module, loader, trainer_for, wire
@@ -35,7 +36,7 @@ def in_trainer(folder):
         "weights": [full(dict(model.state_dict())) for model in (straight, resumed)],
         "losses": (straight.losses, first.losses + resumed.losses),
         "sent": [(set(t.sent), t.sent.total() / t.calls.total()) for t in gathers],
-        "codes": [(fqn, layer.weight.codes.dtype) for fqn, layer in scaled_linears(straight).items()],
+        "codes": [(fqn, codes_of(layer.weight).dtype) for fqn, layer in scaled_linears(straight).items()],
     }
 
 

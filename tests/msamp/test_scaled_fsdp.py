@@ -131,3 +131,13 @@ def test_what_does_not_run_is_said_before_anything_is_sharded(runs):
         o1, o2, uneven = rank["refused"]
         assert "O1 or O2), which do not run under FSDP2. Use O3" in o1 == o2
         assert "32 output features, which do not divide into 3 equal shards" in uneven
+
+
+def test_a_shard_shows_values_and_takes_writes_with_a_common_scale(runs):
+    for rank in runs[1]:
+        found = rank["written"]
+        assert found["read"]
+        assert found["doubled"]
+        assert torch.equal(found["row"], torch.tensor([[1.0], [2.0]]).expand(2, 32))
+        assert found["scale"] == 2.0**7  # 448 / 2 = 224, rounded down to a power of two
+        assert "keep=[...]" in found["lost"]

@@ -292,6 +292,20 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     assert layer.bias.grad is not None
 
 
+def test_what_a_linear_refuses_is_refused_with_its_words(pretend_gpu, monkeypatch):
+    plain = nn.Linear(32, 32)
+    layer = copy.deepcopy(plain)
+    linears.convert_linears(layer, {""}, **OPTIONS)
+    monkeypatch.setattr(linears, "check_input", lambda x: None)
+    for x in (torch.ones(16, 32, dtype=torch.complex64), torch.ones(16, 32, dtype=torch.int64), torch.ones(16, 48)):
+        messages = []
+        for module in (plain, layer):
+            with pytest.raises(RuntimeError) as error:
+                module(x)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
 def test_nothing_is_kept_where_saved_tensors_are_counted(pretend_gpu):
     """Checkpoints that are not reentrant, torch's and Transformer Engine's, replace saved tensors by their number."""
     layer = model()[2]

@@ -18,7 +18,6 @@ from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.msamp import adamw_sgd
-from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
@@ -126,7 +125,7 @@ def gathered(name, plugin, weight):
 def short(tensor):
     if tensor is None:
         return "-"
-    return SHORT[tensor.codes.dtype if isinstance(tensor, ScaledGradient) else tensor.dtype]
+    return SHORT[getattr(tensor, "codes", tensor).dtype]  # of weights and gradients that are codes
 
 
 def pair(first, second):

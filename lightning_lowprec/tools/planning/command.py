@@ -32,7 +32,13 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = _name(args.precision)
     source = load(args.source, args.args or {})
-    plan = make_plan(source.model, take(LayerOptions, vars(args)), recipe=name.gains, alignment=name.alignment)
+    plan = make_plan(
+        source.model,
+        take(LayerOptions, vars(args)),
+        recipe=name.gains,
+        alignment=name.alignment,
+        stores_codes=name.bytes_of_codes is not None,
+    )
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes = footprints(
         source.model, plan, args.precision, fp8_all_gather=name.gathers_fp8, bytes_of_codes=name.bytes_of_codes

@@ -1,0 +1,75 @@
+"""A model under FSDP2 that reads the weight of a converted layer, against the same model in float32."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import lightning_lowprec  # noqa: F401  (registers the names)
+from tests.quality import sqnr
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """An autoencoder with tied weights and a penalty."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + F.linear(self.down(self.up(x)), self.up.weight.t())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid-torchao", "fp8-e4m3-torchao", "msamp-o3"])
+def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
+    model = Model()
+    plain = copy.deepcopy(model)
+    expected = plain(X)
+    expected.square().sum().backward()
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
+    fabric.launch()
+    sharded = fabric.setup_module(model)
+    output = sharded(X)
+    assert sqnr(expected.detach(), output.detach().float()) > 25
+    fabric.backward(output.float().square().sum())
+    sharded.eval()
+    with torch.inference_mode():
+        assert sqnr(expected.detach(), sharded(X).float()) > 25
+    for (fqn, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert sqnr(p.grad, q.grad.full_tensor().float()) > 20, fqn
+
+
+def test_a_write_to_a_gathered_weight_raises(alone):
+    for name in ("fp8-hybrid-torchao", "msamp-o3"):
+        model = Model()
+        model.blocks[0].down.register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2.0))
+        fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
+        fabric.launch()
+        sharded = fabric.setup_module(model)
+        with pytest.raises(RuntimeError, match=r"would write to a gathered weight of shape \(64, 64\).*to the shards"):
+            sharded(X)

@@ -1,0 +1,324 @@
+"""A weight of codes in the hands of code that does not know codes: reads, writes, views, copies, gradients."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.linear import scale_linears
+from lightning_lowprec.msamp.weight import codes_of, master_of, set_values_, values_of
+from lightning_lowprec.msamp.weight_tensor import MsampWeight
+from tests.msamp.scaled_reference import quantise, value
+
+every_level = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+
+
+def linear(level, **options):
+    torch.manual_seed(0)
+    module = nn.Linear(32, 48)
+    start = module.weight.detach().clone()
+    scale_linears(module, [""], level, **options)
+    return module, start
+
+
+def encoded(values, level):
+    """The values that a weight of this level has after a write, by the specification."""
+    rounded = value(quantise(values, torch.float16))
+    return value(quantise(rounded, torch.float8_e4m3fn)) if level == "O3" else rounded
+
+
+# ---- reads
+
+
+@every_level
+def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
+    module, start = linear(level)
+    weight, values = module.weight, encoded(start, level)
+    assert (weight.dtype, weight.shape, weight.is_floating_point()) == (torch.float32, (48, 32), True)
+    assert isinstance(weight, nn.Parameter)
+    assert torch.equal(weight.detach().clone(), values)
+    assert torch.equal(weight.to(torch.bfloat16), values.to(torch.bfloat16))
+    assert torch.equal(weight[3:5, ::2].t() + 0, values[3:5, ::2].t())
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
+    assert weight.norm() == values.norm()
+    assert type(torch.zeros_like(weight)) is torch.Tensor
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.randn(4, 32)
+        assert torch.equal(F.linear(x, weight), F.linear(x, values))
+    with pytest.raises(RuntimeError, match=r"not supported for tensor subclasses"):
+        weight.numpy()
+
+
+@every_level
+def test_inference_mode_reads_views_and_writes(level):
+    module = nn.Linear(32, 48)
+    values = encoded(module.weight.detach(), level)
+    with torch.inference_mode():
+        scale_linears(module, [""], level)
+        weight = module.weight
+        assert torch.equal(weight.t() + 0, values.t())
+        assert torch.equal(weight.data[2] + 0, values[2])
+        assert torch.equal(weight.t().to(torch.bfloat16), values.t().to(torch.bfloat16))
+        assert torch.equal(weight.flatten() + 0, values.flatten())
+        x = torch.randn(4, 48)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(F.linear(x, weight.t()), F.linear(x, values.t()))
+        weight[2] = 1.0
+    assert bool((values_of(module.weight)[2] == 1.0).all())
+    module(torch.randn(16, 32)).sum().backward()
+    ScaledAdamW(module.parameters(), level=level).step()  # codes of inference mode could not be stepped
+
+
+@every_level
+@pytest.mark.parametrize("float32_gradients", [False, True])
+def test_gradients_of_reads_and_of_the_layer_are_added(level, float32_gradients):
+    """An autoencoder with tied weights, and an L2 penalty, as one graph and as two micro-batches."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+    def tied(module):
+        return F.linear(module(x), module.weight.t()).pow(2).sum()
+
+    def penalty(module):
+        return 0.01 * module.weight.pow(2).sum()
+
+    module, start = linear(level, float32_gradients=float32_gradients)
+    weight = encoded(start, level).requires_grad_()
+    hidden = module(x).detach()
+    penalty(module).backward()
+    assert torch.equal(module.weight.grad, 0.02 * weight.detach())  # the penalty alone is exact
+    module.weight.grad = None
+    (tied(module) + penalty(module)).backward()
+    both = module.weight.grad.clone()
+    for parts in ((penalty, tied), (tied, penalty)):
+        module.weight.grad = None
+        for part in parts:
+            part(module).backward()
+        assert torch.allclose(module.weight.grad + 0, both + 0, rtol=2**-3, atol=float(both.abs().max()) / 2**9)
+    (F.linear(hidden, weight.t()).pow(2).sum() + 0.01 * weight.pow(2).sum()).backward()
+    module.weight.grad = None
+    grad_hidden = torch.autograd.grad(F.linear(h := hidden.requires_grad_(), weight.t()).pow(2).sum(), h)[0]
+    module(x).backward(grad_hidden)
+    expected = weight.grad + module.weight.grad
+    assert torch.allclose(both + 0, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_micro_batches_with_and_without_reads_add_up():
+    module, start = linear("O2")
+    x = torch.randn(16, 32)
+    module(x).sum().backward()
+    layer = module.weight.grad + 0
+    penalty = 2 * encoded(start, "O2")
+    module.weight.grad = None
+    module.weight.pow(2).sum().backward()
+    module(x).sum().backward()
+    assert torch.equal(module.weight.grad, penalty + layer)
+    assert torch.equal(module.weight.grad * module.weight, (penalty + layer) * encoded(start, "O2"))
+
+
+def test_a_step_after_a_read_is_noticed():
+    module, _ = linear("O2")
+    x = torch.randn(16, 32, requires_grad=True)
+    module(x).sum().backward()
+    loss = F.linear(x, module.weight).sum()
+    ScaledAdamW(module.parameters(), level="O2").step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_compiled_read_is_that_of_eager_code():
+    module, start = linear("O3")
+    weight = encoded(start, "O3").requires_grad_()
+    x = torch.randn(16, 32)
+
+    def loss(w):
+        return F.linear(F.linear(x, w), w.t()).square().mean() + w.pow(2).sum()
+
+    compiled = torch.compile(lambda m: loss(m.weight), backend="aot_eager", fullgraph=True)
+    compiled(module).backward()
+    loss(weight).backward()
+    assert torch.allclose(module.weight.grad, weight.grad, rtol=1e-5, atol=1e-7)
+
+
+# ---- writes
+
+
+def double_(weight):
+    weight.mul_(2)
+
+
+def merge_(weight):
+    weight.data += torch.linspace(-1, 1, weight.numel()).view_as(weight)
+
+
+def row_(weight):
+    weight[3] = 0.25
+
+
+def column_(weight):
+    weight.data[:, 4:6].fill_(-3.0)
+
+
+def transposed_(weight):
+    weight.t()[1:3].copy_(torch.ones(2, 48))
+
+
+def uniform_(weight):
+    nn.init.uniform_(weight, -2, 2, generator=torch.Generator().manual_seed(5))
+
+
+def replace_(weight):
+    weight.data = torch.linspace(-4, 4, weight.numel()).view_as(weight)
+
+
+def chunks_(weight):
+    for i, part in enumerate(weight.chunk(3)):
+        part.add_(i + 1.0)
+
+
+def prune_(weight):
+    weight.data.masked_fill_(weight.data.abs() < 0.05, 0.0)
+
+
+def out_(weight):
+    torch.mul(torch.ones(48, 32), 3.0, out=weight)
+
+
+@every_level
+@pytest.mark.parametrize(
+    "write", [double_, merge_, row_, column_, transposed_, uniform_, replace_, chunks_, prune_, out_]
+)
+def test_a_write_encodes_the_values_anew(level, write):
+    module, start = linear(level)
+    plain = nn.Parameter(value(quantise(start, torch.float16)))  # at O3 the values of the master
+    weight = module.weight
+    if write is prune_:
+        plain.data.copy_(torch.where(encoded(start, level).abs() < 0.05, 0.0, plain.data))
+    with torch.no_grad():
+        write(weight)
+        if write is not prune_:
+            write(plain)
+    rounded = encoded(plain.detach(), level)
+    step = rounded.abs() * (2.0**-3 if level == "O3" else 2.0**-10)
+    if write is chunks_:  # three writes, each of which rounds
+        assert bool(((values_of(weight) - rounded).abs() <= step).all())
+    else:
+        assert torch.equal(values_of(weight), rounded)
+    assert module.weight is weight
+    x = torch.randn(16, 32)
+    other, _ = linear(level)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), other(x))  # the layer multiplies what was written
+
+
+@every_level
+def test_a_write_that_would_be_rounded_away_raises_and_changes_nothing(level):
+    module, _ = linear(level)
+    before, master = values_of(module.weight), master_of(module.weight)
+    ema = torch.optim.swa_utils.AveragedModel(module, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9999))
+    ema.update_parameters(module)
+    for write in (lambda w: w.mul_(1 - 1e-6), lambda w: w.data.add_(1e-9), lambda w: w.copy_(w.clone() + 1e-9)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"would be lost: \d+ of .*average.*keep=\[") as error:
+            write(module.weight)
+        assert "set_values_" in str(error.value)
+    module(torch.randn(16, 32)).sum().backward()
+    ScaledAdamW(module.parameters(), level=level, lr=1e-3).step()
+    with pytest.raises(RuntimeError, match="would be lost"):
+        ema.update_parameters(module)
+    assert torch.equal(values_of(ema.module.weight), before)
+    assert master is None or torch.equal(master_of(ema.module.weight), master)
+    set_values_(module.weight, before + 1e-9)  # somebody who wants rounding
+
+
+def test_a_weight_takes_no_other_shape_and_no_collective():
+    module, _ = linear("O2")
+    with pytest.raises(RuntimeError, match=r"got data of shape \(3, 3\).*keep=\[\.\.\.\]"):
+        module.weight.data = torch.zeros(3, 3)
+    with pytest.raises(TypeError, match=r"_foreach_mul_.*average their state dicts.*keep=\[\.\.\.\]"), torch.no_grad():
+        torch._foreach_mul_([module.weight], 2.0)
+
+
+@every_level
+def test_weights_copy_each_other_with_their_masters(level):
+    module, _ = linear(level)
+    other, _ = linear(level)
+    with torch.no_grad():
+        module.weight.mul_(1.7)
+        other.weight.copy_(module.weight)
+    assert torch.equal(values_of(other.weight), values_of(module.weight))
+    assert level != "O3" or torch.equal(master_of(other.weight), master_of(module.weight))
+    with torch.no_grad():
+        module.weight.zero_()
+    assert bool(values_of(other.weight).any()), "memory of its own"
+
+
+# ---- the parameter
+
+
+@every_level
+def test_conversion_keeps_hooks_attributes_and_references_of_the_parameter(level):
+    module = nn.Linear(32, 48)
+    seen, start = [], module.weight.detach().clone()
+    reference, view, loss = weakref.ref(module.weight), module.weight.t(), module(torch.randn(4, 32)).sum()
+    module.weight.no_decay = True
+    module.weight.register_hook(lambda grad: seen.append(grad.shape))
+    handle = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
+    scale_linears(module, [""], level)
+    assert module.weight.no_decay
+    module(torch.randn(16, 32)).sum().backward()
+    assert seen == [(48, 32), ScaledGradient]
+    handle.remove()
+    module(torch.randn(16, 32)).sum().backward()
+    assert seen[2:] == [(48, 32)]
+    assert reference() is module.weight
+    assert torch.equal(view, start.t())
+    with pytest.raises(RuntimeError, match="computed before a parameter was converted"):
+        loss.backward()
+
+
+def through_pickle(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+def through_torch(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_level
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch])
+def test_an_optimizer_travels_with_and_without_its_model(level, duplicate):
+    module, _ = linear(level)
+    optimizer = ScaledAdamW(module.parameters(), level=level, lr=1e-2)
+    x = torch.randn(16, 32)
+
+    def step(module, optimizer):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+
+    step(module, optimizer)
+    optimizer.zero_grad()
+    twin, its = duplicate((module, optimizer))
+    alone = duplicate(optimizer)
+    assert its.param_groups[0]["params"][0] is twin.weight
+    step(module, optimizer)
+    step(twin, its)
+    for p, q in zip(module.parameters(), alone.param_groups[0]["params"], strict=True):
+        q.grad = p.grad.clone()
+    alone.step()
+    for weight in (twin.weight, alone.param_groups[0]["params"][0]):
+        assert isinstance(weight, MsampWeight)
+        assert codes_of(weight).dtype == codes_of(module.weight).dtype
+        assert torch.equal(values_of(weight), values_of(module.weight))
+    for ours, theirs in zip(optimizer.state.values(), alone.state.values(), strict=True):
+        for key, moment in ours.items():
+            assert torch.equal(torch.as_tensor(moment).float(), torch.as_tensor(theirs[key]).float()), key
