@@ -93,6 +93,10 @@ class Float32Weights:
         for p in [p for p in made if p in optimizer.state]:
             optimizer.state[p] = float32_state(optimizer.state[p])
 
+    def __repr__(self) -> str:
+        """Show the class alone: there are no options."""
+        return f"{type(self).__name__}()"
+
 
 def _is_made(parameter: Tensor) -> bool:
     return parameter.dtype is torch.float32 and is_marked(parameter)

@@ -60,6 +60,10 @@ class AfterFit:
                 backends.revert_optimizer(optimizer)
                 weights.follow(optimizer)
 
+    def __repr__(self) -> str:
+        """Show the class alone: there are no options."""
+        return f"{type(self).__name__}()"
+
     def __getstate__(self) -> dict[str, object]:
         """Leave out tensors and optimizers, which stay in their process."""
         return {"optimizers": [], "_before": None}

@@ -215,11 +215,16 @@ def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
 
 
 def _groups_of_grads(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the gradients (values of sparse ones), of masters too, in lists of one device, dtype and mesh each."""
+    """Return the gradients (values of sparse ones), of masters too, in lists of one device, dtype and mesh each.
+
+    A gradient that a parameter shows for its master is in one list once.
+    """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
+    seen: set[int] = set()
     for param in (*parameters_of(optimizer), *held_masters(optimizer)):
-        if param.grad is None:
+        if param.grad is None or id(param.grad) in seen:
             continue
+        seen.add(id(param.grad))
         if param.grad.is_sparse:
             param.grad = param.grad.coalesce()  # sums duplicate rows first, because only the sum may overflow
         grad = param.grad.values() if param.grad.is_sparse else param.grad

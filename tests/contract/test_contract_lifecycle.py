@@ -135,8 +135,9 @@ def test_connected_plugin_survives_copying_and_trains_alike(name: str, clone: ob
     """ddp_spawn pickles the plugin; its copy must do in the new process what it would have done here."""
     plugin, module, batches = make(name, GROWS_EVERY_STEP), net(), random_batches(2)
     trainer_with(plugin).fit(module, batches)
-    copied, twin = clone(plugin), copy.deepcopy(module)
-    twin._trainer = None
+    copied = clone(plugin)
+    module, twin = copy.deepcopy(module), copy.deepcopy(module)  # neither finds the masters of the first fit
+    module._trainer = twin._trainer = None
     assert scale_of(copied) == scale_of(plugin) == (8.0 * 2**2 if plugin.scaler else 1.0)
     trainer_with(plugin).fit(module, batches)
     assert scale_of(copied) != scale_of(plugin) or plugin.scaler is None  # it shares nothing
