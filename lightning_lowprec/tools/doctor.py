@@ -120,7 +120,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the verdict on every name, or on one name; return 1 if that name does not run."""
     parser = argparse.ArgumentParser(
         prog="lowprec doctor",
-        description="Print which precisions run on this machine, why others do not, what to install, what to try first.",
+        description="Print which precisions run here, why others do not, what to install, and what to try first.",
     )
     parser.add_argument("--for", dest="name", help="check one precision; the exit status is 1 if it does not run here")
     parser.add_argument("--device", help="a torch device such as cpu or cuda:1 (default: the first GPU)")
