@@ -31,7 +31,7 @@ def require(module: str, purpose: str) -> ModuleType:
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
     try:
-        with _quiet():
+        with quiet():
             return importlib.import_module(module)
     except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == root:
@@ -45,7 +45,7 @@ def require(module: str, purpose: str) -> ModuleType:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leave out two kinds of lines that torchao logs at import: kernels that this package does not use, and Enums."""
 
     def is_ours(record: logging.LogRecord) -> bool:

@@ -51,8 +51,37 @@ PRECISIONS: Final[Mapping[str, str]] = {
 }
 """Words for ``precision=``, except the names of this package and of Lightning."""
 
+NEMO: Final[Mapping[str, str]] = {
+    "params_dtype": "The dtype of the weights follows from `dtype` or `base`, and `master_weights`.",
+    "pipeline_dtype": "There is no pipeline parallelism here.",
+    "autocast_dtype": "Autocast has the dtype of `dtype` or `base`.",
+    "autocast_enabled": "Autocast is always on, so that softmax, norms and losses of any model run in float32.",
+    "grad_reduce_in_fp32": "Write `grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
+    "fp8": "Write `fp8_format='hybrid'` or `fp8_format='e4m3'` of `FP8TE`.",
+    "fp8_recipe": "Write the recipe as the first argument: `FP8TE('delayed')`, 'current', 'block', 'mxfp8', 'nvfp4'.",
+    "first_last_layers_bf16": "Write `first_last_layers_bf16=` of `FP8TE` or `FP8TorchAO`.",
+    "num_layers_at_start_in_bf16": "Write `num_layers_at_start_in_bf16=` of `FP8TE` or `FP8TorchAO`.",
+    "num_layers_at_end_in_bf16": "Write `num_layers_at_end_in_bf16=` of `FP8TE` or `FP8TorchAO`.",
+    "fp8_margin": "Write `margin=` of `FP8TE`.",
+    "fp8_amax_history_len": "Write `amax_history_len=` of `FP8TE`.",
+    "fp8_amax_compute_algo": "Write `amax_compute_algo=` of `FP8TE`.",
+    "fp8_wgrad": "For weight gradients in high precision write `FP8TorchAO('rowwise_with_gw_hp')`, or"
+    " `FP8TE({'recipe': 'current', 'backward_override': 'high_precision'})` for both backward GEMMs.",
+    "fp8_dot_product_attention": "Write `fp8_dpa=` of `FP8TE`.",
+    "fp8_multi_head_attention": "Write `fp8_mha=` of `FP8TE`.",
+    "fp8_params": "Write `fp8_params=` of `FP8TE`.",
+    "fp8_param_gather": "Write `fp8_params=` of `FP8TE`; under 'fsdp2' also `fp8_all_gather=` of `FSDP2Strategy`.",
+    "fp16_loss_scale": "Write `loss_scale=`, a number.",
+    "fp16_initial_loss_scale": "Write `loss_scale=LossScale(initial=...)`.",
+    "fp16_min_loss_scale": "Write `loss_scale=LossScale(floor=...)`.",
+    "fp16_loss_scale_window": "Write `loss_scale=LossScale(growth_interval=...)`.",
+    "fp16_hysteresis": "Write `loss_scale=LossScale(hysteresis=...)`.",
+}
+"""Arguments of NeMo's ``MegatronMixedPrecision``, which NeMo users also set as attributes of the plugin."""
+
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
+    **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
 """Names of options of other stacks."""

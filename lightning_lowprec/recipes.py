@@ -3,6 +3,10 @@
     from lightning_lowprec import recipes
 
     trainer = L.Trainer(plugins=recipes.bf16_mixed())
+    trainer = L.Trainer(plugins=recipes.bf16_with_fp8_mixed(fp8_margin=2, keep=["lm_head"]))
+
+Every recipe takes the arguments of NeMo's ``MegatronMixedPrecision``, and the options of the plugin that it returns. An
+argument that has no equal here raises, with the reason.
 
 The FP8 recipes run through Transformer Engine. With delayed and current scaling, whose weights FSDP2 can gather in FP8,
 they set NeMo's ``fp8_params``. With scales per block, weights stay in half precision.
@@ -10,99 +14,179 @@ they set NeMo's ``fp8_params``. With scales per block, weights stay in half prec
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2), where they are arguments of
 ``MegatronMixedPrecision``. One value differs: NeMo sets ``autocast_enabled=False``, because Megatron's layers choose
 their float32 parts themselves. Other models need autocast for softmax, norms and losses, so autocast stays on here.
+Under FSDP2 gradients are reduced in the dtype in which DDP would reduce them: float32, or fp16 in the fp16 recipes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import torch
 
+from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.precision.options import BASE_DTYPES
 from lightning_lowprec.te.plugin import FP8TE
 
+Base = Literal["bf16", "fp16"]
 
-def bf16_mixed() -> HalfMixed:
+
+def bf16_mixed(**arguments: Any) -> HalfMixed:
     """bf16 weights and compute, float32 masters, gradients accumulated and reduced in float32.
 
     18 bytes per parameter with AdamW: 2 (weight), 4 (gradient), 4 (master), 8 (moments).
     """
-    return HalfMixed(
-        "bf16", master_weights=True, grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32
-    )
+    return _half("bf16", arguments)
 
 
-def fp16_mixed() -> HalfMixed:
+def fp16_mixed(**arguments: Any) -> HalfMixed:
     """fp16 weights, gradients and compute, float32 masters, Megatron's loss scaling.
 
     16 bytes per parameter with AdamW. The scale starts at 2**32, so the first steps of a run are skipped until the
     scale fits: about 18 steps if gradients are around 1.
     """
-    return HalfMixed("fp16", master_weights=True, loss_scale=_megatron_scale())
+    return _half("fp16", arguments)
 
 
-def bf16_with_fp8_mixed() -> FP8TE:
+def bf16_with_fp8_mixed(**arguments: Any) -> FP8TE:
     """:func:`bf16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
-    return FP8TE("delayed", **_DELAYED, **_bf16())
+    return _fp8("bf16", "delayed", arguments, **_DELAYED)
 
 
-def fp16_with_fp8_mixed() -> FP8TE:
+def fp16_with_fp8_mixed(**arguments: Any) -> FP8TE:
     """:func:`fp16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
-    return FP8TE("delayed", **_DELAYED, **_fp16())
+    return _fp8("fp16", "delayed", arguments, **_DELAYED)
 
 
-def bf16_with_mxfp8_mixed() -> FP8TE:
+def bf16_with_mxfp8_mixed(**arguments: Any) -> FP8TE:
     """:func:`bf16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
-    return FP8TE("mxfp8", fp8_format="hybrid", **_bf16())
+    return _fp8("bf16", "mxfp8", arguments)
 
 
-def fp16_with_mxfp8_mixed() -> FP8TE:
+def fp16_with_mxfp8_mixed(**arguments: Any) -> FP8TE:
     """:func:`fp16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
-    return FP8TE("mxfp8", fp8_format="hybrid", **_fp16())
+    return _fp8("fp16", "mxfp8", arguments)
 
 
-def bf16_with_fp8_current_scaling_mixed() -> FP8TE:
+def bf16_with_fp8_current_scaling_mixed(**arguments: Any) -> FP8TE:
     """:func:`bf16_mixed` with hybrid current scaling, and the first and the last block in bf16."""
-    return FP8TE("current", fp8_format="hybrid", fp8_params=True, first_last_layers_bf16=True, **_bf16())
+    return _fp8("bf16", "current", arguments, fp8_params=True, first_last_layers_bf16=True)
 
 
-def fp16_with_fp8_current_scaling_mixed() -> FP8TE:
+def fp16_with_fp8_current_scaling_mixed(**arguments: Any) -> FP8TE:
     """:func:`fp16_mixed` with hybrid current scaling, and the first and the last block in fp16."""
-    return FP8TE("current", fp8_format="hybrid", fp8_params=True, first_last_layers_bf16=True, **_fp16())
+    return _fp8("fp16", "current", arguments, fp8_params=True, first_last_layers_bf16=True)
 
 
-def bf16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
+def bf16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
     """:func:`bf16_mixed` with blockwise scaling, hybrid as in NeMo."""
-    return FP8TE("block", fp8_format="hybrid", **_bf16())
+    return _fp8("bf16", "block", arguments)
 
 
-def fp16_with_fp8_subchannel_scaling_mixed() -> FP8TE:
+def fp16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
     """:func:`fp16_mixed` with blockwise scaling, hybrid as in NeMo."""
-    return FP8TE("block", fp8_format="hybrid", **_fp16())
-
-
-_DELAYED: dict[str, Any] = {
-    "fp8_params": True,
-    "fp8_format": "hybrid",
-    "margin": 0,
-    "amax_history_len": 1024,
-    "amax_compute_algo": "max",
-}
+    return _fp8("fp16", "block", arguments)
 
 
 NAMES: Final = tuple(name for name in globals() if name.endswith("_mixed"))
 """Every recipe of this file."""
+_DELAYED: Final[Mapping[str, Any]] = {
+    "fp8_params": True,
+    "margin": 0,
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+}
+_MEGATRON_SCALE: Final = LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)
+_SCALE_FIELDS: Final = {
+    "fp16_initial_loss_scale": "initial",
+    "fp16_min_loss_scale": "floor",
+    "fp16_loss_scale_window": "growth_interval",
+    "fp16_hysteresis": "hysteresis",
+}
+_FP8_OPTIONS: Final = {
+    "fp8": "fp8_format",
+    "fp8_margin": "margin",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_dot_product_attention": "fp8_dpa",
+    "fp8_multi_head_attention": "fp8_mha",
+    "fp8_params": "fp8_params",
+    "fp8_param_gather": "fp8_params",
+}
+_KINDS: Final = {
+    "delayed": "delayed",
+    "tensorwise": "current",
+    "blockwise": "block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+"""Our recipe for each value of NeMo's ``fp8_recipe``."""
 
 
-def _bf16() -> dict[str, Any]:
-    float32 = {"grad_reduce_dtype": torch.float32, "grad_accumulation_dtype": torch.float32}
-    return {"base": "bf16", "master_weights": True, **float32}
+def _half(base: Base, arguments: Mapping[str, Any]) -> HalfMixed:
+    options = _common(base, arguments)
+    reduce_dtype = options.pop("reduce_dtype")
+    for name in options.keys() & (_FP8_OPTIONS.keys() | {"fp8_recipe"}):
+        raise ValueError(f"`{name}={options[name]!r}` goes with the FP8 recipes, such as `{base}_with_fp8_mixed`.")
+    plugin = HalfMixed(base, **options)
+    plugin.reduce_dtype = reduce_dtype
+    return plugin
 
 
-def _fp16() -> dict[str, Any]:
-    return {"base": "fp16", "master_weights": True, "loss_scale": _megatron_scale()}
+def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> FP8TE:
+    given = _common(base, arguments)
+    reduce_dtype = given.pop("reduce_dtype")
+    asked = given.pop("fp8_recipe", None)
+    if asked is not None and _KINDS.get(asked) != kind:
+        raise ValueError(
+            f"`fp8_recipe={asked!r}` is not that of this recipe, which has {kind!r}; take the recipe of"
+            " `lightning_lowprec.recipes` with the scaling that you want."
+        )
+    twice = {"fp8_params", "fp8_param_gather"} & given.keys()
+    if len({given[name] for name in twice}) > 1:
+        raise ValueError("`fp8_params` and `fp8_param_gather` are one option here; give them the same value.")
+    options = {_FP8_OPTIONS.get(name, name): value for name, value in given.items()}
+    plugin = FP8TE(kind, **{"base": base, "fp8_format": "hybrid", **values, **options})
+    plugin.reduce_dtype = reduce_dtype
+    return plugin
 
 
-def _megatron_scale() -> LossScale:
-    return LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)
+def _common(base: Base, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of the plugin, and ``reduce_dtype``; arguments for FP8 keep NeMo's names.
+
+    Raises:
+        ValueError: an argument has no equal here.
+    """
+    given = {name: value for name, value in arguments.items() if (name, value) != ("fp8", None)}
+    _refuse(base, given)
+    in_float32 = given.pop("grad_reduce_in_fp32", base == "bf16")
+    if not isinstance(in_float32, bool):
+        raise ValueError(f"`grad_reduce_in_fp32={in_float32!r}` is not valid; expected True or False.")
+    dtype = torch.float32 if in_float32 else None
+    options: dict[str, Any] = {"master_weights": True, "grad_reduce_dtype": dtype, "grad_accumulation_dtype": dtype}
+    scale = {_SCALE_FIELDS[name]: given.pop(name) for name in _SCALE_FIELDS.keys() & given.keys()}
+    static = given.pop("fp16_loss_scale", None)
+    if base == "fp16":
+        options["loss_scale"] = dataclasses.replace(_MEGATRON_SCALE, **scale) if static is None else static
+    return {**options, "reduce_dtype": dtype or BASE_DTYPES[base], **given}
+
+
+def _refuse(base: Base, given: dict[str, Any]) -> None:
+    """Take out the arguments whose value is what happens here anyway; raise for any other value."""
+    here = {
+        "precision": ("bf16-mixed",) if base == "bf16" else ("16-mixed", "16"),
+        "params_dtype": (BASE_DTYPES[base],),
+        "pipeline_dtype": (None, BASE_DTYPES[base]),
+        "autocast_dtype": (None, BASE_DTYPES[base]),
+        "autocast_enabled": (True,),
+        "fp8_wgrad": (True,),
+    }
+    for name in here.keys() & given.keys():
+        value = given.pop(name)
+        if value not in here[name]:
+            allowed = " or ".join(map(repr, here[name]))
+            answer = NEMO.get(name, "Take another recipe.")
+            raise ValueError(f"`{name}={value!r}` is not possible in this recipe; expected {allowed}. {answer}")

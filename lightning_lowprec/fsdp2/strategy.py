@@ -180,6 +180,8 @@ class Sharding:
             plugin.bind_device(device)
             if plugin.masters is not None and self.options.buffer_dtype is None:
                 self.options = replace(self.options, buffer_dtype=plugin.masters.buffer_dtype)
+            if self.options.reduce_dtype is None:
+                self.options = replace(self.options, reduce_dtype=plugin.reduce_dtype)
             plugin.bind_shards(reshard)
 
     def knows(self, model: Module, plugin: Any) -> bool:

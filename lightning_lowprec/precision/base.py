@@ -37,8 +37,10 @@ from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision import left_over, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
+from lightning_lowprec.precision.foreign_attribute import ForeignAttribute
 from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
@@ -68,6 +70,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether FSDP2's float32 shards take the place of masters."""
     shards_codes: bool = False
     """Whether FSDP2 can shard these codes."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
     def __init__(
         self,
@@ -433,3 +437,8 @@ class LowPrecision(TrainerPrecision, ABC):
     def __str__(self) -> str:
         """Name the package that this plugin is made for; Lightning's errors show this."""
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
+
+
+for _name, _answer in NEMO.items():
+    if not hasattr(LowPrecision, _name):
+        setattr(LowPrecision, _name, ForeignAttribute(_name, _answer))

@@ -124,7 +124,7 @@ class FP8TE(LowPrecision):
         self.norms = norms
         self.fuse: Literal["auto", False] = fuse
         self.weight_cache = weight_cache
-        self.fp8_params = fp8_params
+        self._fp8_params = fp8_params
         self.needs_fp8_gather = "fp8_params=True" if fp8_params else None
         _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
@@ -132,6 +132,11 @@ class FP8TE(LowPrecision):
             masters.not_cast = self._weights_in_fp8
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
         self.precision = name + ("-fp16" if self.base == "fp16" else "")
+
+    @property
+    def fp8_params(self) -> bool:
+        """Whether the weights of FP8 layers are kept in FP8; an argument of the constructor."""
+        return self._fp8_params
 
     @property
     @override

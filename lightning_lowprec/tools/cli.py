@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 
 from lightning_lowprec import __version__
+from lightning_lowprec.extras import quiet
 from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
 
 COMMANDS = {
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         debug = True
     import_from_working_folder()
     try:
-        return _run(args.command, args.arguments)
+        with quiet():
+            return _run(args.command, args.arguments)
     except (ValueError, ImportError, OSError, UnpicklingError) as error:
         if debug or (args.command == "fit" and not isinstance(error, OSError)):
             raise  # an error in `fit` may come from the user's own model

@@ -20,13 +20,14 @@ from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.extras import INSTALL, import_refusal
-from lightning_lowprec.hardware import default_device, describe
+from lightning_lowprec.hardware import bf16_refusal, default_device, describe
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.registration import validate_name
+from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 
 LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
 """For each library, the file that knows which of the library's private names this package uses."""
@@ -71,9 +72,10 @@ def survey(device: torch.device) -> list[Availability]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return device, driver, versions, backends, and the private names that the libraries no longer have."""
+    """Return device, bf16, driver, versions, backends, and the private names that the libraries no longer have."""
     return {
         "device": describe(device),
+        "bf16": bf16_refusal(device) is None,
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -118,7 +120,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the verdict on every name, or on one name; return 1 if that name does not run."""
     parser = argparse.ArgumentParser(
         prog="lowprec doctor",
-        description="Print for every precision whether it runs on this machine, why not, and what to install.",
+        description="Print which precisions run here, why others do not, what to install, and what to try first.",
     )
     parser.add_argument("--for", dest="name", help="check one precision; the exit status is 1 if it does not run here")
     parser.add_argument("--device", help="a torch device such as cpu or cuda:1 (default: the first GPU)")
@@ -129,7 +131,10 @@ def run(argv: Sequence[str]) -> int:
         return _one(args.name, device, as_json=args.json)
     facts, verdicts = machine(device), survey(device)
     if args.json:
-        print(json.dumps({**facts, "precisions": [asdict(verdict) for verdict in verdicts]}, indent=2))
+        recommended = advice(verdicts, facts["bf16"])
+        found: dict[str, Sequence[Any]] = {"precisions": verdicts, "recommended": recommended}
+        rows = {key: [asdict(row) for row in value] for key, value in found.items()}
+        print(json.dumps({**facts, **rows, "commands": commands(recommended)}, indent=2))
     else:
         print(_text(facts, verdicts))
     return 0
@@ -151,13 +156,12 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(verdict), indent=2))
     else:
-        text = f"{_line(verdict, len(name))}\n{verdict.reason}"
+        text = f"{_line(verdict)}\n{verdict.reason}"
         print(text, file=sys.stdout if verdict.runs else sys.stderr)
     return 0 if verdict.runs else 1
 
 
 def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
-    width = max(len(verdict.name) for verdict in verdicts)
     found = ", ".join(f"{name} {number or '(not installed)'}" for name, number in facts["versions"].items())
     lines = [
         f"device    {facts['device']}",
@@ -169,13 +173,47 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
         lines.append(
             f"warning   the installed libraries are not all supported; they no longer have: {', '.join(facts['moved'])}"
         )
-    lines += ["", *(_line(verdict, width) for verdict in verdicts), ""]
+    lines += ["", *_families(verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
-        lines += [f"{reason.rstrip('.')}:", f"    {', '.join(names)}"]
-    return "\n".join(lines)
+        lines += [f"{reason.rstrip('.')}:", f"    {', '.join(_short(names))}"]
+    recommended = advice(verdicts, facts["bf16"])
+    width = max(len(row.name) for row in recommended)
+    lines += ["", "Try first on this machine:", *(f"    {row.name:<{width}}  {row.why}" for row in recommended)]
+    return "\n".join([*lines, *(f"    $ {command}" for command in commands(recommended))])
 
 
-def _line(verdict: Availability, width: int) -> str:
-    word = "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"
-    return f"{verdict.name:<{width}}  {word:<8}  {verdict.summary}"
+def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
+    """Return the three names to try first."""
+    runs = {verdict.name for verdict in verdicts if verdict.runs}
+    return recommend(runs, {verdict.name for verdict in verdicts if verdict.emulated}, bf16=bf16)
+
+
+def _families(verdicts: Sequence[Availability]) -> list[str]:
+    """Return one line per family and answer: half precision, the names without a backend, and each backend."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        rows.setdefault((_family(verdict.name), _word(verdict)), []).append(verdict.name)
+    width = max(len(family) for family, _ in rows)
+    return [f"{family:<{width}}  {word:<8}  {', '.join(_short(names))}" for (family, word), names in rows.items()]
+
+
+def _family(name: str) -> str:
+    backend = precisions.TABLE[name].plugin.backend
+    if backend is None:
+        return "half precision"
+    return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Return the names; ``NAME(-fp16)`` stands for ``NAME`` and ``NAME-fp16``."""
+    short = [f"{name}(-fp16)" if f"{name}-fp16" in names else name for name in names]
+    return [name for name in short if not (name.endswith("-fp16") and name.removesuffix("-fp16") in names)]
+
+
+def _line(verdict: Availability) -> str:
+    return f"{verdict.name}  {_word(verdict):<8}  {verdict.summary}"
+
+
+def _word(verdict: Availability) -> str:
+    return "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"

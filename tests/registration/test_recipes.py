@@ -1,13 +1,16 @@
 """NeMo's recipes: every knob of MegatronMixedPrecision, its value there, and where it is in our plugin."""
 
 import inspect
+import pickle
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed, recipes
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, LossScale, recipes
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.strategy import Sharding
 
 NO_FP8 = {  # defaults of MegatronMixedPrecision that the half recipes leave alone
     "fp8": None, "fp8_recipe": "delayed", "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1,
@@ -109,3 +112,71 @@ def test_fp16_scale_finds_its_place_as_megatrons_does():
     assert plugin.scaler.scale == 2.0**15
     assert plugin.scaler.skipped_steps == 18
     assert weight[0].item() == -2.0
+
+
+def test_recipes_take_nemos_arguments_and_the_plugins_options():
+    plugin = recipes.fp16_mixed(
+        fp16_initial_loss_scale=2.0**16, fp16_min_loss_scale=2.0, fp16_loss_scale_window=50, fp16_hysteresis=1
+    )
+    assert plugin.scaler.config == LossScale(initial=2.0**16, floor=2.0, growth_interval=50, hysteresis=1)
+    assert recipes.fp16_mixed(fp16_loss_scale=128.0).scaler.config == LossScale.of(128.0)
+    halves = recipes.bf16_mixed(grad_reduce_in_fp32=False, buffer_dtype=torch.bfloat16)
+    assert halves.masters.gradients.reduce is halves.masters.gradients.accumulation is None
+    assert halves.masters.buffer_dtype is torch.bfloat16
+    same = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    assert repr(recipes.bf16_mixed(**same, autocast_enabled=True).masters) == repr(recipes.bf16_mixed().masters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"autocast_enabled": False},
+            "`autocast_enabled=False` is not possible .* True. Autocast is always on",
+        ),
+        ({"params_dtype": torch.float16}, "`params_dtype=torch.float16` is not possible in this recipe"),
+        ({"pipeline_dtype": torch.float32}, "There is no pipeline parallelism here"),
+        ({"precision": "16-mixed"}, "`precision='16-mixed'` is not possible"),
+        ({"fp8_margin": 2}, "`fp8_margin=2` goes with the FP8 recipes, such as `bf16_with_fp8_mixed`"),
+        ({"grad_reduce_in_fp32": "yes"}, "`grad_reduce_in_fp32='yes'` is not valid; expected True or False"),
+    ],
+)
+def test_arguments_without_an_equal_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.bf16_mixed(**arguments)
+
+
+@pytest.mark.parametrize("knob", sorted({knob for knobs in NEMO.values() for knob in knobs} - {"precision"}))
+@pytest.mark.parametrize("make", [recipes.bf16_mixed, FP8TorchAO, lambda: MSAMP("O2")])
+def test_nemos_attributes_raise_when_they_are_set(make, knob):
+    """NeMo users write `recipe.trainer.plugins.fp8_margin = 2`."""
+    plugin = make()
+    with pytest.raises(AttributeError, match=knob):
+        setattr(plugin, knob, 2)
+    if knob != "autocast_dtype":
+        assert not hasattr(plugin, knob)
+        with pytest.raises(AttributeError, match=rf"`{knob}=2` cannot be set on a .*would do nothing here\. \w+"):
+            setattr(plugin, knob, 2)
+    assert pickle.loads(pickle.dumps(plugin)).precision == plugin.precision
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "dtype"),
+    [
+        ("bf16_mixed", {}, torch.float32),
+        ("bf16_mixed", {"grad_reduce_in_fp32": False}, torch.bfloat16),
+        ("fp16_mixed", {}, torch.float16),
+        ("fp16_mixed", {"grad_reduce_in_fp32": True}, torch.float32),
+    ],
+)
+def test_fsdp2_reduces_in_the_dtype_in_which_ddp_would(recipe, arguments, dtype):
+    """Under DDP a recipe reduces in float32 if NeMo says so, else in the dtype of the weights."""
+    plugin = getattr(recipes, recipe)(**arguments)
+    under_ddp = plugin.masters.gradients.reduce or plugin.autocast_dtype
+    assert under_ddp is dtype
+    sharding = Sharding(ShardOptions())
+    sharding.meet(plugin, torch.device("cpu"))
+    assert sharding.options.reduce_dtype is dtype
+    own = Sharding(ShardOptions(reduce_dtype=torch.float64))
+    own.meet(getattr(recipes, recipe)(**arguments), torch.device("cpu"))
+    assert own.options.reduce_dtype is torch.float64, "the user's word is the last"
