@@ -64,7 +64,7 @@ class MsampWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Keep codes for views and moves, encode what is written, and let all else read the values."""
+        """Keep codes for views, encode what is written, and let all else read the values."""
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # shows operations that are made of others, such as aten.to.dtype
             result = func.decompose(*args, **kwargs)
@@ -146,18 +146,16 @@ class MsampWeight(Tensor):
         return MsampWeight(MsampWeightState(**inner), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy codes, scales and master; the gradient too, as torch copies that of a leaf."""
+        """Copy codes, scales and master; as of every Parameter, the gradient is left out."""
         if id(self) not in memo:
-            copied: Any = again(self, self.msamp_state.copied())
-            copied.grad = None if self.grad is None else self.grad.clone()
-            memo[id(self)] = copied
+            memo[id(self)] = again(self, self.msamp_state.copied())
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what pickle keeps: codes as bytes, because pickle cannot read a storage of float8."""
         inner = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
-        inner["codes"] = inner["codes"].view(torch.uint8)
-        return _unpickled, (inner, self.master is not None, self.dtype, self.requires_grad, _attributes(self))
+        inner["codes"] = inner["codes"].contiguous().view(torch.uint8)
+        return _unpickled, (inner, self.codes.dtype, self.dtype, self.requires_grad, _attributes(self))
 
     def data_ptr(self) -> int:
         """Return the address of the codes."""
@@ -266,10 +264,9 @@ def _attributes(weight: Tensor) -> dict[str, Any]:
 
 
 def _unpickled(
-    inner: dict[str, Any], has_master: bool, dtype: torch.dtype, trains: bool, attributes: dict[str, Any]
+    inner: dict[str, Any], format: torch.dtype, dtype: torch.dtype, trains: bool, attributes: dict[str, Any]
 ) -> MsampWeight:
-    codes = inner["codes"].view(E4M3.dtype if has_master else torch.float16)
-    weight = MsampWeight(MsampWeightState(**{**inner, "codes": codes}), dtype)
+    weight = MsampWeight(MsampWeightState(**{**inner, "codes": inner["codes"].view(format)}), dtype)
     weight.__dict__.update(attributes)
     weight.requires_grad_(trains)
     return weight
