@@ -15,12 +15,12 @@ FLOORS = [
     {"precision"},
     {"torchao", "te", "msamp"},
     {"fsdp2", "callbacks"},
-    {"names", "registration", "recipes", "strategies"},
+    {"names", "registration", "recipes", "strategies", "from_accelerate"},
     {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 MAY_IMPORT_EACH_OTHER = [
-    {"names", "registration", "recipes", "strategies"},
+    {"names", "registration", "recipes", "strategies", "from_accelerate"},
     {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "private"},
 ]
 LIGHTNING_FROM = FLOOR["precision"]

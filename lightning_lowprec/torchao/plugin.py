@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal, final
 
 import torch
@@ -30,6 +31,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.torchao import own_config
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
@@ -64,6 +66,8 @@ class FP8TorchAO(LowPrecision):
         compile: ``"auto"`` compiles repeated blocks in place on CUDA unless some are compiled already; True compiles
             them on any device, False never; a mapping gives ``torch.compile`` options.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
+        config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
+            gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -82,11 +86,17 @@ class FP8TorchAO(LowPrecision):
         fp8_format: FP8Format | None = None,
         compile: Literal["auto"] | bool | CompileOptions = "auto",
         round_scales_to_power_of_2: bool | None = None,
+        config: Any = None,
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
-        _check(recipe, running.base, fp8_format)
+        if config is not None:
+            recipe, fp8_format, emulate = _of_config(config, recipe, fp8_format, round_scales_to_power_of_2)
+            running = replace(running, emulate=running.emulate or emulate)
+        _check(recipe, running.base, None if config is not None else fp8_format)
         masters = take(MasterOptions, options).resolve(running.base)
+        if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
+            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         scale = take(LossScaleOptions, options).resolve(running.base)
         super().__init__(scale, masters, take(WeightOptions, options))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
@@ -98,7 +108,9 @@ class FP8TorchAO(LowPrecision):
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
         self.compile = compile
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
-        self.precision = NAMES[self.recipe, self.fp8_format] + ("-fp16" if self.base == "fp16" else "")
+        self.config = config
+        name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
+        self.precision = name + ("-fp16" if self.base == "fp16" else "")
 
     @property
     @override
@@ -135,12 +147,14 @@ class FP8TorchAO(LowPrecision):
         """One scale per weight can be gathered."""
         if self.recipe != "tensorwise":
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
+        if self.config is not None and (unable := own_config.gather_refusal(self.config)) is not None:
+            return unable
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        return self.precision, self.layers, self.emulate, self.fp8_eval, self.round_scales_to_power_of_2
+        return self.precision, self.layers, self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
@@ -148,12 +162,15 @@ class FP8TorchAO(LowPrecision):
 
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
-        config = linear.linear_config(
-            self.recipe,
-            fp8_format=self.fp8_format,
-            emulate=self.emulates(device),
-            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-        )
+        if self.config is not None:
+            config = own_config.for_layers(self.config, emulate=self.emulates(device))
+        else:
+            config = linear.linear_config(
+                self.recipe,
+                fp8_format=self.fp8_format,
+                emulate=self.emulates(device),
+                round_scales_to_power_of_2=self.round_scales_to_power_of_2,
+            )
         with unchanged(module):
             linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
         if plan.converted:
@@ -210,6 +227,22 @@ class FP8TorchAO(LowPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if the loss is scaled, and the backend that computed the FP8 GEMMs."""
         return {**super().state_dict(), BACKEND_STATE: BACKEND}
+
+
+def _of_config(
+    config: Any, recipe: Recipe, fp8_format: FP8Format | None, power_of_2: bool | None
+) -> tuple[Recipe, FP8Format, bool | None]:
+    """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
+    require("torchao.float8", "FP8TorchAO(config=...)")
+    kind, gradients = own_config.kind_of(config)
+    for name, value, default in (
+        ("recipe", recipe, "tensorwise"),
+        ("fp8_format", fp8_format, None),
+        ("round_scales_to_power_of_2", power_of_2, None),
+    ):
+        if value != default:
+            raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
+    return kind, gradients, config.emulate or None
 
 
 def _check(recipe: str, base: str, fp8_format: str | None) -> None:

@@ -95,6 +95,7 @@ TORCHAO = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
+    ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
