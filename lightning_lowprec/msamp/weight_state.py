@@ -153,7 +153,9 @@ class MsampWeightState:
             f" {self.codes.dtype}. Train the weight with AdamW or SGD under a precision of MS-AMP ('msamp-o2'). To"
             " average models, average their state dicts. To merge an adapter, load the state dicts into a plain model."
             " Or keep the layer in high precision: `MSAMP(..., keep=[...])`. To round nevertheless, call"
-            " `lightning_lowprec.msamp.set_values_(weight, values)`."
+            " `lightning_lowprec.msamp.set_values_(weight, values)`. If the codes are of an earlier run, and this run"
+            " has another precision, give the model float32 weights back before:"
+            " `lightning_lowprec.conversion.backends.revert_all(model)`."
         )
 
     def copy_(self, other: MsampWeightState) -> None:

@@ -34,9 +34,11 @@ class AfterFit:
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
 
     def keep_changed(self) -> None:
-        """Forget the tensors whose dtype the set-up has left alone: the checkpoint has them exactly."""
+        """Forget the tensors whose dtype and class the set-up has left alone: the checkpoint has them exactly."""
         if self._before is not None:
-            self._before = [(t, data.cpu()) for t, data in self._before if t.dtype != data.dtype]
+            self._before = [
+                (t, data.cpu()) for t, data in self._before if (t.dtype, type(t.data)) != (data.dtype, type(data))
+            ]
 
     def end(self, modules: Iterable[Module], *, plain: bool, trained: bool) -> None:
         """Hand ``modules`` back.

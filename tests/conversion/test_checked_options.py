@@ -178,7 +178,7 @@ def test_every_option_has_a_case(make):
         (MasterConfig, {"seed": -3}),
         (HalfMixed, {"dtype": "fp16", "loss_scale": 1024}),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", ", ".join(value) if isinstance(value, dict) else ""),
 )
 def test_right_values_pass(make, options):
     make(**options)

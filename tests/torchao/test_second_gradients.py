@@ -104,6 +104,7 @@ def test_torch_func_says_the_way_out_which_works(transform):
     torch.testing.assert_close(TRANSFORMS[transform](model, x), TRANSFORMS[transform](plain, x))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
 def test_export_says_the_way_out_which_works():
     linear, x, _ = layer()
     with pytest.raises(RuntimeError, match=r"`torch.export` .* cannot export FP8Linear.*fp8_eval=False"):
