@@ -22,7 +22,7 @@ from lightning_lowprec import (
 from lightning_lowprec.checks import allows, hints_of
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.masters.options import MasterOptions
+from lightning_lowprec.masters.options import MasterOptions, WeightOptions
 from lightning_lowprec.precision.options import FP8Options, LossScaleOptions
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
@@ -55,6 +55,7 @@ MASTERS = [
     ("grad_reduce_dtype", torch.float64, "one of: None, torch.float32"),
     ("grad_accumulation_dtype", "fp32", "one of: None, torch.float32"),
 ]
+WEIGHTS = [("weights", "bf16", "one of: float32, keep"), ("plain_after_fit", 1, TRUE_OR_FALSE)]
 SHARDS = [
     ("wrap", torch.nn.Linear, "'auto', a collection of nn.Module classes or a function"),
     ("replicate", True, "an integer of at least 1 or 'nodes'"),
@@ -80,6 +81,7 @@ STRATEGY = [
     ("timeout", 5, "None or a timedelta"),
     ("cluster_environment", "slurm", "None or a ClusterEnvironment"),
     ("checkpoint_io", "x", "None or a CheckpointIO"),
+    ("verify_checkpoints", 1, TRUE_OR_FALSE),
 ]
 SCALING = [
     ("initial", "65536", "finite and above 0"),
@@ -131,10 +133,10 @@ COMPARE = [
     ("out", 3, "a Path"),
 ]
 CASES = {
-    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *TORCHAO],
-    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *TE],
-    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MSAMP_LEVEL],
-    HalfMixed: [*SCALE, *MASTERS, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
+    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *TORCHAO],
+    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *TE],
+    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *MSAMP_LEVEL],
+    HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
     FSDP2Strategy: STRATEGY,
     FabricFSDP2Strategy: STRATEGY,
     ShardOptions: SHARDS,
@@ -142,6 +144,7 @@ CASES = {
     FP8Options: [*RUNNING, *EMULATION],
     LossScaleOptions: SCALE,
     MasterOptions: MASTERS,
+    WeightOptions: WEIGHTS,
     LossScale: SCALING,
     MasterConfig: CONFIG,
     CompareSpec: COMPARE,
