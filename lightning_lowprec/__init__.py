@@ -16,6 +16,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision.half import HalfMixed
+from lightning_lowprec.precision.half_eval import HalfEval
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.te.plugin import FP8TE
@@ -28,6 +29,7 @@ __all__ = [
     "FP8TorchAO",
     "FSDP2Strategy",
     "FabricFSDP2Strategy",
+    "HalfEval",
     "HalfMixed",
     "LossScale",
     "MasterConfig",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, recipes
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -16,12 +16,22 @@ from lightning_lowprec.private.lightning import precision_names
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "migration.md").read_text()
-OURS = {cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed, LossScale, MasterConfig)}
+OURS = {
+    cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, LossScale, MasterConfig)
+}
 SPANS = re.findall(r"`([^`]+)`", TEXT)
 CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
 MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith("FP8TE(")]
 """Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
-PEERS = ("NeMo and Megatron", "SageMaker SMP v2", "Accelerate", "MS-AMP", "Axolotl", "DeepSpeed")
+PEERS = (
+    "NeMo and Megatron",
+    "SageMaker SMP v2",
+    "Accelerate",
+    "MS-AMP",
+    "Axolotl",
+    "Trainer of transformers",
+    "DeepSpeed",
+)
 
 
 def rows():
@@ -34,7 +44,16 @@ def test_every_call_can_be_made(call):
     from torchao.float8 import Float8LinearConfig
 
     call = call.replace("Float8LinearConfig(...)", "Float8LinearConfig()")
-    made = eval(call, {"torch": torch, "Float8LinearConfig": Float8LinearConfig, "plan": {"blocks.0.up": None}, **OURS})
+    made = eval(
+        call,
+        {
+            "torch": torch,
+            "Float8LinearConfig": Float8LinearConfig,
+            "group": None,
+            "plan": {"blocks.0.up": None},
+            **OURS,
+        },
+    )
     assert type(made).__name__ == call.partition("(")[0]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_choice, check_fields
+from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.float32_weights import Float32Weights
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
@@ -98,8 +98,7 @@ class WeightOptions:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        check_choice("weights", self.weights, get_args(Weights))
-        check_choice("plain_after_fit", self.plain_after_fit, (True, False))
+        check_fields(self)
 
     def resolve(self, masters: HalfWeights | None) -> Float32Weights | None:
         """Return what makes weights float32; None: half-precision weights stay.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
@@ -63,6 +64,8 @@ class FP8TE(LowPrecision):
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
         amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
         reduce_amax: of delayed scaling: whether all ranks use the same scales.
+        fp8_group: of delayed scaling: the process group whose ranks share scales, or a function that returns it, which
+            is called at set-up, when processes are there; None: all ranks.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
             float32 weights as their masters; also under ``master_weights``, which casts all other weights. Frozen
             weights are stored in FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all weights
@@ -93,6 +96,7 @@ class FP8TE(LowPrecision):
         amax_history_len: Count | None = None,
         amax_compute_algo: Literal["max", "most_recent"] | None = None,
         reduce_amax: bool | None = None,
+        fp8_group: ProcessGroup | Callable[[], ProcessGroup] | None = None,
         fp8_params: bool = False,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
@@ -124,8 +128,15 @@ class FP8TE(LowPrecision):
         self.norms = norms
         self.fuse: Literal["auto", False] = fuse
         self.weight_cache = weight_cache
+        self.fp8_group = fp8_group
+        self._group = None if callable(fp8_group) else fp8_group
         self._fp8_params = fp8_params
         self.needs_fp8_gather = "fp8_params=True" if fp8_params else None
+        if fp8_group is not None and (self.kind != "delayed" or reduce_amax is False):
+            raise ValueError(
+                f"`fp8_group={fp8_group!r}` is for delayed scaling with `reduce_amax=True`: others share no scales."
+                " Leave the group out."
+            )
         _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         if fp8_params and masters is not None:
@@ -186,6 +197,8 @@ class FP8TE(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
+        if callable(self.fp8_group) and self._group is None:
+            self._group = self.fp8_group()
         found = convert_model(
             module,
             self.recipe,
@@ -248,7 +261,11 @@ class FP8TE(LowPrecision):
         if self.scales is not None:
             self.scales.restore()
         renewal = nullcontext() if self.scales is None else self.scales.in_forward()
-        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
+        with (
+            autocast,
+            support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self._group),
+            renewal,
+        ):
             yield
 
     @override

@@ -123,5 +123,8 @@ def _warn_of_no_effect() -> None:
 if __name__ == "__main__":
     try:
         _start()
-    finally:
-        _warn_of_no_effect()
+    except SystemExit as end:  # how console commands end
+        if end.code in (None, 0):
+            _warn_of_no_effect()
+        raise
+    _warn_of_no_effect()

@@ -111,6 +111,7 @@ TE = [
     *((name, "False", TRUE_OR_FALSE) for name in ("fp8_params", "fp8_dpa", "fp8_mha", "norms")),
     ("weight_cache", 0, TRUE_OR_FALSE),
     ("fuse", True, "'auto' or False"),
+    ("fp8_group", "world", "None, a ProcessGroup or a function"),
 ]
 MSAMP_LEVEL = [
     ("level", "O4", "one of: O1, O2, O3"),

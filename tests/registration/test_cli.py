@@ -193,6 +193,16 @@ def test_lowprec_run_refuses_before_it_launches(project):
     assert "`script='gone.py'` is not a file and no console command of this Python" in result.stderr
 
 
+def test_a_precision_that_nothing_used_is_said(project):
+    """What `lowprec run` starts in every process, with a command that trains with other classes."""
+    (project / "plain.py").write_text("import torch")
+    launcher = str(ROOT / "lightning_lowprec" / "tools" / "launcher.py")
+    ran = python(launcher, "plain.py", cwd=project, LOWPREC_RUN_PRECISION="fp8-hybrid")
+    assert (
+        "lowprec run: `--precision=fp8-hybrid` had no effect: the command made no Trainer and no Fabric" in ran.stderr
+    )
+
+
 MOVED = """
 import warnings, lightning as L
 import lightning.fabric.connector as c
