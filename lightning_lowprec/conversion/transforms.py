@@ -6,12 +6,10 @@ insides, and Transformer Engine returns wrong gradients of gradients without an 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
-
-from lightning_lowprec.private.torch import are_transforms_active
 
 PLAIN_IN_EVALUATION: Final = (
     "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
@@ -20,17 +18,16 @@ PLAIN_IN_EVALUATION: Final = (
 KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."
 
 
-def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
-    """Raise RuntimeError if a layer of this name is called under ``torch.func``, or to be exported."""
+def refuse_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> NoReturn:
+    """Raise the RuntimeError for a layer of this name that is called under ``torch.func``, or to be exported."""
     if torch.compiler.is_exporting():
         raise RuntimeError(
             f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
         )
-    if not torch.compiler.is_compiling() and are_transforms_active():
-        raise RuntimeError(
-            f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
-            f" {remedy}"
-        )
+    raise RuntimeError(
+        f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
+        f" {remedy}"
+    )
 
 
 def check_backward(layer: str, remedy: str = KEEP) -> None:

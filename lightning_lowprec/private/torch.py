@@ -23,6 +23,7 @@ LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 COMPILATION: Final = "compiled models"
+FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
@@ -90,6 +91,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
+    FP8_LAYERS: ("torch._C._are_functorch_transforms_active",),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
@@ -405,9 +407,8 @@ def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
 # ---- Transformer Engine: the backward pass and its saved tensors
 
 
-def are_transforms_active() -> bool:
-    """Return whether the caller runs under ``torch.func``."""
-    return torch._C._are_functorch_transforms_active()
+are_transforms_active: Callable[[], bool] = _get("torch._C._are_functorch_transforms_active")
+"""Return whether the caller runs under ``torch.func``."""
 
 
 def is_in_backward() -> bool:

@@ -34,8 +34,9 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.transforms import check_backward, check_call
+from lightning_lowprec.conversion.transforms import check_backward, refuse_call
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.private.torchao import codes_of, set_scale
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
@@ -82,14 +83,14 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
-        check_call(type(self).__name__)
-        if input.numel() // self.in_features % TOKEN_ALIGNMENT == 0:
-            return self._multiply(input)
-        return cut_rows(self._multiply(pad_rows(input, TOKEN_ALIGNMENT)), input)
-
-    def _multiply(self, input: Tensor) -> Tensor:
-        output: Tensor = _Matmul.apply(input, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        if are_transforms_active() or torch.compiler.is_exporting():
+            refuse_call(type(self).__name__)
+        fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
+        rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
+        output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        return output if fits else cut_rows(output, input)
 
     @property
     def wire_format(self) -> TorchAOWire:

@@ -242,3 +242,14 @@ def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch)
         ImportError, match=rf"torch {re.escape(torch.__version__)} .*torch\._no_such_name, needed for MS-AMP"
     ):
         linear("O2")
+
+
+def test_what_does_not_run_through_codes_names_the_way_out():
+    layer = linear("O2")
+    x = torch.randn(16, layer.in_features, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*ScaledLinear.*keep="):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"`torch.func`.*ScaledLinear.*keep="):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+    with pytest.raises(RuntimeError, match=r"`torch.export`.*ScaledLinear.*keep="):
+        torch.export.export(layer, (x,))
