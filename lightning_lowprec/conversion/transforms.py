@@ -11,6 +11,8 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_lowprec.private.torch import is_tracing
+
 PLAIN_IN_EVALUATION: Final = (
     "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
     " layers that need it in high precision (`keep=[...]`)."
@@ -19,11 +21,13 @@ KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or
 
 
 def refuse_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> NoReturn:
-    """Raise the RuntimeError for a layer of this name that is called under ``torch.func``, or to be exported."""
+    """Raise the RuntimeError for a layer of this name that is called under ``torch.func``, or exported or traced."""
     if torch.compiler.is_exporting():
         raise RuntimeError(
             f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
         )
+    if is_tracing():
+        raise RuntimeError(f"`torch.jit.trace` cannot trace {layer}, a layer that computes in FP8. {remedy}")
     raise RuntimeError(
         f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
         f" {remedy}"

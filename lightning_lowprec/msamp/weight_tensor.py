@@ -89,11 +89,26 @@ class MsampWeight(Tensor):
             if first.msamp_state.cutting and func in _CUTS:
                 return _view(func, args, {k: v for k, v in kwargs.items() if k != "dtype"})
         values = private.tree_map_only(MsampWeight, MsampWeight.decode, (args, kwargs))
+        if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
+            like = values[0][0]
+            values = private.tree_map_only(Tensor, lambda t: t.to(like.dtype) if t.is_floating_point() else t, values)
         return func(*values[0], **values[1])
 
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
         return self.msamp_state.values().to(self.dtype)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, for loggers of histograms."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on a weight that requires grad. Use weight.detach().numpy() instead."
+            )
+        return self.decode().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as a nested list."""
+        return self.decode().tolist()
 
     @property
     def data(self) -> Tensor:

@@ -57,6 +57,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._foreach_copy_.default",
         "torch.ops.aten._foreach_norm.Scalar",
         "torch.ops.aten._foreach_zero_.default",
+        "torch.ops.aten._transformer_encoder_layer_fwd.default",
+        "torch.ops.aten._native_multi_head_attention.default",
         "torch.ops.aten.copy_.default._schema",
         "torch._C._swap_tensor_impl",
         "torch.Tensor._backward_hooks",
@@ -377,6 +379,11 @@ scaled_mm: Any = _get("torch._scaled_mm")
 """FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
 ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 """The operation of gradient scalers."""
+ENCODER_LAYER: Final[tuple[Any, ...]] = (
+    _get("torch.ops.aten._transformer_encoder_layer_fwd.default"),
+    _get("torch.ops.aten._native_multi_head_attention.default"),
+)
+"""The operations by which torch's TransformerEncoderLayer and MultiheadAttention evaluate in one call."""
 ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
 ATEN_FOREACH_NORM: Any = _get("torch.ops.aten._foreach_norm.Scalar")
 ATEN_FOREACH_ZERO: Any = _get("torch.ops.aten._foreach_zero_.default")
@@ -407,6 +414,8 @@ def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
 # ---- Transformer Engine: the backward pass and its saved tensors
 
 
+is_tracing: Callable[[], bool] = _get("torch.jit.is_tracing")
+"""Return whether the caller runs under ``torch.jit.trace``; public, but without a type."""
 are_transforms_active: Callable[[], bool] = _get("torch._C._are_functorch_transforms_active")
 """Return whether the caller runs under ``torch.func``."""
 

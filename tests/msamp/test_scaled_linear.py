@@ -244,6 +244,7 @@ def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch)
         linear("O2")
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
 def test_what_does_not_run_through_codes_names_the_way_out():
     layer = linear("O2")
     x = torch.randn(16, layer.in_features, requires_grad=True)
@@ -253,3 +254,13 @@ def test_what_does_not_run_through_codes_names_the_way_out():
         torch.func.grad(lambda x: layer(x).sum())(x)
     with pytest.raises(RuntimeError, match=r"`torch.export`.*ScaledLinear.*keep="):
         torch.export.export(layer, (x,))
+    with pytest.raises(RuntimeError, match=r"`torch.jit.trace`.*ScaledLinear.*keep="):
+        torch.jit.trace(layer, (x.detach(),))
+
+
+def test_pruning_after_the_conversion_names_the_way_out():
+    layer = linear("O2")
+    torch.nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5)
+    for use in (lambda: layer(torch.randn(16, layer.in_features)), lambda: layer.to("cpu")):
+        with pytest.raises(TypeError, match=r"Parametrize, prune or normalize weights before the conversion"):
+            use()

@@ -5,17 +5,20 @@ import io
 import pickle
 import weakref
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import codes_of, master_of, set_values_, values_of
 from lightning_lowprec.msamp.weight_tensor import MsampWeight
 from tests.msamp.scaled_reference import quantise, value
+from tests.quality import sqnr
 
 every_level = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 
@@ -52,7 +55,7 @@ def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(4, 32)
         assert torch.equal(F.linear(x, weight), F.linear(x, values))
-    with pytest.raises(RuntimeError, match=r"not supported for tensor subclasses"):
+    with pytest.raises(RuntimeError, match=r"Use weight.detach\(\).numpy\(\)"):  # as for every tensor
         weight.numpy()
 
 
@@ -322,3 +325,26 @@ def test_an_optimizer_travels_with_and_without_its_model(level, duplicate):
     for ours, theirs in zip(optimizer.state.values(), alone.state.values(), strict=True):
         for key, moment in ours.items():
             assert torch.equal(torch.as_tensor(moment).float(), torch.as_tensor(theirs[key]).float()), key
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_torchs_encoder_layer_evaluates_in_one_call(level):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 8, 32)
+    expected = layer(x).detach()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level))
+    converted = fabric.setup_module(layer).eval()
+    with torch.no_grad(), fabric.autocast():
+        output = converted(x.bfloat16())
+    assert sqnr(expected, output.float()) > 20
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_loggers_read_weights(level):
+    linear = torch.nn.Linear(32, 32)
+    scale_linears(linear, [""], level)
+    values = values_of(linear.weight)
+    assert (linear.weight.detach().cpu().float().numpy() == values.numpy()).all()
+    assert linear.weight.detach().numpy().shape == (32, 32)
+    assert linear.weight.tolist() == values.tolist()
