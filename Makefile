@@ -8,7 +8,10 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format test-gpu gpu-lane test-floor test-te bench clean
+# tests that other people wrote; about half an hour, not a part of CI
+PEERS ?= ../shared/peers
+
+.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +22,7 @@ help:
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
+	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -68,6 +72,9 @@ test-floor: $(FLOOR)/.installed
 test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/test_migration.py tests/benchmarks/test_gpu_lane_te.py
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
+
+test-peers: $(VENV)/.installed
+	$(RUN)/python -m tests.peers $(PEERS)
 
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead

@@ -11,15 +11,17 @@ difference without a reason is a failure, and so is a reason without a differenc
 from __future__ import annotations
 
 import argparse
+import atexit
 import fnmatch
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ LIGHTNING = (
     "tuner/test_lr_finder.py",
 )
 Outcomes = dict[str, str]
+Suite = tuple[Outcomes, Iterable[tuple[str, Outcomes]]]
+"""The outcomes of the control, and of every name as soon as it has run: a message, "" if a test passed."""
 
 
 class Difference(NamedTuple):
@@ -56,15 +60,13 @@ def main() -> int:
     differences: list[Difference] = []
     for suite in suites:
         control, under = SUITES[suite](options.folder.resolve(), names)
-        for name, outcomes in under.items():
-            passed = [test for test in control if control[test] == ""]
-            lost = [
-                Difference(name, f"{suite}:{t}", outcomes.get(t, "no result")) for t in passed if outcomes.get(t) != ""
-            ]
+        passed = [test for test in control if control[test] == ""]
+        for name, outcomes in under:
+            found = {test: outcomes.get(test, "no result") for test in passed}
+            lost = [Difference(name, f"{suite}:{test}", message) for test, message in found.items() if message]
             differences += lost
-            print(
-                f"{suite:10s} {name:15s} {len(passed) - len(lost)} of {len(passed)} that the control passes", flush=True
-            )
+            kept = len(passed) - len(lost)
+            print(f"{suite:10s} {name:15s} {kept} of {len(passed)} that the control passes", flush=True)
     return report(differences, set(names), set(suites))
 
 
@@ -103,15 +105,15 @@ def read_reasons(path: Path) -> Iterator[tuple[str, str, str]]:
 # ---- Lightning's own tests
 
 
-def lightning(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+def lightning(folder: Path, names: list[str]) -> Suite:
     """Return the outcomes of Lightning's tests, of the control and by name: a message, "" if the test passed."""
-    with tempfile.TemporaryDirectory() as scratch:
-        (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
-        with tarfile.open(archive) as packed:
-            packed.extractall(scratch, filter="data")
-        tests = Path(scratch, "tests")
-        control = _pytest(tests, folder, "base32")
-        return control, {name: _pytest(tests, folder, SWAPS[name]) for name in names}
+    scratch = Path(tempfile.mkdtemp(prefix="peers-"))
+    atexit.register(shutil.rmtree, scratch)
+    (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(scratch, filter="data")
+    tests = scratch / "tests"
+    return _pytest(tests, folder, "base32"), ((name, _pytest(tests, folder, SWAPS[name])) for name in names)
 
 
 def _pytest(tests: Path, folder: Path, swap: str) -> Outcomes:
@@ -137,21 +139,20 @@ def _pytest(tests: Path, folder: Path, swap: str) -> Outcomes:
 # ---- a probe of the Trainer's features, and models of transformers
 
 
-def probe(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+def probe(folder: Path, names: list[str]) -> Suite:
     """Return what fails of the probe's features, with 32-true as the control."""
-    precisions = [name for name in names if name in NAMES]
-    outcomes = {name: _lines(folder / "probe1.py", name) for name in ("32-true", *precisions)}
     source = (folder / "probe1.py").read_text()
     features = re.findall(r"^@f\ndef (\w+)", source, flags=re.MULTILINE)
 
-    def by_feature(lines: list[str]) -> Outcomes:
+    def by_feature(name: str) -> Outcomes:
+        lines = _lines(folder / "probe1.py", name)
         failed = {m[1]: m[2] for line in lines if (m := re.match(r"FAIL \S+ (\w+): (.*)", line))}
         return {feature: failed.get(feature, "") for feature in features}
 
-    return by_feature(outcomes["32-true"]), {name: by_feature(outcomes[name]) for name in precisions}
+    return by_feature("32-true"), ((name, by_feature(name)) for name in names if name in NAMES)
 
 
-def models(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
+def models(folder: Path, names: list[str]) -> Suite:
     """Return which models of transformers train as in float32; the control is float32 itself."""
     precisions = [name for name in names if name in NAMES]
     lines = _lines(folder / "hf_models.py", "all", ",".join(precisions))
@@ -162,7 +163,7 @@ def models(folder: Path, names: list[str]) -> tuple[Outcomes, dict[str, Outcomes
         elif trained := re.match(r"(\S+)\s+(\S+)\s+first .*", line):
             under[trained[2]][trained[1]] = line if line.endswith("<<<") else ""
     every = {model for outcomes in under.values() for model in outcomes}
-    return dict.fromkeys(sorted(every), ""), under
+    return dict.fromkeys(sorted(every), ""), under.items()
 
 
 def _lines(script: Path, *arguments: str) -> list[str]:
