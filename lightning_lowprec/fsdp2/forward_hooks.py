@@ -80,9 +80,9 @@ def _with_gradients_of_shards(zero_grad: Callable[..., None], hooks: ForwardHook
     """Wrap ``zero_grad`` of a model, so that gradients of the shards go, even while gathered weights are shown."""
 
     @wraps(zero_grad)
-    def with_gradients_of_shards(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none)
-        hooks.zero_grad(set_to_none)
+    def with_gradients_of_shards(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
+        hooks.zero_grad(*args, **kwargs)
 
     return with_gradients_of_shards
 
@@ -198,7 +198,7 @@ class ForwardHooks:
         if self._open:
             self._lazy_gather.arm()
 
-    def zero_grad(self, set_to_none: bool) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients of the shards, or set them to zero."""
         for p in self._shards.values():
             if set_to_none:

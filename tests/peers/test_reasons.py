@@ -1,5 +1,7 @@
 """Every difference of `make test-peers` has a reason, and every reason a difference."""
 
+import fnmatch
+
 import pytest
 
 from tests.peers import __main__ as peers
@@ -42,7 +44,7 @@ def test_a_reason_may_name_a_test_with_brackets(reasons):
 
 def test_every_reason_names_a_swap_and_says_why():
     for name, test, reason in peers.read_reasons(peers.HERE / "reasons.txt"):
-        assert name in SWAPS
+        assert any(fnmatch.fnmatchcase(swap, name) for swap in SWAPS)
         assert test.partition(":")[0] in peers.SUITES
         assert len(reason.split()) > 4
     assert set(NAMES) < set(SWAPS)
