@@ -68,7 +68,7 @@ def bytes_held(weights: Sequence[nn.Parameter], optimizer: Optimizer) -> float:
     for p in weights:
         scaled = msamp_state_of(p)
         grad = (p.grad.codes, p.grad.inv_scale) if isinstance(p.grad, ScaledGradient) else (p.grad,)
-        tensors += [p, *grad, *optimizer.state[p].values(), *(() if scaled is None else vars(scaled).values())]
+        tensors += [*grad, *optimizer.state[p].values(), *((p,) if scaled is None else vars(scaled).values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
     return sum(s.nbytes() for s in storages.values()) / sum(p.numel() for p in weights)
 

@@ -34,7 +34,8 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
         return
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            if not name.startswith("master"):  # MS-AMP's masters are counted by `masters`
+                yield from _plain(getattr(tensor, name))
     else:
         yield tensor
 
