@@ -139,16 +139,15 @@ class Norms(L.LightningModule):
 
 
 HOOKS = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-EDITS = ("none", "clip", "halve", "penalty", "clamp")
+EDITED_MODELS = [("none", False), ("clip", False), *((edits, True) for edits in ("clip", "halve", "penalty", "clamp"))]
 
 
 def manual(rank):
     results = {}
-    for blocks in (False, True):
-        for edits in EDITS:
-            for strategy in ("fsdp2", "ddp"):
-                model = fitted(Manual(edits, blocks), strategy)
-                results[blocks, edits, strategy] = full(model), model.seen
+    for edits, blocks in EDITED_MODELS:
+        for strategy in ("fsdp2", "ddp"):
+            model = fitted(Manual(edits, blocks), strategy)
+            results[blocks, edits, strategy] = full(model), model.seen
     for precision in ("bf16-master", "fp8-hybrid"):
         for strategy in ("fsdp2", "ddp"):
             model = fitted(Manual("clip", blocks=True), strategy, precision)
@@ -252,8 +251,7 @@ def results(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("edits", EDITS)
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("edits", "blocks"), EDITED_MODELS)
 def test_manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(results, edits, blocks):
     weights, seen = results[0]["manual"][blocks, edits, "fsdp2"]
     expected, _ = results[0]["manual"][blocks, edits, "ddp"]
