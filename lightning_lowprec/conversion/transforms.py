@@ -43,6 +43,12 @@ def check_backward(layer: str, remedy: str = KEEP) -> None:
         )
 
 
-def refuse_second_gradient(grad: Tensor) -> None:
-    """Check a backward pass, as a hook of a tensor that a layer of Transformer Engine has computed."""
+def without_second_gradient(output: Tensor) -> Tensor:
+    """Return what Transformer Engine has computed; a gradient of its gradient raises, and would lack a part else."""
+    if output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(_refuse_second_gradient)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _refuse_second_gradient(grad: Tensor) -> None:
     check_backward("a layer of Transformer Engine", f"{KEEP} torchao's layers run (`FP8TorchAO`, 'fp8-tensorwise').")

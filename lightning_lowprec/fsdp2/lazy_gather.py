@@ -39,7 +39,7 @@ class LazyGather:
             return
         model.reshard()
         if not self._handles:
-            for module in _modules_of_root(model):
+            for module in dict.fromkeys(_modules_of_root(model)):  # once, where two modules share a third
                 self._handles.append(module.register_forward_pre_hook(self._gather))
                 self._handles += before_compiled_call(module, self._gather)
 

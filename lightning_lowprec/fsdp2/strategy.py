@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
@@ -81,9 +80,6 @@ class FSDP2Base:
         checkpoint_io: CheckpointIO | None = None,
         **options: Unpack[ShardChoices],
     ) -> None:
-        if state_dict_type not in ("sharded", "full"):
-            raise ValueError(f"`state_dict_type={state_dict_type!r}` is not valid; expected one of: sharded, full.")
-        check_choice("verify_checkpoints", verify_checkpoints, (True, False))
         in_fabric = issubclass(type(self), fabric.Strategy)
         if checkpoint_io is not None and in_fabric:
             raise ValueError(

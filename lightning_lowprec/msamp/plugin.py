@@ -14,7 +14,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
@@ -24,7 +23,7 @@ from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
 from lightning_lowprec.msamp.revert import revert
 from lightning_lowprec.msamp.weight import required_state_of
-from lightning_lowprec.msamp.weight_state import LEVELS, Level
+from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import callbacks_of
@@ -81,7 +80,6 @@ class MSAMP(LowPrecision):
         grad_accumulation_dtype: torch.dtype | None = None,
         **options: Unpack[MSAMPChoices],
     ) -> None:
-        check_choice("level", level, LEVELS)
         if grad_accumulation_dtype not in (None, torch.float32):
             raise ValueError(
                 f"`grad_accumulation_dtype={grad_accumulation_dtype!r}` is not valid; expected one of: None (e4m3 with"

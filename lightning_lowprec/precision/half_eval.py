@@ -10,7 +10,6 @@ import torch
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.options import BASE_DTYPES
@@ -59,10 +58,6 @@ class HalfEval(LowPrecision):
             f"`HalfEval` (precision={self.precision!r}) does not run under FSDP2, which gathers weights in one dtype."
             " Use '32-true' or 'bf16-mixed' there."
         )
-
-    @override
-    def _prepare(self, module: Module, device: torch.device) -> None:
-        backends.revert_all(module)
 
     def _trains(self) -> bool:
         self._known_device()

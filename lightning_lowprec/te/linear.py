@@ -42,7 +42,7 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.matmuls import linears
-from lightning_lowprec.conversion.transforms import refuse_call, refuse_second_gradient
+from lightning_lowprec.conversion.transforms import refuse_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -134,9 +134,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         fits = input.numel() // self.in_features % self.token_alignment == 0
         rows = input if fits else pad_rows(input, self.token_alignment)
         output: Tensor = te.Linear.forward(self, rows, is_first_microbatch)
-        if output.requires_grad and not torch.compiler.is_compiling():
-            output.register_hook(refuse_second_gradient)  # type: ignore[no-untyped-call]
-        return output if fits else cut_rows(output, input)
+        return without_second_gradient(output) if fits else cut_rows(without_second_gradient(output), input)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
         if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):

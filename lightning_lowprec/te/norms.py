@@ -18,6 +18,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.in_place import become, revert
+from lightning_lowprec.conversion.transforms import without_second_gradient
 from lightning_lowprec.te.linear import check_input, outside_inference_mode
 
 FEATURE_ALIGNMENT: Final = 16
@@ -37,7 +38,7 @@ class _Norm:
         check_input(input)
         if input.numel() == 0:
             return input.clone()
-        return super().forward(input)  # type: ignore[misc, no-any-return]
+        return without_second_gradient(super().forward(input))  # type: ignore[misc]
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the first forward (an override); Transformer Engine looks at weight and bias here."""

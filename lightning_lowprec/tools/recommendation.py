@@ -20,12 +20,15 @@ class Recommended:
     why: str
 
 
-_BASELINE: Final = "float32 weights, half-precision compute: the baseline that the others must beat"
+_BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
 _REMAINDER: Final = "half the bytes of the weights, float32 masters: 14 bytes per parameter with AdamW, not 16"
 _CANDIDATES: Final[Sequence[tuple[str, str]]] = (
-    ("mxfp8", "FP8 GEMMs with a scale per 32 values, which this GPU has in hardware: fast and accurate"),
-    ("fp8-hybrid", "FP8 GEMMs with one scale per tensor: the fastest on large linear layers"),
-    ("fp8-rowwise-gw-hp", "FP8 GEMMs with one scale per row, weight gradients in bf16: the most accurate in FP8"),
+    ("mxfp8", "FP8 GEMMs with a scale per 32 values, which this GPU has in hardware"),
+    ("fp8-hybrid", "FP8 GEMMs with one scale per tensor: pays on large linear layers"),
+    (
+        "fp8-rowwise-gw-hp",
+        "FP8 GEMMs with one scale per row, weight gradients in bf16: less rounding than one scale per tensor",
+    ),
     ("bf16-remainder", _REMAINDER),
     ("bf16-sr", "no masters, updates are rounded stochastically: 12 bytes per parameter with AdamW, not 16"),
 )

@@ -147,3 +147,33 @@ def test_a_computation_with_a_shard_says_what_to_do():
     with pytest.raises(RuntimeError, match="mixed torch") as caught:
         fitted(Mixed(), "fsdp2", devices=1)
     assert caught.value.__notes__ == [SHARDS_IN_COMPUTATION]
+
+
+class TwiceDifferentiated(Steps):
+    def training_step(self, batch):
+        x = batch[0].requires_grad_()
+        torch.autograd.grad(self(x).float().sum(), x, create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_through_gathered_float8_weights_raises():
+    with pytest.raises(RuntimeError, match=r"`create_graph=True`.*FP8Linear under FSDP2.*'ddp'"):
+        fitted(TwiceDifferentiated(), "fsdp2", "fp8-hybrid", devices=1)
+
+
+class Shared(Steps):
+    """A compiled layer that two modules of the root share."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(64, 64)
+        self.left, self.right = nn.Sequential(shared), nn.Sequential(shared)
+        shared.compile(backend="eager")
+        self.shared_call = shared._compiled_call_impl
+
+    def forward(self, x):
+        return super().forward(self.right(self.left(x)))
+
+
+def test_a_compiled_layer_that_is_shared_gets_its_own_call_back():
+    model = fitted(Shared(), "fsdp2", devices=1)
+    assert model.left[0]._compiled_call_impl is model.shared_call

@@ -65,6 +65,14 @@ def test_in_bf16_it_is_as_near_to_float32_as_the_model(name):
             assert sqnr(exact, fused(**ragged(3, 16)).logits.float()) > unfused - 2.0
 
 
+def test_a_gradient_of_a_gradient_through_fused_layers_raises():
+    fused, _ = fused_copy(make("llama"))
+    with plain_torch(fused):
+        loss = fused(**ragged(2, 7)).logits.float().pow(2).sum()
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*a layer of Transformer Engine.*keep="):
+            torch.autograd.grad(loss, next(iter(fused.parameters())), create_graph=True)
+
+
 def test_every_fused_layer_computes_with_its_engine(monkeypatch):
     fused, _ = fused_copy(make("llama"))
     called = []

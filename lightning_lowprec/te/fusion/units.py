@@ -16,6 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.transforms import without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
@@ -60,7 +61,7 @@ class _Engine:
         """Run the forward with ``parameters`` in the place of the engine's own."""
         self._parameters.update({name: value for name, value in parameters.items() if value is not None})
         try:
-            return self.forward(*args, is_first_microbatch=None)
+            return without_second_gradient(self.forward(*args, is_first_microbatch=None))
         finally:
             self.drop_parameters()
 
