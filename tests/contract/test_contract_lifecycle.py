@@ -85,7 +85,9 @@ def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, ho
     if not rounds_otherwise or (how == "predict" and not name.startswith("FP8TE")):
         assert_same_tensors(of_best, of_fitted)
     elif how == "predict":  # the fitted model has half weights; the other one keeps float32 weights, rounded at use
-        assert sqnr(torch.cat(of_fitted).float(), torch.cat(of_best).float()) > 25.5  # two roundings to e4m3, of 28.5 dB each, that have nothing in common
+        assert (
+            sqnr(torch.cat(of_fitted).float(), torch.cat(of_best).float()) > 25.5
+        )  # two roundings to e4m3, of 28.5 dB each, that have nothing in common
     else:
         assert of_best[0]["loss"] == pytest.approx(of_fitted[0]["loss"], rel=2**-8)
 

@@ -77,7 +77,7 @@ def pruned(layer):
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "norm",
-    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.5)],
+    [nn.utils.weight_norm, nn.utils.spectral_norm, pruned],
 )
 def test_a_weight_that_a_hook_computes_is_kept_and_trains(level, norm):
     module = Net()
