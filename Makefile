@@ -4,7 +4,8 @@ VENV := .venv
 FLOOR := .venv-floor
 TE := .venv-te
 TE_VERSION := 2.20.2
-TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate
+TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate matplotlib \
+	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
