@@ -43,8 +43,9 @@ def headers() -> Path:
     missing = [name for name in NEEDED_HEADERS if not (folder / name).exists()]
     if missing:
         raise CannotBuild(
-            f"The null GPU needs CUDA 13's headers; not found: {', '.join(missing)}. They come with a CUDA build of torch"
-            " and two wheels: python -m pip install torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'."
+            f"The null GPU needs CUDA 13's headers; not found: {', '.join(missing)}. They come with a CUDA build of"
+            " torch and two wheels: python -m pip install torch==2.11.0 'nvidia-cuda-crt==13.0.*'"
+            " 'nvidia-cuda-cccl==13.0.*'."
             " `make ledger` sets up such an environment, .venv-te."
         )
     return folder

@@ -46,7 +46,7 @@ class Record:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for the GPU here: a synchronisation, or a copy to the host that is not asynchronous."""
+        """Whether the host waits for the GPU here: a synchronisation, or a copy to the host."""
         return self.what == "sync" or (self.what == "memcpy" and self.name == "D2H")
 
 

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lowprec.private.torch import is_tracing
+from lightning_lowprec.private.torch import is_exporting, is_tracing
 
 PLAIN_IN_EVALUATION: Final = (
     "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
@@ -22,7 +22,7 @@ KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or
 
 def refuse_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> NoReturn:
     """Raise the RuntimeError for a layer of this name that is called under ``torch.func``, or exported or traced."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise RuntimeError(
             f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
         )

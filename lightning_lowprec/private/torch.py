@@ -93,7 +93,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
-    FP8_LAYERS: ("torch._C._are_functorch_transforms_active",),
+    FP8_LAYERS: ("torch._C._are_functorch_transforms_active", "torch.compiler._is_exporting_flag"),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
@@ -418,6 +418,15 @@ is_tracing: Callable[[], bool] = _get("torch.jit.is_tracing")
 """Return whether the caller runs under ``torch.jit.trace``; public, but without a type."""
 are_transforms_active: Callable[[], bool] = _get("torch._C._are_functorch_transforms_active")
 """Return whether the caller runs under ``torch.func``."""
+
+
+def is_exporting() -> bool:
+    """Return whether the caller runs under ``torch.export``.
+
+    ``torch.compiler.is_exporting()`` says so in every ``torch.compile`` of torch 2.11; later versions answer from the
+    same flag. Remove with torch 2.11.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def is_in_backward() -> bool:

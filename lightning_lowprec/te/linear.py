@@ -46,7 +46,12 @@ from lightning_lowprec.conversion.transforms import refuse_call, without_second_
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.private.torch import are_transforms_active, is_in_backward, saved_tensors_are_hooked
+from lightning_lowprec.private.torch import (
+    are_transforms_active,
+    is_exporting,
+    is_in_backward,
+    saved_tensors_are_hooked,
+)
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.weight_cache import WeightCache
 from lightning_lowprec.te.wire_format import for_gemm
@@ -129,7 +134,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        if (are_transforms_active() or torch.compiler.is_exporting()) and not is_in_onnx_export_mode():
+        if (are_transforms_active() or is_exporting()) and not is_in_onnx_export_mode():
             refuse_call(type(self).__name__)
         fits = input.numel() // self.in_features % self.token_alignment == 0
         rows = input if fits else pad_rows(input, self.token_alignment)

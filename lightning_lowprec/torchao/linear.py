@@ -36,7 +36,7 @@ from torchao.float8.float8_utils import EPS
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.transforms import check_backward, refuse_call
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.private.torch import are_transforms_active, is_exporting
 from lightning_lowprec.private.torchao import codes_of, set_scale
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
@@ -83,7 +83,7 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
-        if are_transforms_active() or torch.compiler.is_exporting():
+        if are_transforms_active() or is_exporting():
             refuse_call(type(self).__name__)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
