@@ -51,7 +51,7 @@ class Operation:
     kind: str
     """elementwise, product or attention."""
     flops: int = 0
-    """Of attention; a causal mask halves them."""
+    """Of attention, and of products that no library's record counts."""
 
 
 @dataclass
@@ -62,6 +62,15 @@ class Moved(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def from_transformer_engine(self, name: str, first: int, last: int, moved: int) -> None:
+        """Note a function of Transformer Engine, and forget torch's operations inside of it."""
+        while self.operations and self.operations[-1].first >= first:
+            self.operations.pop()
+        product = "gemm" in name
+        self.operations.append(
+            Operation(name, first, last, 0 if product else moved, "product" if product else "elementwise")
+        )
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,7 +93,7 @@ def _operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: A
     if ATTENTION in name:
         return Operation(name, first, last, 0, "attention", _attention_flops(func, args, kwargs))
     if name in PRODUCTS:
-        return Operation(name, first, last, 0, "product")
+        return Operation(name, first, last, 0, "product", _product_flops(args, result))
     return Operation(name, first, last, moved_bytes(func, args, kwargs, result), "elementwise")
 
 
@@ -98,6 +107,12 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     products = 5 if "backward" in func._schema.name else 2
     flops: int = products * 2 * batch * heads * rows * given["key"].shape[-2] * width
     return flops // 2 if given.get("is_causal") else flops
+
+
+def _product_flops(args: Sequence[Any], result: Any) -> int:
+    """Return 2 x rows x columns x the length that is summed over: the last dimension of the first factor."""
+    factors = [tensor for tensor in _tensors(list(args)) if tensor.ndim >= 2]
+    return 2 * result.numel() * factors[0].shape[-1] if factors else 0
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -1,36 +1,50 @@
 """Bytes of every Triton kernel that inductor writes, by inductor's own estimate.
 
-The one private place of torch that the ledger hooks: ``TritonScheduling.define_kernel``. A kernel that inductor takes
-from a cache is not written, so `watch` switches inductor's caches off; Triton keeps its compiled kernels.
+The ledger hooks two private places of inductor: ``TritonScheduling.define_kernel``, to ask for the estimate, and
+``PythonWrapperCodegen.next_kernel_suffix``, because names are numbered anew in every graph. A kernel that inductor
+takes from a cache is not written, so `start` switches that cache off; Triton keeps its compiled kernels.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 KERNELS: dict[str, int] = {}
-"""Bytes read and written by a launch of the kernel of this name. The names are unique in a process."""
+"""Bytes read and written by a launch of the kernel of this name."""
+_numbers = itertools.count()
 
 
-def watch() -> None:
-    """Note the bytes of all kernels that are compiled from now on. Raises RuntimeError if inductor has changed."""
+def start() -> None:
+    """Forget all kernels, and note the bytes of those that are compiled from now on.
+
+    The numbers in the names begin at 0 again, so that equal programs have equal names. Raises RuntimeError if inductor
+    has changed.
+    """
+    global _numbers
     import torch._inductor.config as config
-    from torch._inductor.codegen.triton import TritonScheduling
 
     config.fx_graph_cache = False
-    config.autotune_local_cache = True
+    _hook()
+    KERNELS.clear()
+    _numbers = itertools.count()
+
+
+@functools.cache
+def _hook() -> None:
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
     original = getattr(TritonScheduling, "define_kernel", None)
-    if original is None:
-        raise RuntimeError("torch's inductor has no TritonScheduling.define_kernel any more: bytes cannot be counted")
-    if hasattr(original, "counts"):
-        return
+    if original is None or not hasattr(PythonWrapperCodegen, "next_kernel_suffix"):
+        raise RuntimeError("torch's inductor names its kernels in another way now: their bytes cannot be counted")
 
     @functools.wraps(original)
     def define_kernel(self: Any, source: str, schedule: Any, kernel: Any) -> str:
         name: str = original(self, source, schedule, kernel)
-        KERNELS[name] = max(KERNELS.get(name, 0), int(kernel.estimate_kernel_num_bytes()))
+        KERNELS[name] = int(kernel.estimate_kernel_num_bytes())
         return name
 
-    define_kernel.counts = True  # type: ignore[attr-defined]
     TritonScheduling.define_kernel = define_kernel  # type: ignore[method-assign]
+    PythonWrapperCodegen.next_kernel_suffix = lambda self: str(next(_numbers))  # type: ignore[method-assign]

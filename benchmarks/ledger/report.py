@@ -1,0 +1,143 @@
+"""The ledger as Markdown: tables of what was counted, and one of predicted times that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.ledger.entry import PHASES, Entry
+from benchmarks.ledger.roofline import Rates, predict
+
+GB = 1e9
+FIRST = "lightning bf16-mixed, compiled"
+"""The contender that the others are compared with."""
+HEAD = """# Ledger: {device}, one step of {shape}
+
+Counted on a machine without a GPU: the CUDA builds of torch, Triton and Transformer Engine ran over a driver that
+computes nothing. {shape}: {layers} layers, hidden {hidden}, vocabulary {vocab}, {tokens} tokens per step, AdamW.
+Command: `{command}`.
+"""
+PREDICTED = """
+## Predicted, not measured
+
+Counted FLOPs and bytes over named rates ({label}): {rates}.
+Gaps are the time between two kernels. No tails, no clocks, no host: expect measured times to be 10 to 30 % longer.
+
+"""
+
+
+def markdown(entries: Sequence[Entry], missing: Mapping[str, str], rates: Rates | None, command: str) -> str:
+    """Return the report; ``missing``: the reason by contender."""
+    first = entries[0]
+    text = HEAD.format(device=first.device, tokens=f"{first.tokens:,}", command=command,
+                       shape=first.shape["name"], **{key: first.shape[key] for key in ("layers", "hidden", "vocab")})  # fmt: skip
+    parts = [
+        text,
+        "\n## Counted: launches and waits\n\n",
+        _launches(entries),
+        "\n## Counted: bytes\n\n",
+        _bytes(entries),
+    ]
+    parts += ["\n## Counted: matrix products, TFLOP\n\n", _products(entries)]
+    parts += ["\n## Counted: memory, GB (torch's own allocator)\n\n", _memory(entries)]
+    if rates is not None:
+        named = ", ".join(f"{name} {_rate(name, value)}" for name, value in sorted(rates.values.items()))
+        parts += [PREDICTED.format(label=rates.label, rates=named), _predicted(entries, rates)]
+    else:
+        parts.append("\nNo rates are known for this device, so no time is predicted; `--rates FILE` gives rates.\n")
+    if missing:
+        parts += ["\n## Not counted\n\n", table(["contender", "why"], [[key, why] for key, why in missing.items()])]
+    return "".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def _launches(entries: Sequence[Entry]) -> str:
+    head = ["contender", *(f"kernels {phase}" for phase in PHASES), "products", "per block: kernels + products",
+            "waits", "refused", "cudaMalloc", "graphs", "graph breaks", "host ms"]  # fmt: skip
+    rows = []
+    for e in entries:
+        block = e.block()
+        rows.append([
+            e.contender, *(e.phase(phase).kernels for phase in PHASES), e.whole().products,
+            f"{block.kernels} + {block.products}", len(e.waits), len(e.refused), e.mallocs, e.graphs,
+            sum(e.graph_breaks.values()), e.host_ms,
+        ])  # fmt: skip
+    note = (
+        "\nPer block: forward and backward of the middle block. Host ms: what Python and the libraries take to launch the"
+        " step on this machine's CPU; only ratios on a quiet machine mean something.\n"
+    )
+    return table(head, rows) + note
+
+
+def _bytes(entries: Sequence[Entry]) -> str:
+    head = ["contender", "forward GB", "backward GB", "optimizer GB", "per block GB", "outside of blocks GB",
+            "optimizer: bytes per parameter", "kernels of unknown bytes"]  # fmt: skip
+    rows = []
+    for e in entries:
+        outside = sum(e.stretches[phase]["outside"].bytes for phase in PHASES[:2] if "outside" in e.stretches[phase])
+        rows.append([
+            e.contender, *(f"{e.phase(phase).bytes / GB:.1f}" for phase in PHASES), f"{e.block().bytes / GB:.2f}",
+            f"{outside / GB:.1f}", f"{e.phase('optimizer').bytes / e.parameters:.1f}", e.whole().unknown_bytes,
+        ])  # fmt: skip
+    note = (
+        "\nRead and written by everything but matrix products and attention: inductor's estimate per Triton kernel; for"
+        " eager operations and Transformer Engine's functions every argument and result once.\n"
+    )
+    return table(head, rows) + note
+
+
+def _products(entries: Sequence[Entry]) -> str:
+    formats = sorted({which for e in entries for which in e.whole().product_flops})
+    rows = [
+        [e.contender, *(_number(e.whole().product_flops.get(which, 0) / 1e12) for which in formats),
+         _number(e.whole().attention_flops / 1e12)]
+        for e in entries
+    ]  # fmt: skip
+    return table(["contender", *formats, "attention"], rows)
+
+
+def _memory(entries: Sequence[Entry]) -> str:
+    kinds = ["weights", "optimizer", "gradients", *(f"peak in {phase}" for phase in PHASES)]
+    rows = [[e.contender, *(f"{e.memory[kind] / GB:.1f}" for kind in kinds), f"{e.peak / GB:.1f}"] for e in entries]
+    return table(["contender", *kinds, "peak"], rows)
+
+
+def _predicted(entries: Sequence[Entry], rates: Rates) -> str:
+    predictions = {e.contender: predict(e, rates) for e in entries}
+    base = predictions.get(FIRST)
+    rows = []
+    for e in sorted(entries, key=lambda e: predictions[e.contender].total):
+        p = predictions[e.contender]
+        groups = {"products": 0.0, "bytes": 0.0}
+        for name, value in p.milliseconds.items():
+            key = name.partition(" ")[0].rstrip(",")
+            groups[key] = groups.get(key, 0.0) + value
+        ratio = "" if base is None else f"{base.total / p.total:.2f}"
+        rows.append([e.contender, f"{p.total:.0f}", f"{e.tokens / p.total:.1f}", ratio,
+                     *(f"{groups.get(key, 0.0):.0f}" for key in ("products", "bytes", "attention", "optimizer", "gaps"))])  # fmt: skip
+    head = [
+        "contender",
+        "predicted ms",
+        "k tokens/s",
+        f"over {FIRST}",
+        "products",
+        "bytes",
+        "attention",
+        "optimizer",
+        "gaps",
+    ]
+    return table(head, rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value else ""
+
+
+def _rate(name: str, value: float) -> str:
+    if name == "gap":
+        return f"{value * 1e6:g} us"
+    return f"{value / 1e12:g} {'TB/s' if name == 'bandwidth' else 'TFLOP/s'}"
