@@ -10,6 +10,8 @@ from benchmarks.ledger.roofline import Rates, predict
 GB = 1e9
 FIRST = "lightning bf16-mixed, compiled"
 """The contender that the others are compared with."""
+KINDS = ("products", "bytes", "attention", "optimizer", "gaps")
+"""What a predicted time is made of."""
 HEAD = """# Ledger: {device}, one step of {shape}
 
 Counted on a machine without a GPU: the CUDA builds of torch, Triton and Transformer Engine ran over a driver that
@@ -28,8 +30,10 @@ Gaps are the time between two kernels. No tails, no clocks, no host: expect meas
 def markdown(entries: Sequence[Entry], missing: Mapping[str, str], rates: Rates | None, command: str) -> str:
     """Return the report; ``missing``: the reason by contender."""
     first = entries[0]
-    text = HEAD.format(device=first.device, tokens=f"{first.tokens:,}", command=command,
-                       shape=first.shape["name"], **{key: first.shape[key] for key in ("layers", "hidden", "vocab")})  # fmt: skip
+    sizes = {key: first.shape[key] for key in ("layers", "hidden", "vocab")}
+    text = HEAD.format(
+        device=first.device, shape=first.shape["name"], tokens=f"{first.tokens:,}", command=command, **sizes
+    )
     parts = [
         text,
         "\n## Counted: launches and waits\n\n",
@@ -67,8 +71,8 @@ def _launches(entries: Sequence[Entry]) -> str:
             sum(e.graph_breaks.values()), e.host_ms,
         ])  # fmt: skip
     note = (
-        "\nPer block: forward and backward of the middle block. Host ms: what Python and the libraries take to launch the"
-        " step on this machine's CPU; only ratios on a quiet machine mean something.\n"
+        "\nPer block: forward and backward of the middle block. Host ms: what Python and the libraries take to launch"
+        " the step on this machine's CPU; only ratios on a quiet machine mean something.\n"
     )
     return table(head, rows) + note
 
@@ -112,25 +116,10 @@ def _predicted(entries: Sequence[Entry], rates: Rates) -> str:
     rows = []
     for e in sorted(entries, key=lambda e: predictions[e.contender].total):
         p = predictions[e.contender]
-        groups = {"products": 0.0, "bytes": 0.0}
-        for name, value in p.milliseconds.items():
-            key = name.partition(" ")[0].rstrip(",")
-            groups[key] = groups.get(key, 0.0) + value
         ratio = "" if base is None else f"{base.total / p.total:.2f}"
-        rows.append([e.contender, f"{p.total:.0f}", f"{e.tokens / p.total:.1f}", ratio,
-                     *(f"{groups.get(key, 0.0):.0f}" for key in ("products", "bytes", "attention", "optimizer", "gaps"))])  # fmt: skip
-    head = [
-        "contender",
-        "predicted ms",
-        "k tokens/s",
-        f"over {FIRST}",
-        "products",
-        "bytes",
-        "attention",
-        "optimizer",
-        "gaps",
-    ]
-    return table(head, rows)
+        kinds = [f"{p.of(kind):.0f}" for kind in KINDS]
+        rows.append([e.contender, f"{p.total:.0f}", f"{e.tokens / p.total:.1f}", ratio, *kinds])
+    return table(["contender", "predicted ms", "k tokens/s", f"over {FIRST}", *KINDS], rows)
 
 
 def _number(value: float) -> str:

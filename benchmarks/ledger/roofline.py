@@ -87,6 +87,10 @@ class Prediction:
         """The step."""
         return sum(self.milliseconds.values())
 
+    def of(self, kind: str) -> float:
+        """Return the part that is called so, or begins so: "products", "attention", "bytes" ..."""
+        return sum(ms for name, ms in self.milliseconds.items() if name.startswith(kind))
+
 
 def predict(entry: Entry, rates: Rates) -> Prediction:
     """Return the predicted time of one step."""

@@ -122,9 +122,8 @@ def _peaks(running: Running, batch: Batch) -> dict[str, int]:
         found[f"peak in {phase}"] = torch.cuda.max_memory_allocated()
         return result
 
-    loss = measured("forward", lambda: running.forward(batch))
-    measured("backward", lambda: running.backward(loss))
-    del loss
+    losses = [measured("forward", lambda: running.forward(batch))]
+    measured("backward", lambda: running.backward(losses.pop()))
     measured("optimizer", running.optimizer.step)
     running.optimizer.zero_grad()
     return found

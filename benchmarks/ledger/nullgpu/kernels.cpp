@@ -91,7 +91,8 @@ NULLGPU_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, co
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
   attributes->maxDynamicSharedSizeBytes = nullgpu::device().shared_per_block;
-  attributes->binaryVersion = attributes->ptxVersion = nullgpu::device().capability();
+  int capability = nullgpu::device().capability();
+  attributes->binaryVersion = attributes->ptxVersion = capability == 89 ? 86 : capability;  // torch has no code for 8.9
   return cudaSuccess;
 }
 NULLGPU_API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }

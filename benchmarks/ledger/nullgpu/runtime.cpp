@@ -33,6 +33,12 @@ namespace nullgpu {
 
 cudaError_t failed(cudaError_t error) { return last = error; }
 
+static const char* numbered(cudaError_t error) {
+  static thread_local char words[40];
+  snprintf(words, sizeof words, "CUDA error %d", error);
+  return words;
+}
+
 }  // namespace nullgpu
 
 NULLGPU_API cudaError_t cudaGetLastError() {
@@ -134,7 +140,7 @@ NULLGPU_API const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
     case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
-    default: return "another CUDA error";
+    default: return nullgpu::numbered(error);
   }
 }
 NULLGPU_API const char* cudaGetErrorString(cudaError_t error) {
@@ -144,6 +150,6 @@ NULLGPU_API const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorNotSupported: return "the null GPU does not know this call (see the records named 'unknown')";
-    default: return "an error of the null GPU";
+    default: return nullgpu::numbered(error);
   }
 }

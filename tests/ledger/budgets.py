@@ -1,0 +1,50 @@
+"""What a step may ask of the GPU: counted figures, kept in one place. A figure that falls is written down here.
+
+The model is the GPU lane's 8B-shaped stack at full size: 16 layers, 8,192 tokens, vocabulary 128,256, an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that is allowed, and the figure that this one replaced."""
+
+    most: float
+    before: float | None = None
+
+
+BLOCK_GB = {
+    "lightning bf16-mixed, compiled": Budget(7.6),
+    "lightning bf16-true, compiled": Budget(4.0),
+    "ours fp8-tensorwise": Budget(12.3),
+    "ours fp8-rowwise": Budget(13.9),
+    "ours fp8-rowwise-gw-hp": Budget(11.5),
+    "ours fp8-hybrid-te": Budget(14.6),
+    "ours msamp-o2": Budget(88.8),
+}
+"""GB that one block reads and writes in forward and backward, matrix products and attention left out."""
+
+OPTIMIZER_BYTES = {
+    "lightning bf16-mixed, compiled": Budget(28.1),
+    "ours fp8-tensorwise": Budget(28.1),
+    "ours fp8-hybrid-te": Budget(28.1),
+    "ours bf16-master": Budget(48.1),
+    "ours bf16-remainder": Budget(110.1),
+    "ours bf16-sr": Budget(156.1),
+    "ours msamp-o2": Budget(420.0),
+}
+"""Bytes per parameter that the optimizer's step reads and writes: weights, gradients and state. Fused AdamW: 28."""
+
+PEAK_GB = {
+    "lightning bf16-mixed, compiled": Budget(95.9),
+    "ours fp8-tensorwise": Budget(82.0),
+    "ours fp8-hybrid-te": Budget(96.7),
+    "ours bf16-master": Budget(100.1),
+    "ours bf16-remainder": Budget(100.1),
+    "ours bf16-sr": Budget(100.1),
+    "ours msamp-o2": Budget(67.5),
+}
+"""The most GB that torch's allocator held during a step."""

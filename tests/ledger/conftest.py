@@ -1,0 +1,35 @@
+"""What a GPU is asked to do, on a machine without one: `make test-ledger`.
+
+The tests run in a process on the null GPU (benchmarks/ledger); elsewhere they are not collected. Kernels compute
+nothing there, so no test reads a value that a kernel should have written.
+"""
+
+import os
+
+import pytest
+import torch
+
+from benchmarks.ledger.recorder import on_null_gpu
+
+collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "/ledger/" in str(item.path):  # compilers warn of things that are not ours
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(autouse=True)
+def no_cudnn_attention():
+    """The null GPU has no cuDNN."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@pytest.fixture(autouse=True)
+def own_environment_of_lightning():
+    """Lightning writes LOCAL_RANK; the environment of the null GPU stays."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -1,0 +1,29 @@
+"""Entries of the ledger, each counted once per process."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+from benchmarks.gpu_lane import contenders, models, setups
+from benchmarks.gpu_lane.running import Job, Running
+from benchmarks.ledger.entry import Entry
+from benchmarks.ledger.step import measure
+from lightning_lowprec import FP8TE
+
+STACK = models.SHAPES["8b"]
+
+
+def _ours_as_by_hand(recipe: str, job: Job) -> Running:
+    """Our layers as raw Transformer Engine is set up: torch's norms, no compilation, no cache of weights."""
+    return setups.lightning(job, plugin=FP8TE(recipe, norms=False, weight_cache=False), compiled=False)
+
+
+OWN = {f"ours {recipe}, torch's norms": partial(_ours_as_by_hand, recipe) for recipe in ("delayed", "current", "block")}
+
+
+@functools.cache
+def entry(contender: str) -> Entry:
+    """Return the entry at full size."""
+    setup = OWN.get(contender) or contenders.find(contender).setup
+    return measure(contender, setup, STACK)

@@ -1,0 +1,50 @@
+"""Train three steps in every name, on the null GPU of this process, and print what happened as JSON.
+
+python -m benchmarks.ledger.launch --device b200 python -m tests.ledger.names_on [NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+
+from benchmarks.gpu_lane import models, setups
+from benchmarks.gpu_lane.running import Job
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec.names import TABLE
+
+SHAPE = models.SHAPES["toy"]
+STEPS = 3
+
+
+def outcome(name: str) -> dict[str, object]:
+    """Train in this name, uncompiled: what was refused, the waits of the last step, and formats of products; or the error."""
+    job = Job(shape=SHAPE, device=torch.device("cuda"), compile=False)
+    data = models.batches(SHAPE, 2, job.device, count=1)
+    try:
+        running = setups.ours(job, name=name)
+        for _ in range(STEPS - 1):
+            running.step(data)
+        with recording() as log:
+            running.step(data)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "waits": len(log.waits()),
+        "refused": [f"{r.name} {r.info}" for r in log.of("refused", "unknown")],
+        "formats": sorted({record.get("a") for record in log.of("gemm")}),
+    }
+
+
+def main(names: list[str]) -> None:
+    """Print the outcomes by name."""
+    warnings.simplefilter("ignore")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    print(json.dumps({name: outcome(name) for name in names or TABLE}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

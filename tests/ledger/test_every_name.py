@@ -1,0 +1,64 @@
+"""Every precision trains on CUDA tensors, on every device that has its formats; elsewhere it raises before the first step."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.ledger import launch
+from lightning_lowprec.names import TABLE
+from tests.ledger import names_on
+
+NEEDS_BLACKWELL = {"mxfp8", "nvfp4"}
+NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block"}
+FP8 = {name for name in TABLE if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
+REFUSES = {"h200": NEEDS_BLACKWELL, "b200": set(), "rtx4090": NEEDS_HOPPER, "a100": FP8}
+FLAG_READ = 2
+"""Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
+
+
+@pytest.fixture(scope="module", params=REFUSES)
+def outcomes(request):
+    """(device, what happened by name), of one process per device."""
+    done = subprocess.run(
+        [sys.executable, "-m", names_on.__name__], env=launch.environment(request.param), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return request.param, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_names_train_or_raise(outcomes):
+    device, found = outcomes
+    assert set(found) == set(TABLE)
+    assert {name for name, outcome in found.items() if "error" in outcome} == REFUSES[device]
+
+
+def test_errors_name_the_device_and_a_way_out(outcomes):
+    _, found = outcomes
+    for name, outcome in found.items():
+        if "error" in outcome:
+            assert outcome["error"].startswith("RuntimeError: `precision=") and "cannot run" in outcome["error"], name
+            assert "compute capability" in outcome["error"] and "Use " in outcome["error"], name
+
+
+def test_a_step_waits_for_the_gpu_once_with_loss_scaling_and_never_without(outcomes):
+    _, found = outcomes
+    scaled = {name for name in found if "fp16" in name}
+    waits = {name: outcome["waits"] for name, outcome in found.items() if "error" not in outcome}
+    assert waits == {name: FLAG_READ if name in scaled else 0 for name in waits}
+
+
+def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name(outcomes):
+    _, found = outcomes
+    for name, outcome in found.items():
+        if "error" not in outcome:
+            base = "float16" if "fp16" in name else "bfloat16"
+            low = {"nvfp4": "float4_e2m1fn"}.get(name, "float8_e4m3fn") if name in FP8 else None
+            assert outcome["refused"] == [], name
+            assert set(outcome["formats"]) == {base, low} - {None}, name
+
+
+def test_the_environment_reaches_the_children():
+    assert launch.environment("a100")["NULLGPU_DEVICE"] == "a100" and "LD_PRELOAD" in os.environ

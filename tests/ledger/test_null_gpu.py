@@ -1,0 +1,212 @@
+"""The null GPU refuses what a GPU refuses, and hides nothing that it does not know."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.ledger import build, launch
+from benchmarks.ledger.nullgpu.stubs import declared, stubs
+from benchmarks.ledger.recorder import library, mark, on_null_gpu, recording
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def fp8_product(m, k, n):
+    """x @ w.t() with one scale each."""
+    x, w = torch.empty(m, k, device="cuda", dtype=FP8), torch.empty(n, k, device="cuda", dtype=FP8).t()
+    return torch._scaled_mm(x, w, *[torch.ones((), device="cuda")] * 2, out_dtype=BF16)
+
+
+def test_records_say_shape_format_and_order():
+    with recording() as log:
+        mark("here")
+        fp8_product(m=32, k=64, n=48)
+    assert [r.name for r in log.of("mark")] == ["here"]
+    (product,) = log.of("gemm")
+    # BLAS counts columns: D' [n, m] = w [n, k] x' [k, m], the first factor transposed
+    assert [product.number(key) for key in ("m", "n", "k", "ta", "tb", "lda")] == [48, 32, 64, 1, 0, 64]
+    assert [product.get(key) for key in "abc"] == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
+    assert log.records[0].what == "mark" and log.records[-1].what == "gemm"
+
+
+def test_waiting_and_copies_are_recorded():
+    x = torch.ones(8, device="cuda")
+    with recording() as log:
+        x.sum().item()
+        x.to("cpu")
+        torch.ones(8).pin_memory().to("cuda", non_blocking=True)
+    assert [r.name for r in log.of("memcpy")] == ["D2H", "D2H", "H2D"]
+    assert "pageable" in log.of("memcpy")[1].info and "pageable" not in log.of("memcpy")[2].info
+    assert len(log.waits()) == 4  # two copies to the host, and torch waits after each
+
+
+def test_small_copies_carry_values():
+    assert torch.arange(5, device="cuda").shape == (5,)  # computed by a kernel: no values
+    there_and_back = torch.tensor([3.0, 4.0]).to("cuda").clone().to("cpu")
+    assert there_and_back.tolist() == [3.0, 4.0]
+
+
+def test_memory_ends_at_the_size_of_the_device():
+    free, total = torch.cuda.mem_get_info()
+    assert total == torch.cuda.get_device_properties(0).total_memory
+    with recording() as log, pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total + 1, dtype=torch.uint8, device="cuda")
+    assert log.of("refused")[0].get("reason") == "out_of_memory"
+    held = torch.empty(free // 2, dtype=torch.uint8, device="cuda")  # larger than this machine's memory, never touched
+    assert torch.cuda.mem_get_info()[0] < free - held.numel() + (4 << 20)
+    del held
+    torch.cuda.empty_cache()
+
+
+def test_waiting_in_a_capture_is_an_error_as_in_cuda():
+    x, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    x + 1
+    with recording() as log, pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(graph):
+        (x + 1).sum().item()
+    assert {r.get("reason") for r in log.of("refused")} == {"stream_capture"}
+
+
+def test_graphs_count_their_kernels_and_are_launched_at_once():
+    x, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    x + 1
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        y.mul_(2)
+    with recording() as log:
+        graph.replay()
+    assert [(r.name, r.number("kernels")) for r in log.of("graph")] == [("launch", 2)]
+    assert not log.of("kernel")
+
+
+def test_wrong_launches_are_errors():
+    with recording() as log:
+        status = library().cudaLaunchKernel(None, *launch_dimensions((1, 1, 1), (2048, 1, 1)), None, 0, None)
+    assert status == 9  # cudaErrorInvalidConfiguration
+    assert log.of("refused")[0].get("reason") == "launch_configuration"
+    assert library().cudaGetLastError() == 9 and library().cudaGetLastError() == 0
+
+
+def launch_dimensions(grid, block):
+    dim3 = type("dim3", (ctypes.Structure,), {"_fields_": [(axis, ctypes.c_uint) for axis in "xyz"]})
+    return dim3(*grid), dim3(*block)
+
+
+def test_what_is_not_known_fails_and_is_recorded():
+    with recording() as log:
+        assert library().cudaGraphDebugDotPrint(None, None, 0) == 801  # cudaErrorNotSupported
+    assert [r.name for r in log.of("unknown")] == ["cudaGraphDebugDotPrint"]
+
+
+def test_stubs_are_made_of_headers_and_leave_out_what_is_defined(tmp_path):
+    (tmp_path / "h.h").write_text(
+        "#define cuOld cuOld_v2\nextern CUresult CUDAAPI cuOld(int);\nCUresult CUDAAPI cuOne(void);\nint other(void);"
+    )
+    (tmp_path / "own.cpp").write_text("NULLGPU_API CUresult cuOne(...) {")
+    assert declared((tmp_path / "h.h").read_text(), "CUresult") == {"cuOld", "cuOld_v2", "cuOne"}
+    text = stubs(tmp_path / "h.h", "CUresult", "801", [tmp_path / "own.cpp"])
+    assert "UNKNOWN(cuOld)" in text and "UNKNOWN(cuOld_v2)" in text and "UNKNOWN(cuOne)" not in text
+
+
+REFUSALS = """
+import json, torch
+from tests.ledger.test_null_gpu import asked
+torch.cuda.init()
+cases = {
+    "one scale": asked(), "not TN": asked(transpose_a=0), "odd row": asked(ld=72), "e5m2 twice": asked(a=29, b=29),
+    "row scales": asked(scales=3), "block scales": asked(scales=4), "mx scales": asked(scales=2),
+    "fp4": asked(a=33, b=33, scales=1), "bf16": asked(a=14, b=14, transpose_a=0),
+}
+print(json.dumps([torch.cuda.get_device_name(), torch.cuda.get_device_capability(), cases]))
+"""
+FINE = ""
+TN, ROW = "not_TN", "leading_dimension_not_16_bytes"
+HOPPER = {
+    "not TN": TN,
+    "row scales": FINE,
+    "block scales": FINE,
+    "mx scales": "mxfp8_needs_10.0",
+    "fp4": "fp4_needs_10.0",
+}
+ADA = {**HOPPER, "row scales": "row_scales_need_9.0", "block scales": "block_scales_need_9.0"}
+BLACKWELL = {**ADA, "not TN": FINE, "mx scales": FINE, "fp4": FINE}
+ALL = {"one scale": FINE, "odd row": ROW, "e5m2 twice": "e5m2_times_e5m2", "bf16": FINE}
+
+
+def asked(*, a=28, b=28, transpose_a=1, ld=64, scales=0):
+    """Ask cuBLASLt for a kernel of A' B, k = 64, by the numbers of CUDA's headers; "" or the reason for none."""
+    torch.mm(*[torch.empty(16, 16, device="cuda")] * 2)  # loads cuBLASLt
+    lt, pointer = ctypes.CDLL("libcublasLt.so.13"), ctypes.c_void_p
+    description, layouts = pointer(), [pointer(), pointer(), pointer()]
+    lt.cublasLtMatmulDescCreate(ctypes.byref(description), 68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
+    for attribute, value in ((3, transpose_a), (4, 0), (31, scales), (32, scales)):  # TRANSA, TRANSB, scale modes
+        number = ctypes.c_int32(value)
+        assert lt.cublasLtMatmulDescSetAttribute(description, attribute, ctypes.byref(number), 4) == 0
+    rows = 64 if transpose_a else 48
+    for layout, kind, size in zip(layouts, (a, b, 14), ((rows, 112 - rows), (64, 32), (48, 32)), strict=True):
+        lengths = [ctypes.c_uint64(n) for n in size]
+        lt.cublasLtMatrixLayoutCreate(ctypes.byref(layout), kind, *lengths, ctypes.c_int64(ld))
+    found, result = ctypes.c_int(), ctypes.create_string_buffer(4096)
+    with recording() as log:
+        status = library().cublasLtMatmulAlgoGetHeuristic(
+            None, description, layouts[0], layouts[1], layouts[2], layouts[2], None, 1, result, ctypes.byref(found)
+        )
+    assert (status == 0) == (found.value == 1) == (not log.of("refused"))
+    return log.of("refused")[0].get("reason") if log.of("refused") else ""
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "capability", "answers"),
+    [
+        ("h200", "NVIDIA H200", [9, 0], {**ALL, **HOPPER}),
+        ("h100", "NVIDIA H100 80GB HBM3", [9, 0], {**ALL, **HOPPER}),
+        ("b200", "NVIDIA B200", [10, 0], {**ALL, **BLACKWELL}),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", [8, 9], {**ALL, **ADA}),
+        ("a100", "NVIDIA A100-SXM4-80GB", [8, 0], {**dict.fromkeys({**ALL, **ADA}, "fp8_needs_8.9"), "bf16": FINE,
+                                                   "fp4": "fp4_needs_10.0"}),
+    ],
+)  # fmt: skip
+def test_each_device_refuses_what_its_hardware_refuses(device, name, capability, answers):
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS], env=launch.environment(device), text=True, capture_output=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [name, capability, answers], done.stderr
+
+
+def test_transformer_engine_asks_for_the_layout_that_hopper_takes():
+    """Transformer Engine asks cuBLASLt without torch's checks."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layer = te.Linear(512, 512, bias=False, params_dtype=BF16, device="cuda")
+    with recording() as log, te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        layer(torch.empty(256, 512, device="cuda", dtype=BF16)).sum().backward()
+    assert {(r.get("ta"), r.get("tb")) for r in log.of("gemm")} == {("1", "0")}
+    assert not log.of("refused", "unknown")
+
+
+def test_a_device_that_nobody_knows_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"device='h300' is not valid; expected one of: h200, h100"):
+        launch.environment("h300")
+
+
+def test_without_a_compiler_or_headers_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.CannotBuild, match=r"apt install g\+\+"):
+        build.compiler()
+    monkeypatch.setattr(build, "packages", lambda: tmp_path)
+    with pytest.raises(build.CannotBuild, match="nvidia-cuda-crt"):
+        build.headers()
+
+
+def test_the_libraries_are_built_once(tmp_path):
+    first = build.build(tmp_path / "out")
+    made = {name: (first / name).stat().st_mtime_ns for name in build.LIBRARIES}
+    build.build(tmp_path / "out")
+    assert made == {name: (first / name).stat().st_mtime_ns for name in build.LIBRARIES}
+    assert on_null_gpu() and Path(build.OUT).exists()

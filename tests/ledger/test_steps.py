@@ -1,0 +1,103 @@
+"""A training step at full size: no more than the same code by hand asks for, nothing that waits, within budgets."""
+
+import pytest
+
+from benchmarks.ledger.entry import PHASES
+from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB
+from tests.ledger.counted import STACK, entry
+
+COMPILED = ("ours fp8-tensorwise", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
+BY_HAND = {
+    "ours fp8-tensorwise": "torchao tensorwise, compiled",
+    "ours fp8-rowwise": "torchao rowwise, compiled",
+    "ours fp8-rowwise-gw-hp": "torchao rowwise_with_gw_hp, compiled",
+    "ours current, torch's norms": "te current",
+    "ours block, torch's norms": "te block",
+}
+UPDATE_OF_SCALES = ("amax_and_scale_update", "nan_to_num", "CatArrayBatchedCopy", "ForeachBinaryOpList")
+"""Kernels of delayed scaling's update, which ours runs after the optimizer, without amaxes that are not finite."""
+EVERYONE = sorted({*BLOCK_GB, *OPTIMIZER_BYTES, *PEAK_GB})
+
+
+@pytest.mark.parametrize("ours", BY_HAND)
+def test_ours_launches_what_the_same_code_by_hand_launches(ours):
+    """The whole step: kernels by name and products by shape, format, layout and flags, in order."""
+    assert entry(ours).kernels == entry(BY_HAND[ours]).kernels
+
+
+def test_delayed_scaling_differs_by_the_update_of_its_scales_only():
+    ours, by_hand = (
+        [name for name in entry(who).kernels if not any(part in name for part in UPDATE_OF_SCALES)]
+        for who in ("ours delayed, torch's norms", "te delayed")
+    )
+    assert ours == by_hand
+    assert len(entry("ours delayed, torch's norms").kernels) <= len(entry("te delayed").kernels) + 6
+
+
+@pytest.mark.parametrize("contender", COMPILED)
+def test_blocks_compile_into_one_graph_without_a_break(contender):
+    found = entry(contender)
+    assert (found.graphs, found.graph_breaks) == (1, {})
+    blocks = {found.stretches["backward"][str(index)].kernels for index in range(1, STACK.layers - 1)}
+    assert len(blocks) == 1  # every block runs the same code
+
+
+@pytest.mark.parametrize("contender", EVERYONE)
+def test_no_step_waits_for_the_gpu_or_is_refused(contender):
+    found = entry(contender)
+    assert (found.waits, found.refused, found.loose) == ([], [], {})
+
+
+@pytest.mark.parametrize("contender", EVERYONE)
+def test_steady_state_allocates_nothing_from_the_driver(contender):
+    assert entry(contender).mallocs == 0
+
+
+@pytest.mark.parametrize("contender", COMPILED)
+def test_products_have_the_flops_of_the_model(contender):
+    """6 FLOPs per weight and token, half as many under FP8's own formats for what converts: all but the head."""
+    found, tokens = entry(contender), 2 * STACK.sequence
+    products = found.whole().product_flops
+    head = 6 * STACK.hidden * STACK.vocab * tokens
+    kv = STACK.kv_heads * STACK.head_dim
+    block = 2 * STACK.hidden * (STACK.hidden + kv) + 3 * STACK.hidden * STACK.ffn
+    in_bf16 = 2 * block * STACK.layers * tokens if contender.endswith("gw-hp") else 0
+    assert products["bfloat16"] == head + in_bf16
+    assert sum(products.values()) == head + 6 * block * STACK.layers * tokens
+
+
+@pytest.mark.parametrize("contender", BLOCK_GB)
+def test_a_block_moves_no_more_bytes_than_its_budget(contender):
+    assert entry(contender).block().bytes / 1e9 <= BLOCK_GB[contender].most
+
+
+@pytest.mark.parametrize("contender", OPTIMIZER_BYTES)
+def test_the_optimizer_moves_no_more_bytes_than_its_budget(contender):
+    found = entry(contender)
+    assert found.phase("optimizer").bytes / found.parameters <= OPTIMIZER_BYTES[contender].most
+
+
+def test_fused_adamw_moves_28_bytes_per_parameter():
+    """Weight and two moments of float32 are read and written, the gradient is read."""
+    found = entry("lightning bf16-mixed, compiled")
+    assert found.phase("optimizer").bytes / found.parameters == pytest.approx(28, abs=0.01)
+
+
+@pytest.mark.parametrize("contender", PEAK_GB)
+def test_the_peak_of_memory_is_within_its_budget(contender):
+    assert entry(contender).peak / 1e9 <= PEAK_GB[contender].most
+
+
+def test_memory_at_rest_is_what_the_formats_say():
+    """AdamW in float32: 4 bytes of weight, 4 of gradient, 8 of moments."""
+    found = entry("ours fp8-tensorwise")
+    held = {key: found.memory[key] / found.parameters for key in ("weights", "gradients", "optimizer")}
+    assert held == pytest.approx({"weights": 4, "gradients": 4, "optimizer": 8}, rel=1e-3)
+
+
+def test_phases_and_blocks_add_up():
+    found = entry("ours fp8-tensorwise")
+    assert set(found.stretches) == set(PHASES)
+    assert sum(found.phase(phase).kernels for phase in PHASES) == found.whole().kernels
+    assert {str(index) for index in range(STACK.layers)} < set(found.stretches["forward"])
+    assert found.block().products == 21  # 7 layers, each forward, input gradient, weight gradient

@@ -1,0 +1,123 @@
+"""What users do around a step runs on CUDA tensors to its end: control flow, not values."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowprec.names import TABLE, without_backend
+
+SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
+NAMES = sorted(set(TABLE) - SYNONYMS - {"mxfp8", "nvfp4"})
+"""Each plugin, recipe and base dtype once."""
+WIDTH, CLASSES = 32, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, checkpointing=False):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, CLASSES)
+        self.checkpointing, self.lr, self.steps = checkpointing, 1e-3, 0
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing and self.training else block(x)
+        return self.head(x)
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def training_step(self, batch, index):
+        self.steps += 1
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.loss(batch))
+
+    def test_step(self, batch, index):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, index):
+        return self(batch[0]).argmax(-1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def loader(batches=4, rows=16):
+    data = TensorDataset(torch.randn(batches * rows, WIDTH), torch.randint(CLASSES, (batches * rows,)))
+    return DataLoader(data, batch_size=rows)
+
+
+def trainer(name, folder, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(accelerator="cuda", devices=1, precision=name, default_root_dir=folder, **quiet, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fit_evaluate_save_and_resume(name, tmp_path):
+    """With clipping, accumulation and, where the precision allows it, checkpoints of activations in the first run."""
+    plugin = TABLE[name].plugin.__name__
+    delayed = plugin == "FP8TE" and TABLE[name].options["recipe"] == "delayed"
+    model = Classifier(checkpointing=not delayed and plugin != "MSAMP")
+    first = trainer(name, tmp_path, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    first.fit(model, loader(), loader())
+    assert (model.steps, first.global_step) == (8, 4)
+    first.validate(model, loader())
+    first.test(model, loader())
+    answers = first.predict(model, loader())
+    assert [a.shape for a in answers] == [(16,)] * 4
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    again = Classifier()
+    second = trainer(name, tmp_path, max_epochs=3)
+    second.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert (again.steps, second.global_step) == (4, 8)
+    assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-tensorwise", "fp8-hybrid-te", "fp8-tensorwise-fp16", "bf16-remainder", "msamp-o2"]
+)
+def test_the_learning_rate_finder_runs_and_restores(name, tmp_path):
+    model = Classifier()
+    run = trainer(name, tmp_path, max_epochs=1)
+    found = Tuner(run).lr_find(model, loader(), num_training=4, update_attr=False, early_stop_threshold=None)
+    assert len(found.results["lr"]) == 4
+    run.fit(model, loader())
+    assert run.global_step == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-tensorwise", "fp8-rowwise", "fp8-current", "fp8-hybrid-te", "msamp-o2", "bf16-master"]
+)
+def test_a_hugging_face_model_decodes_token_by_token(name):
+    """By hand: ``generate`` ends when a tensor on the GPU says so, and nobody writes that tensor here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fabric = L.Fabric(accelerator="cuda", devices=1, precision=name)
+    with fabric.init_module():
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+    model = fabric.setup_module(model)
+    model.eval()
+    tokens, past = torch.ones(1, 5, dtype=torch.long, device="cuda"), None
+    with torch.inference_mode():
+        for _ in range(3):
+            out = model(input_ids=tokens, past_key_values=past, use_cache=True)
+            tokens, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+    assert (tokens.shape, past.get_seq_length()) == ((1, 1), 7)
