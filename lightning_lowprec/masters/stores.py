@@ -69,7 +69,8 @@ class Store(ABC):
         The next load checks whether a value rounds to its parameter: a checkpoint may still change the parameter.
         """
         self.buffer.allocate()
-        self._fill()
+        if any(id(p) not in values for p in self.params):
+            self._fill()
         for p, view in zip(self.params, self.buffer.views, strict=True):
             if id(p) in values:
                 view.copy_(local(values[id(p)]))

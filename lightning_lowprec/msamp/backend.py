@@ -31,6 +31,7 @@ _NAMES: Final = {
         plugin=MSAMP,
         options={"level": "O3"},
         summary="FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2",
+        gathers_fp8=True,
         bytes_of_codes=(1, 1, 5),
     ),
 }

@@ -48,6 +48,8 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocate the memory; the content is undefined if the buffer had none."""
+        if self.allocated:  # torch would allocate a second time, and copy
+            return
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         self.allocated = True
 

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
+from lightning_lowprec.tools.planning.volume import (
+    Weights,
+    all_gather,
+    all_reduce,
+    gathered,
+    in_flight,
+    step,
+    weights_of,
+)
 from tests.fsdp2.two_ranks import run
-from tests.fsdp2.volume import Weights, all_gather, all_reduce, gathered, step
 
 DEPTH, WIDTH, VOCABULARY = 2, 32, 256
 LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4
@@ -81,6 +89,30 @@ def test_frozen_weights_are_gathered_and_have_no_gradients():
     assert volume.all_reduce == 4 * 20 / 4
     assert volume.total == 105 + 105 + 60 + 20
     assert gathered(blocks, torch.float32) == 180
+
+
+def test_the_weights_of_groups_with_padding_and_parts():
+    model = torch.nn.ModuleDict({"body": torch.nn.ModuleList(torch.nn.Linear(8, 6) for _ in range(2))})
+    model["head"] = torch.nn.Linear(6, 5, bias=False).requires_grad_(False)
+    model["body"].append(torch.nn.Linear(1, 1, bias=False))
+    groups = weights_of(
+        model,
+        ["body.0"],
+        blocks=["body.0", "body.1"],
+        shards=4,
+        parts=lambda fqn: 2 if fqn == "body.1.weight" else 1,
+    )
+    assert groups["body.0"] == Weights(fp8=8 * 8, fp8_weights=1, other=8), "6 rows in 4 parts of 2"
+    assert groups["body.1"] == Weights(other=8 * 8 // 2 + 8)
+    assert groups[""] == Weights(other=8 * 6 + 4, frozen=8 * 6)
+
+
+def test_what_is_in_flight():
+    block, root = Weights(fp8=100, fp8_weights=1, other=10), Weights(other=30)
+    # root: gathered, and gradients that wait; block: codes and the rest gathered, gradients in bf16 and float32
+    assert in_flight(block, root) == 4 * 30 + (100 + 2 * 10) + 6 * 110
+    assert in_flight(Weights(), root) == 6 * 30, "the end: gradients in bf16 and float32"
+    assert in_flight(Weights(other=10, frozen=10), Weights(other=1), param_dtype=torch.float32) == 8 + 40
 
 
 def test_one_rank_sends_nothing():

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
+from lightning_lowprec.numerics.flat import FlatBuffer
 from tests.masters.master_loops import buffers_of, masters_of, through_file, train, wrapped
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
@@ -227,3 +228,17 @@ def test_a_step_costs_the_same_number_of_calls_for_any_number_of_parameters(form
     print(form, few)
     assert few == many
     assert few < 100
+
+
+def test_memory_that_is_there_is_not_allocated_again():
+    """torch's `resize_` to the same size allocates a second time and copies."""
+    buffer = FlatBuffer([torch.ones(100)], torch.float32)
+    address = buffer.flat.data_ptr()
+    buffer.views[0].fill_(3)
+    buffer.allocate()
+    assert buffer.flat.data_ptr() == address
+    assert buffer.views[0].eq(3).all()
+    buffer.free()
+    assert buffer.flat.untyped_storage().size() == 0
+    buffer.allocate()
+    assert buffer.flat.untyped_storage().size() == buffer.flat.numel() * 4

@@ -80,6 +80,46 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     assert gathered["fp8-block"] == gathered["fp8-rowwise"]
 
 
+def test_what_one_rank_holds_and_sends(tmp_path, capsys):
+    config = llama(tmp_path, 2)
+    linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    block, root = linears + 2 * 4096, 2 * 128256 * 4096 + 4096
+    everything = 2 * block + root
+    data = run_json(capsys, config, "--precision", "fp8-tensorwise", "--shards", 8, "--copies", 4)
+    by_name = {row["precision"]: row for row in data["per_rank"]}
+    state = {"32-true": 16, "bf16-true": 8, "bf16-sr": 12, "bf16-remainder": 14, "bf16-master": 16, "bf16-mixed": 16}
+    assert {name: row["state"] * 8 / everything for name, row in by_name.items()} == {**state, "fp8-tensorwise": 16}
+    assert by_name["bf16-mixed"]["in_flight"] == 6 * root, "more than a block beside the root"
+    assert by_name["32-true"]["in_flight"] == max(8 * root, 8 * root + 12 * block)
+    sent = by_name["fp8-tensorwise"]["sent"]
+    assert sent["all_gather_forward"] == (2 * (linears + 2 * 2 * 4096) + 2 * root) * 7 / 8
+    assert sent["all_gather_backward"] == 2 * (linears + 2 * 2 * 4096) * 7 / 8
+    assert (sent["reduce_scatter"], sent["all_reduce"]) == (4 * everything * 7 / 8, 2 * 4 * everything / 8 * 3 / 4)
+    # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
+    data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
+    o3 = data["per_rank"][-1]
+    assert (o3["precision"], o3["state"] * 8) == ("msamp-o3", 10 * 2 * linears + 16 * (everything - 2 * linears))
+    assert o3["sent"]["all_gather_backward"] == sent["all_gather_backward"]
+    assert data["bytes"][-1]["gathered"] == 2 * linears + 2 * (everything - 2 * linears)
+    names = [row["precision"] for row in run_json(capsys, config, "--precision", "msamp-o2", "--shards", 8)["per_rank"]]
+    assert names[-1] == "bf16-mixed"
+
+
+def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
+    config = str(llama(tmp_path, 2))
+    assert main(["plan", config, "--shards", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "one rank" in text
+    assert "in flight: at most so much more" in text
+    for words, message in (
+        (["--copies", "2"], "`copies=2` is not valid without `--shards`"),
+        (["--shards", "0"], "`shards=0` is not valid; expected an integer of at least 1"),
+        (["--shards", "3"], "4096 output features, which do not divide into equal shards"),
+    ):
+        assert main(["plan", config, *words]) != 0
+        assert message in capsys.readouterr().err
+
+
 def test_a_mixture_counts_what_a_token_uses(capsys):
     config = {"num_hidden_layers": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
     data = run_json(capsys, "mixtral", "--args", json.dumps(config))

@@ -134,6 +134,7 @@ NULLGPU_API CUresult cuOccupancyMaxActiveClusters(int* clusters, void*, void*) {
 }
 
 NULLGPU_API CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void**, void**) { return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream); }
+NULLGPU_API CUresult cuLaunchCooperativeKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void**) { return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream); }
 struct LaunchConfig {                                // CUlaunchConfig
   unsigned gx, gy, gz, bx, by, bz, shared;
   void* stream;

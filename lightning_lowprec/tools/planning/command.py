@@ -17,6 +17,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning import widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
+from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
 
@@ -43,8 +44,15 @@ def run(argv: Sequence[str]) -> int:
     sizes = footprints(
         source.model, plan, args.precision, fp8_all_gather=name.gathers_fp8, bytes_of_codes=name.bytes_of_codes
     )
+    if args.shards is None and args.copies != 1:
+        raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
+    ranks = []
+    if args.shards is not None:
+        ranks = per_rank(
+            source.model, plan, sizes, shards=args.shards, copies=args.copies, bytes_of_codes=name.bytes_of_codes
+        )
     if args.markdown is not None:
-        page = text(source.origin, plan, per_token, sizes, markdown=True, all_rows=args.all)
+        page = text(source.origin, plan, per_token, sizes, ranks, markdown=True, all_rows=args.all)
         Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
     if args.json:
         data = {
@@ -53,10 +61,11 @@ def run(argv: Sequence[str]) -> int:
             "plan": [asdict(row) for row in plan.rows],
             "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
             "bytes": [asdict(row) for row in sizes],
+            "per_rank": [asdict(rank) for rank in ranks],
         }
         print(json.dumps(data, indent=1))
     else:
-        print(text(source.origin, plan, per_token, sizes, all_rows=args.all))
+        print(text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all))
     return 0 if plan.converted else 1
 
 
@@ -92,6 +101,12 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--precision", type=str, default="fp8-hybrid", help="the name of an FP8 precision")
     parser.add_argument("--sequence_length", type=int, default=SEQUENCE_LENGTH, help="for attention's FLOPs")
+    parser.add_argument(
+        "--shards",
+        type=int | None,
+        help="print what one rank of `strategy='fsdp2'` holds and sends, with so many ranks per copy of the model",
+    )
+    parser.add_argument("--copies", type=int, default=1, help="copies of the model (`replicate`), with --shards")
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
     parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")

@@ -10,8 +10,15 @@ from torch import nn
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 
 SEQUENCE_LENGTH = 4096
-LAYOUT: Mapping[str, tuple[int, int]] = {"32-true": (4, 4), "bf16-true": (2, 2), "bf16-mixed": (4, 2)}
-"""Bytes of a weight (as of its gradient and of each moment), and bytes of a weight that FSDP2 gathers."""
+LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
+    "32-true": (4, 4, 8, 4),
+    "bf16-true": (2, 2, 4, 2),
+    "bf16-sr": (2, 2, 8, 2),
+    "bf16-remainder": (2, 2, 10, 2),
+    "bf16-master": (2, 2, 12, 2),
+    "bf16-mixed": (4, 4, 8, 2),
+}
+"""Bytes per parameter: the weight, the gradient, master and moments, and the weight as FSDP2 gathers it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +100,8 @@ def footprints(
         model: the model of the plan.
         plan: the layers that convert.
         precision: the name of the last row.
-        fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can).
+        fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can); of weights that
+            are kept as codes, whether they run under FSDP2.
         bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
@@ -101,12 +109,12 @@ def footprints(
     rows = [
         Bytes(
             precision=name,
-            weights=size * total,
-            gradients=size * trained,
-            optimizer=2 * size * trained,
+            weights=weight * total,
+            gradients=gradient * trained,
+            optimizer=kept * trained,
             gathered=sent * total,
         )
-        for name, (size, sent) in LAYOUT.items()
+        for name, (weight, gradient, kept, sent) in LAYOUT.items()
     ]
     converted = [row for row in plan.rows if row.kept_because is None]
     weights = sum(row.in_features * row.out_features for row in converted)
@@ -120,6 +128,6 @@ def footprints(
             weights=mixed.weights - (4 - weight) * weights,
             gradients=mixed.gradients - (4 - gradient) * training,
             optimizer=mixed.optimizer - (8 - moments) * training,
-            gathered=0,
+            gathered=last.gathered if fp8_all_gather else 0,
         )
     return [*rows, last]

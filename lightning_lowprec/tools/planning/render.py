@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.tools.planning.costs import Bytes, Flops
+from lightning_lowprec.tools.planning.per_rank import Rank
 from lightning_lowprec.tools.table import format_table
 
 GATHER_NOTE = (
@@ -15,10 +16,22 @@ GATHER_NOTE = (
     " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
     " the bytes of a step."
 )
+RANK_NOTE = (
+    "state: weights, gradients, masters and moments of one rank. in flight: at most so much more, for gathered weights"
+    " and gradients on their way; activations come on top. The last three columns: what a rank sends in one step of one"
+    " micro-batch, in rings."
+)
 
 
 def text(
-    origin: str, plan: Plan, flops: Flops, sizes: Sequence[Bytes], *, markdown: bool = False, all_rows: bool = False
+    origin: str,
+    plan: Plan,
+    flops: Flops,
+    sizes: Sequence[Bytes],
+    ranks: Sequence[Rank] = (),
+    *,
+    markdown: bool = False,
+    all_rows: bool = False,
 ) -> str:
     """Return a report on a plan.
 
@@ -27,6 +40,7 @@ def text(
         plan: the plan.
         flops: the plan's FLOPs.
         sizes: the model's bytes, one row per precision.
+        ranks: the bytes of one rank under FSDP2, one row per precision; empty: not asked for.
         markdown: write Markdown.
         all_rows: one row per layer, not one per kind of block.
     """
@@ -39,8 +53,20 @@ def text(
             "\n".join(f"{'- ' if markdown else ''}{cost}" for cost in _costs(plan, flops)),
             "\n".join(format_table(_sizes(sizes), right=range(1, 6), markdown=markdown)),
             GATHER_NOTE,
+            *_of_ranks(ranks, markdown),
         ]
     )
+
+
+def _of_ranks(ranks: Sequence[Rank], markdown: bool) -> list[str]:
+    if not ranks:
+        return []
+    lines: list[tuple[str, ...]] = [("one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce")]
+    for rank in ranks:
+        gathers = rank.sent.all_gather_forward + rank.sent.all_gather_backward
+        sizes = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
+        lines.append((rank.precision, *(_size(size) if size else "-" for size in sizes)))
+    return ["\n".join(format_table(lines, right=range(1, 6), markdown=markdown)), RANK_NOTE]
 
 
 def _collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:

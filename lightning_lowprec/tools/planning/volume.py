@@ -8,16 +8,19 @@ With n shards, c copies, and P bytes of some weights in the dtype in which they 
     scales           2 (n - 1) / n * 4 k      # one float32 per FP8 weight, all k in one all-reduce
 
 The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
-True. Not counted: the padding of a dimension that n does not divide, buffers, tensor parallelism, gradient accumulation
-(each micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's trees, send other amounts for
-the same call.
+True. FSDP2 cuts the first dimension into equal parts, so a dimension that n does not divide is padded:
+:func:`weights_of` counts the padding. Not counted: buffers, what tensor parallelism sends, gradient accumulation (each
+micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's trees, send other amounts for the
+same call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor, nn
 
 from lightning_lowprec.checks import check_integer
 
@@ -43,6 +46,10 @@ class Weights:
         """All parameters."""
         return self.fp8 + self.other
 
+    def __add__(self, other: Weights) -> Weights:
+        """Return the weights of two groups together."""
+        return Weights(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
@@ -59,6 +66,50 @@ class Volume:
         """The sum of all collectives."""
         gathers = self.all_gather_forward + self.all_gather_backward
         return gathers + self.reduce_scatter + self.all_reduce + self.scales
+
+
+def weights_of(
+    model: nn.Module,
+    fp8: Collection[str],
+    *,
+    blocks: Collection[str],
+    shards: int,
+    parts: Callable[[str], int] = lambda fqn: 1,
+) -> dict[str, Weights]:
+    """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
+
+    Args:
+        model: not sharded; it may be on the meta device.
+        fp8: fqns of the layers whose weights are gathered as float8.
+        blocks: fqns of the modules that gather their own weights; one does not lie in another.
+        shards: ranks per copy of the model.
+        parts: into how many parts tensor parallelism cuts the parameter of an fqn; 1: it is whole on every rank.
+    """
+    found = dict.fromkeys(["", *blocks], Weights())
+    coded = {f"{fqn}.weight" for fqn in fp8}
+    for fqn, p in model.named_parameters():
+        group = next((prefix for prefix in _prefixes(fqn) if prefix in found), "")
+        size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
+        found[group] += Weights(
+            fp8=size if is_coded else 0,
+            fp8_weights=int(is_coded),
+            other=0 if is_coded else size,
+            frozen=0 if p.requires_grad else size,
+        )
+    return found
+
+
+def _prefixes(fqn: str) -> Iterator[str]:
+    """Yield ``a.b`` and ``a`` for ``a.b.c``."""
+    while "." in fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
+
+
+def padded(tensor: Tensor, shards: int) -> int:
+    """Return the elements of ``shards`` equal parts of the first dimension that hold ``tensor``, (rows, ...)."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return -(-rows // shards) * shards * (tensor.numel() // max(rows, 1))
 
 
 def gathered(weights: Weights, param_dtype: torch.dtype) -> int:
@@ -85,6 +136,7 @@ def step(
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool | None = None,
+    tensor_parallel: int = 1,
 ) -> Volume:
     """Return the volume of one step of one micro-batch.
 
@@ -96,6 +148,7 @@ def step(
         param_dtype: the dtype in which weights are gathered that are not gathered as float8 (32-true: float32).
         reduce_dtype: the dtype in which gradients are reduced.
         reshard_after_forward: as in :class:`~lightning_lowprec.fsdp2.options.ShardOptions`, without sizes.
+        tensor_parallel: ranks of a tensor-parallel group, over which the scales are reduced too.
 
     Raises:
         ValueError: ``shards`` or ``copies`` is below 1.
@@ -107,10 +160,36 @@ def step(
     again += gathered(root, param_dtype) if reshard_after_forward is True else 0
     trained = blocks.total - blocks.frozen + root.total - root.frozen
     gradients = trained * reduce_dtype.itemsize
+    scales = 4 * (blocks.fp8_weights + root.fp8_weights)
     return Volume(
         all_gather_forward=all_gather(forward, shards),
         all_gather_backward=all_gather(again, shards),
         reduce_scatter=all_gather(gradients, shards),
         all_reduce=all_reduce(gradients / shards, copies),
-        scales=all_reduce(4 * (blocks.fp8_weights + root.fp8_weights), shards),
+        scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
     )
+
+
+def in_flight(
+    block: Weights,
+    root: Weights,
+    *,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> int:
+    """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
+
+    The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
+    buffer exist, and the next block is gathered. At the end the root's weights are freed, and the root's gradients and
+    their buffer exist.
+
+    Args:
+        block: the weights of the largest group below the root.
+        root: the weights that the root gathers.
+        param_dtype: as in :func:`step`.
+        reduce_dtype: as in :func:`step`.
+    """
+    gradient = param_dtype.itemsize + reduce_dtype.itemsize
+    during = gathered(root, param_dtype) + (root.total - root.frozen) * param_dtype.itemsize
+    during += gathered(block, param_dtype) + (block.total - block.frozen) * gradient
+    return max(during, (root.total - root.frozen) * gradient)
