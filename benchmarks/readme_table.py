@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.gpu_lane import figures, targets
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, SHARDED
 from benchmarks.gpu_lane.report import number, table
-from benchmarks.gpu_lane.results import FILE
+from benchmarks.gpu_lane.results import FILE, means_nothing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
@@ -57,8 +57,8 @@ def _device(data: dict[str, Any], folder: str) -> str:
     devices = {str(run["machine"].get("device")) for run in data["runs"]}
     if len(devices) != 1:
         raise ValueError(f"{folder} is of several devices: {', '.join(sorted(devices))}.")
-    if any(run["smoke"] for run in data["runs"]):
-        raise ValueError(f"{folder} has figures of toy sizes (`--smoke`), which mean nothing.")
+    for why in filter(None, map(means_nothing, data["runs"])):
+        raise ValueError(f"{folder} has figures of {why}, which mean nothing.")
     return devices.pop()
 
 

@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.gpu_lane.parts import PARTS
     from benchmarks.gpu_lane.results import Results
     from benchmarks.gpu_lane.runner import run_part
+    from benchmarks.gpu_lane.values import time_limit, use_what_the_device_has, values_exist
 
+    use_what_the_device_has()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = _settings(args, device.type)
     if device.type == "cpu":
@@ -55,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         facts = {"device": str(device), "failed": measure.describe(error)}
     run = {
-        "date": args.date, "commit": machine.commit(), "smoke": args.smoke, "parts": args.part, "argv": sys.argv[1:],
-        "machine": facts,
+        "date": args.date, "commit": machine.commit(), "smoke": args.smoke, "values": values_exist(),
+        "parts": args.part, "argv": sys.argv[1:], "machine": facts,
     }  # fmt: skip
     try:
         results = Results(args.out, run)
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     isolate = args.isolate or device.type != "cpu"
     for index, name in enumerate(args.part):
         minutes = min(args.minutes, ONE_MINUTE.get(name, args.minutes))
-        deadline = (started if index == 0 else time.monotonic()) + minutes * 60
+        deadline = (started if index == 0 else time.monotonic()) + time_limit(minutes * 60)
         run_part(PARTS[name], settings, results, isolate=isolate, deadline=deadline)
         write(results.data, args.out)
     print((args.out / "report.md").read_text())
@@ -111,9 +113,10 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
         device=device,
         smoke=args.smoke,
         compile=device != "cpu",
-        steps=args.steps or (6 if args.smoke else 50),
+        steps=args.steps or (6 if args.smoke else 20),
         batch=args.batch,
         only=tuple(args.only),
+        out=str(args.out.resolve()),
     )
 
 
@@ -121,7 +124,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("smoke", "linear", "step8b", "step1b", "tests", "overhead", "memory", "optimizer", "accumulation")
+    names = (
+        "smoke",
+        "smoke-all",
+        "linear",
+        "step8b",
+        "step1b",
+        "tests",
+        "overhead",
+        "memory",
+        "optimizer",
+        "accumulation",
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
     what.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="folders of earlier calls")
@@ -129,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="toy sizes; the only way without a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for each part (smoke: 2 at most)")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="items whose key contains one of these")
-    parser.add_argument("--steps", type=int, help="training steps of step8b and step1b (50)")
+    parser.add_argument("--steps", type=int, help="training steps of step8b and step1b (20)")
     parser.add_argument("--batch", type=int, help="sequences per step (what fits)")
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--isolate", action="store_true", help="worker processes on CPU too")

@@ -21,10 +21,14 @@ from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 
 BASELINE = "lightning bf16-mixed, compiled"
-LIGHTNING_BF16 = (BASELINE, "lightning bf16-true, compiled", "lightning bf16-mixed", "lightning bf16-true",
+BF16_TRUE = "lightning bf16-true, compiled"
+LIGHTNING_BF16 = (BASELINE, BF16_TRUE, "lightning bf16-mixed", "lightning bf16-true",
                   "lightning bf16-mixed, whole model compiled")  # fmt: skip
 MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
 """What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
+BF16_WEIGHTS = f"{MAIN}, bf16 weights"
+"""Without float32 weights, as Lightning's bf16-true: what compares with that."""
+FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
 """What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
@@ -77,13 +81,16 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN_TE, MAIN, "te delayed", "torchao tensorwise, compiled", "lightning bf16-true, compiled",
+    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
     "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
     "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
     "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
 )  # fmt: skip
-"""The targets' first: a call of a few minutes comes as far as the tenth or so, the next call goes on."""
+"""The first three settle what ``fp8-hybrid`` should mean, then the targets' come.
+
+A call of a few minutes comes as far as the fifteenth or so, the next call goes on.
+"""
 
 
 def _rivals() -> list[Contender]:
@@ -163,10 +170,21 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    name = MAIN_TE.removeprefix("ours ")
-    compiled = partial(setups.lightning, precision=name, compiled=True)
-    by_te = Contender(key=TE_COMPILED, setup=compiled, needs=(TE,), linear="te delayed", name=name)
-    return [*found.values(), by_gain, by_te, _sharded()]
+    return [*found.values(), by_gain, *_of_fp8_hybrid(), _sharded()]
+
+
+def _of_fp8_hybrid() -> list[Contender]:
+    """Other forms of what ``fp8-hybrid`` means."""
+    te, torchao = MAIN_TE.removeprefix("ours "), MAIN.removeprefix("ours ")
+    by_te: dict[str, Any] = {"needs": (TE,), "linear": "te delayed", "name": te}
+    compiled = partial(setups.lightning, precision=te, compiled=True)
+    fused = partial(setups.ours, name=te, options={"fuse": "auto"})
+    kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
+    return [
+        Contender(key=TE_COMPILED, setup=compiled, **by_te),
+        Contender(key=FUSED, setup=fused, **by_te),
+        Contender(key=BF16_WEIGHTS, setup=kept, needs=("torchao.float8",), linear="torchao tensorwise", name=torchao),
+    ]
 
 
 def _sharded() -> Contender:

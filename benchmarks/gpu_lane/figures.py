@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.gpu_lane.contenders import BASELINE, LIGHTNING_BF16
-from benchmarks.gpu_lane.linear_runs import BF16
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, LIGHTNING_BF16
+from benchmarks.gpu_lane.linear_runs import BF16, FLOAT32, column
 from benchmarks.gpu_lane.part_linear import PEAKS
-from benchmarks.gpu_lane.results import OK, figures_of
+from benchmarks.gpu_lane.results import OK, figures_of, means_nothing
 
 FP8_PEAK = "fp8 tensorwise"
 Figures = Mapping[str, Any]
@@ -21,9 +21,10 @@ def times(row: Figures, field: str = "ms") -> dict[str, float]:
 
 
 def ratios(row: Figures, field: str = "ms") -> dict[str, float]:
-    """How many times faster than bf16, by contender."""
+    """How many times faster than bf16 with weights of the same dtype, by contender."""
     found = times(row, field)
-    return {name: found[BF16] / ms for name, ms in found.items()} if BF16 in found else {}
+    base = {name: BF16 + FLOAT32 if name.endswith(FLOAT32) else BF16 for name in found}
+    return {name: found[base[name]] / ms for name, ms in found.items() if base[name] in found}
 
 
 def of_limit(row: Figures, peak_tflops: float) -> dict[str, float]:
@@ -53,13 +54,13 @@ def gains(data: Figures) -> list[dict[str, Any]]:
     truth in a model lies between them.
     """
     run = data["runs"][-1]
-    origin = {"device": run["machine"].get("device"), "date": run["date"], "smoke": run["smoke"]}
+    origin = {"device": run["machine"].get("device"), "date": run["date"], "smoke": bool(means_nothing(run))}
     found = []
     for (m, k, n), row in linear_rows(data).items():
         loops = ratios(row, "loop_ms")
         for name, ratio in ratios(row).items():
             backend, _, recipe = name.partition(" ")
-            if backend in ("torchao", "te"):
+            if backend in ("torchao", "te") and not name.endswith(FLOAT32):
                 found.append(
                     {
                         **origin, "backend": backend, "recipe": recipe, "tokens": m, "in_features": k,
@@ -72,29 +73,43 @@ def gains(data: Figures) -> list[dict[str, Any]]:
 def amdahl_by_time(step: Figures, baseline_ms: float, rows: Mapping[Shape, Figures]) -> float | None:
     """Speed over the baseline if each FP8 layer took exactly its time in the linear table, and the rest stayed.
 
-    None if the table has not all shapes of this step, or not this recipe.
+    The baseline is ``counterpart(step)``: bf16 with weights of the same dtype. None if the table has not all shapes of
+    this step, or not this recipe with weights of that dtype.
     """
-    name, saved = step.get("linear"), 0.0
-    for shape, count in step["fp8_shapes"].items():
-        k, n = map(int, shape.split("x"))
-        found = times(rows[step["tokens"], k, n]) if (step["tokens"], k, n) in rows else {}
-        if name not in found or BF16 not in found:
-            return None
-        saved += count * (found[BF16] - found[name])
+    found = _of_layers(step, rows)
+    if found is None:
+        return None
+    saved = sum(bf16 - fp8 for bf16, fp8 in found)
     return baseline_ms / (baseline_ms - saved) if step["fp8_shapes"] and saved < baseline_ms else None
 
 
 def amdahl_by_flops(step: Figures, rows: Mapping[Shape, Figures]) -> float | None:
     """1 / (1 - s + s / r): s the FP8 share of matrix FLOPs, r how much faster the table's layers are together."""
-    name, bf16, fp8 = step.get("linear"), 0.0, 0.0
+    found = _of_layers(step, rows)
+    if not found:
+        return None
+    bf16, fp8 = map(sum, zip(*found, strict=True))
+    share = step["fp8_share"]
+    return 1.0 / (1.0 - share + share * fp8 / bf16)
+
+
+def _of_layers(step: Figures, rows: Mapping[Shape, Figures]) -> list[tuple[float, float]] | None:
+    """Milliseconds in bf16 and in FP8 of the step's layers by shape, times their number; None if one is not known."""
+    weights = step.get("weights", "float32")
+    bf16, fp8 = column(BF16, weights), column(step.get("linear") or "", weights)
+    pairs = []
     for shape, count in step["fp8_shapes"].items():
         k, n = map(int, shape.split("x"))
         found = times(rows[step["tokens"], k, n]) if (step["tokens"], k, n) in rows else {}
-        if name not in found or BF16 not in found:
+        if bf16 not in found or fp8 not in found:
             return None
-        bf16, fp8 = bf16 + count * found[BF16], fp8 + count * found[name]
-    share = step["fp8_share"]
-    return 1.0 / (1.0 - share + share * fp8 / bf16) if bf16 else None
+        pairs.append((count * found[bf16], count * found[fp8]))
+    return pairs
+
+
+def counterpart(step: Figures) -> str:
+    """Lightning's bf16 with weights of the same dtype: what FP8 is compared with like for like."""
+    return BF16_TRUE if step.get("weights") == "bfloat16" else BASELINE
 
 
 def comparable(data: Figures, part: str) -> dict[str, Figures]:

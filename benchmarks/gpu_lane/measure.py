@@ -16,10 +16,14 @@ from typing import Any
 import torch
 
 HIDE_LAUNCHES_MS = 2.0
-"""The GPU sleeps this long before a short timed run, so that the host has launched everything by the time it starts.
+"""The GPU sleeps at least this long before a timed run, so that the host has launched everything when the run starts.
 
 Without it, small layers measure the launching host. In a training step the host is ahead of the GPU.
 """
+HEADROOM = 1.5
+"""The GPU sleeps this many times what the host took to launch a warm run, if that is longer: hundreds of kernels."""
+LONGEST_SLEEP_MS = 100.0
+"""The queue of launches holds about a thousand: however long the GPU sleeps, the rest are launched while it runs."""
 CLOCK_HZ = 1.98e9  # of Hopper's multiprocessors: turns milliseconds into cycles of `torch.cuda._sleep`; a rough figure
 
 
@@ -37,19 +41,37 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def one(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds that the device takes for one run."""
-    return device_and_host(run, device)[0]
+def host_ms(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that the host takes to launch one run while the device waits for it."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    launched = (time.perf_counter() - start) * 1e3
+    synchronize(device)
+    return launched
 
 
-def device_and_host(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Milliseconds that the device takes for one run, and that the host takes to launch it."""
+def sleep_ms(host: float) -> float:
+    """How long the GPU sleeps before a run that the host launches in ``host`` milliseconds."""
+    return min(max(HIDE_LAUNCHES_MS, HEADROOM * host), LONGEST_SLEEP_MS)
+
+
+def one(run: Callable[[], Any], device: torch.device, host: float = 0.0) -> float:
+    """Milliseconds that the device takes for one run, which the host launches in ``host`` milliseconds when warm."""
+    return device_and_host(run, device, host)[0]
+
+
+def device_and_host(run: Callable[[], Any], device: torch.device, host: float = 0.0) -> tuple[float, float]:
+    """Milliseconds that the device takes for one run, and that the host takes to launch it.
+
+    ``host`` is what the host took for a warm run before; the GPU sleeps longer than that.
+    """
     if device.type != "cuda":
         ms = seconds(run, device) * 1e3
         return ms, ms
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(HIDE_LAUNCHES_MS * 1e-3 * CLOCK_HZ))
+    torch.cuda._sleep(int(sleep_ms(host) * 1e-3 * CLOCK_HZ))
     start.record()
     launching = time.perf_counter()
     run()
@@ -70,9 +92,12 @@ def back_to_back(run: Callable[[], Any], device: torch.device, count: int) -> fl
 
 
 def in_turn(
-    runs: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int
+    runs: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, hosts: Mapping[str, float] | None = None
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Samples of several contenders, taken in turn so that drift hits all alike; and who failed, with the error."""
+    """Samples of several contenders, taken in turn so that drift hits all alike; and who failed, with the error.
+
+    ``hosts`` has the milliseconds in which the host launches a warm run of each.
+    """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, str] = {}
     for _ in range(rounds):
@@ -80,7 +105,7 @@ def in_turn(
             if name in failed:
                 continue
             try:
-                samples[name].append(one(run, device))
+                samples[name].append(one(run, device, (hosts or {}).get(name, 0.0)))
             except Exception as error:
                 failed[name] = describe(error)
                 del samples[name]

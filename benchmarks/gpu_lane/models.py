@@ -107,23 +107,36 @@ class Attention(nn.Module):
         return out
 
 
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, T, hidden) -> the same shape."""
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
         self.attention = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
-        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """x: (B, T, hidden) -> the same shape."""
         x = x + self.attention(self.attention_norm(x), turn)
-        h = self.mlp_norm(x)
-        out: Tensor = x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import Item, stage
-from benchmarks.gpu_lane.linear_runs import BF16, NAMES, Problem, make, peaks, why_not
+from benchmarks.gpu_lane.linear_runs import BF16, FEWER, NAMES, OF_STEPS, Problem, make, peaks, why_not
+from benchmarks.gpu_lane.rates import rates
 from benchmarks.gpu_lane.results import FAILED, MISSING, OK
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.sizes import step_tokens
@@ -18,6 +19,10 @@ LLAMA_1B = ((2048, 8192), (8192, 2048), (2048, 2048), (2048, 512))
 SMALL = ((1024, 2048, 1024), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 1024, 4096), (8192, 2048, 8192))
 LARGE = ((8192, 8192, 28672), (8192, 8192, 8192))
 TOY_SHAPES = ((32, 64, 128), (32, 128, 64))
+VALUABLE = 4
+"""So many shapes, those of the 8B-shaped step, have every recipe; others leave out the least used compiled one."""
+ALL_STEPS = 13
+"""The shapes of both steps are among so many."""
 SAMPLE_SECONDS = 0.3
 """Time for the samples of one contender at one shape."""
 
@@ -42,8 +47,7 @@ class Linears:
 
     def items(self, settings: Settings) -> list[Item]:
         keys = [PEAKS, *(f"{m}x{k}x{n}" for m, k, n in shapes(settings))]
-        seconds = 2.0 if settings.smoke else 20.0
-        return [Item(key=key, seconds=seconds, limit=120.0) for key in keys]
+        return [Item(key=key, seconds=_wants(key, settings), limit=120.0) for key in keys]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
         if key == PEAKS:
@@ -52,8 +56,24 @@ class Linears:
         return measure_shape(m, k, n, settings)
 
 
+def columns(shape: tuple[int, int, int], settings: Settings) -> tuple[str, ...]:
+    """Who is measured at a shape: everyone at the first ones, float32 weights at those of the steps."""
+    listed = shapes(settings)
+    index = listed.index(shape) if shape in listed else len(listed)
+    of_step = settings.smoke or (shape[1:] in LLAMA_8B + LLAMA_1B and index < ALL_STEPS)
+    return (*(NAMES if index < VALUABLE else FEWER), *(OF_STEPS if of_step else ()))
+
+
+def _wants(key: str, settings: Settings) -> float:
+    """Seconds that an item takes at most, compilation of its recipes included."""
+    if settings.smoke:
+        return 2.0
+    first = [f"{m}x{k}x{n}" for m, k, n in shapes(settings)[:ALL_STEPS]]
+    return 35.0 if key in first else 20.0
+
+
 def measure_peaks(settings: Settings) -> dict[str, Any]:
-    """TFLOP/s of large products, by kind."""
+    """TFLOP/s of large square products by kind, and the named rates of this device (see ``rates``)."""
     device, n = settings.torch_device, 64 if settings.smoke else 8192
     found: dict[str, Any] = {"n": n, "tflops": {}, "failed": {}, "samples": {}}
     for name, (flops, run) in peaks(device, n).items():
@@ -68,8 +88,11 @@ def measure_peaks(settings: Settings) -> dict[str, Any]:
         found["samples"][name] = row["samples"]
         found["tflops"][name] = flops / row["ms"] / 1e9
     measure.forget(device)
-    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found["tflops"].items())
-    return {**found, "headline": f"TFLOP/s: {rates}"}
+    stage("rates", **found)
+    found |= rates(settings)
+    measure.forget(device)
+    listed = ", ".join(f"{name} {rate:.0f}" for name, rate in found["tflops"].items())
+    return {**found, "headline": f"TFLOP/s: {listed}; {len(found['rates'])} named rates"}
 
 
 def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
@@ -79,7 +102,7 @@ def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
     problem = Problem(m=m, k=k, n=n, device=device, compile=settings.compile)
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
-    for name in NAMES:
+    for name in columns((m, k, n), settings):
         stage(f"set up {name}")
         reason = why_not(name, device)
         if reason is not None:
@@ -106,12 +129,13 @@ def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Setti
     device = settings.torch_device
     slowest = max((rows[name]["warm_ms"] for name in runs), default=1.0)
     rounds = 3 if settings.smoke else measure.rounds_within(slowest, SAMPLE_SECONDS, 10, 40)
-    samples, failed = measure.in_turn(runs, device, rounds)
+    hosts = {name: min(measure.host_ms(run, device) for _ in range(3)) for name, run in runs.items()}
+    samples, failed = measure.in_turn(runs, device, rounds, hosts)
     for name, reason in failed.items():
         rows[name] = {"status": FAILED, "reason": reason}
     for name, taken in samples.items():
         rows[name] |= {"status": OK, **measure.summary(taken)}
-        rows[name]["host_ms"] = min(measure.device_and_host(runs[name], device)[1] for _ in range(3))
+        rows[name] |= {"host_ms": hosts[name], "sleep_ms": measure.sleep_ms(hosts[name])}
         rows[name]["loop_ms"] = measure.back_to_back(runs[name], device, rounds)
 
 

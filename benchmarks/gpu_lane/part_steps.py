@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_lane import measure, models
-from benchmarks.gpu_lane.contenders import BASELINE, contenders, find
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, contenders, find
+from benchmarks.gpu_lane.device_state import attention_backend, watched
 from benchmarks.gpu_lane.item import Item, stage
+from benchmarks.gpu_lane.profiled_step import profiled
 from benchmarks.gpu_lane.running import Job, Running, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.setups import HEAD
@@ -21,6 +24,8 @@ from lightning_lowprec.tools.planning.costs import flops
 AGAIN = " (again)"
 """The baseline once more, last: how far the machine drifted meanwhile."""
 WARM_STEPS = 4
+TRACED = (BASELINE, MAIN, MAIN_TE)
+"""Whose trace of the profiler is kept."""
 
 
 class Steps:
@@ -34,7 +39,7 @@ class Steps:
         device = settings.torch_device
         found = [
             Item(
-                key=contender.key, seconds=45.0 if not settings.smoke else 2.0, limit=150.0, fresh=True,
+                key=contender.key, seconds=35.0 if not settings.smoke else 2.0, limit=150.0, fresh=True,
                 needs=contender.needs, missing=contender.missing(device),
             )
             for contender in contenders()
@@ -42,11 +47,11 @@ class Steps:
         return [*found, replace(found[0], key=BASELINE + AGAIN)]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
-        return train(key.removesuffix(AGAIN), *step_size(self.model, settings), settings)
+        return train(self.name, key.removesuffix(AGAIN), *step_size(self.model, settings), settings)
 
 
-def train(key: str, shape: models.Shape, batch: int, settings: Settings) -> dict[str, Any]:
-    """Train one contender for ``settings.steps`` steps and say everything about it."""
+def train(name: str, key: str, shape: models.Shape, batch: int, settings: Settings) -> dict[str, Any]:
+    """Train one contender of the part ``name`` for ``settings.steps`` steps and say everything about it."""
     device, contender = settings.torch_device, find(key)
     measure.forget(device)
     stage("set up", batch=batch)
@@ -60,9 +65,13 @@ def train(key: str, shape: models.Shape, batch: int, settings: Settings) -> dict
         "setup_s": setup_s, "compile": settings.compile,
     }  # fmt: skip
     stage("first step", **figures)
-    figures |= timed(running, data, settings)
+    with watched(device) as state:
+        figures |= timed(running, data, settings)
     figures |= measure.peak(device) | arithmetic(running, shape, figures["tokens"], figures["ms"])
-    figures |= running.notes
+    figures |= {"attention": attention_backend(shape, batch, device), "device_state": state} | running.notes
+    stage("profiled steps", **figures)
+    keep = (Path(settings.out), f"{name} {key}") if settings.out is not None and key in TRACED else None
+    figures["profile"] = profiled(lambda: running.step([data[0]]), device, keep=keep)
     figures["headline"] = (
         f"{figures['tokens_per_s']:.0f} tokens/s, {figures['ms']:.1f} ms, loss {figures['losses'][-1]:.4f},"
         f" peak {figures.get('peak_bytes', 0) / 1e9:.1f} GB, first step {figures['first_step_s']:.0f} s"
@@ -112,8 +121,16 @@ def arithmetic(running: Running, shape: models.Shape, tokens: int, ms: float) ->
         "fp8_share": found.fp8_share,
         "fp8_layers": len(low),
         "fp8_head": HEAD in low,
+        "weights": _dtype_of_weights(running, low),
         "fp8_shapes": shapes,
         "matrix_flops_per_token": total,
         "matrix_tflops": total * tokens / ms / 1e9,
         "parameters": shape.parameters,
     }
+
+
+def _dtype_of_weights(running: Running, low: set[str]) -> str:
+    """``"float32"`` or ``"bfloat16"``: of the FP8 layers, or of all Linears where there are none."""
+    layers = {fqn.removeprefix("_orig_mod."): module for fqn, module in running.bare.named_modules()}
+    found = [m.weight.dtype for fqn, m in layers.items() if fqn in low or (not low and isinstance(m, torch.nn.Linear))]
+    return str(found[0]).removeprefix("torch.")

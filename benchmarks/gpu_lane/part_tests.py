@@ -17,6 +17,7 @@ from benchmarks.gpu_lane.item import TIMEOUT, Item
 from benchmarks.gpu_lane.machine import ROOT
 from benchmarks.gpu_lane.results import CUT_SHORT
 from benchmarks.gpu_lane.settings import Settings
+from benchmarks.gpu_lane.values import time_limit
 
 FOLDER = "tests/gpu"
 LINE = re.compile(r"^(tests/\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
@@ -41,7 +42,8 @@ class Tests:
         return [Item(key=f"{FOLDER}/{path.name}", seconds=20.0, limit=LIMIT) for path in files]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
-        return run_pytest(key, min(LIMIT, float(os.environ.get(TIMEOUT, LIMIT))) - SPARE)
+        limit = time_limit(LIMIT)
+        return run_pytest(key, min(limit, float(os.environ.get(TIMEOUT, limit))) - SPARE)
 
 
 def _value(path: Path) -> tuple[int, str]:
@@ -53,7 +55,7 @@ def run_pytest(target: str, limit: float) -> dict[str, Any]:
     """Outcomes by test, the tail of the output, the exit status (None: stopped at the limit)."""
     # -W: importing that machine's libraries may warn, and our own configuration makes warnings errors
     options = ["-vv", "-W", "default", "-p", "no:cacheprovider", "--color=no", "--tb=short", "--show-capture=no"]
-    options += ["-o", f"timeout={ONE_TEST:.0f}"]
+    options += ["-o", f"timeout={time_limit(ONE_TEST):.0f}"]
     command = [sys.executable, "-m", "pytest", target, *options]
     with tempfile.TemporaryDirectory() as folder:
         log, verdicts = Path(folder) / "log", Path(folder) / "verdicts.xml"

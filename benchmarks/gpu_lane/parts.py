@@ -13,6 +13,7 @@ from benchmarks.gpu_lane.part_steps import Steps
 from benchmarks.gpu_lane.part_tests import Tests
 
 ALL: tuple[Part, ...] = (
-    Smoke(), Linears(), Steps("8b"), Tests(), Steps("1b"), Overhead(), Memory(), OptimizerSteps(), Accumulation(),
+    Smoke("smoke"), Linears(), Steps("8b"), Tests(), Steps("1b"), Overhead(), Memory(), OptimizerSteps(),
+    Accumulation(), Smoke("smoke-all"),
 )  # fmt: skip
 PARTS: dict[str, Part] = {part.name: part for part in ALL}

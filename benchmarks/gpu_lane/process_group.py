@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import distributed as dist
+
+from benchmarks.gpu_lane.values import values_exist
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """What Lightning and torch's launchers write."""
@@ -31,3 +34,33 @@ def left_as_found() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def group_of_one(device: torch.device) -> None:
+    """Make a group of this process alone, which needs no port; a group that is there stays."""
+    if dist.is_initialized():
+        return
+    if device.type != "cuda":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif values_exist():
+        torch.cuda.set_device(device.index or 0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        stand_in_for_nccl(device)
+
+
+def stand_in_for_nccl(device: torch.device, *, real: bool = False) -> None:
+    """Make a group where NCCL cannot work because nothing computes; do nothing elsewhere.
+
+    Lightning's strategies take a group that is there, and make their own otherwise. The group is torch's fake one,
+    under which everything runs as under NCCL. A ``real`` one is gloo's, for what the fake one cannot do: average
+    gradients for DDP, send objects for sharded checkpoints.
+    """
+    if device.type != "cuda" or values_exist() or dist.is_initialized():
+        return
+    if real:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.gpu_lane import figures, targets
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN
+from benchmarks.gpu_lane.contenders import MAIN
+from benchmarks.gpu_lane.kernel_times import CATEGORIES
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
 from benchmarks.gpu_lane.measure import HIDE_LAUNCHES_MS
 from benchmarks.gpu_lane.part_linear import PEAKS
 from benchmarks.gpu_lane.part_optimizer import CALLS
-from benchmarks.gpu_lane.results import OK, figures_of
+from benchmarks.gpu_lane.results import OK, figures_of, means_nothing
 
 Data = dict[str, Any]
 Row = Iterable[object]
@@ -22,14 +23,16 @@ def render(data: Data) -> str:
     sections: list[tuple[str, Callable[[Data], str]]] = [
         ("Machine", _machine), ("Targets", _targets), ("Peak rates", _peaks), ("Linear layers", _linear),
         ("Training steps, 8B-shaped stack", lambda d: _steps(d, "step8b")),
-        ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("Host overhead", _overhead),
+        ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("What the GPU did in a step", _kernels),
+        ("Host overhead", _overhead),
         ("Memory", _memory), ("Optimizer steps", _optimizer), ("Gradient accumulation", _accumulation),
-        ("Smoke", _smoke), ("GPU tests", _tests),
+        ("Smoke", lambda d: _smoke(d, "smoke")), ("Smoke, all contenders", lambda d: _smoke(d, "smoke-all")),
+        ("GPU tests", _tests),
         ("Missing, failed, not reached", _gaps),
     ]  # fmt: skip
     text = ["# GPU lane"]
-    if any(run["smoke"] for run in data["runs"]):
-        text.append("**Toy sizes (`--smoke`): shows that everything runs; no figure here means anything.**")
+    for why in dict.fromkeys(filter(None, map(means_nothing, data["runs"]))):
+        text.append(f"**Of {why}: shows that everything runs; no figure here means anything.**")
     for title, section in sections:
         try:
             body = section(data)
@@ -66,7 +69,11 @@ def _machine(data: Data) -> str:
 
 def _targets(data: Data) -> str:
     meant = targets.fp8_hybrid(data)
-    text = [f"`fp8-hybrid` is `{meant.removeprefix('ours ')}` on this machine.", _verdicts(targets.targets(data))]
+    text = [
+        f"`fp8-hybrid` is `{meant.removeprefix('ours ')}` on this machine.",
+        targets.faster_backend(data),
+        _verdicts(targets.targets(data)),
+    ]
     if meant != MAIN:
         text += ["The same of torchao's, beside it:", _verdicts(targets.of_the_stack(data, MAIN))]
     return "\n\n".join(text)
@@ -79,12 +86,19 @@ def _verdicts(found: list[Data]) -> str:
 
 
 def _peaks(data: Data) -> str:
-    found = figures_of(data, "linear").get(PEAKS) or figures_of(data, "smoke").get(PEAKS)
+    found = next(filter(None, (figures_of(data, part).get(PEAKS) for part in ("linear", "smoke", "smoke-all"))), None)
     if found is None:
         return ""
     size = found["n"]
     text = table(("product", "TFLOP/s"), ((name, number(rate, 1)) for name, rate in found["tflops"].items()))
-    return f"{size} x {size} x {size}, random data, median of 20.\n\n{text}"
+    named = table(
+        ("rate (M x N x K)", "10^12 FLOP/s or bytes/s"),
+        ((name, number(rate / 1e12, 3)) for name, rate in found.get("rates", {}).items()),
+    )
+    rest = "The rates that the 8B-shaped step is made of; backward products (dgrad, wgrad) lie as in a step:"
+    return f"{size} x {size} x {size}, random data, median of 20.\n\n{text}" + (
+        f"\n\n{rest}\n\n{named}" if named else ""
+    )
 
 
 def _linear(data: Data) -> str:
@@ -100,8 +114,9 @@ def _linear(data: Data) -> str:
         ),
     )
     text = [
-        "Forward and backward of one bias-free Linear, bf16 weights: milliseconds on the device, and (in brackets) how"
-        f" many times faster than bf16 (below 1: slower). `{LIMIT}`: the three GEMMs on operands that are FP8 already.",
+        "Forward and backward of one bias-free Linear, bf16 weights unless the column says float32: milliseconds on the"
+        " device, and (in brackets) how many times faster than bf16 with weights of the same dtype (below 1: slower)."
+        f" `{LIMIT}`: the three GEMMs on operands that are FP8 already.",
         ratio,
         _losers(rows),
         _not_hidden(rows),
@@ -123,7 +138,7 @@ def _linear(data: Data) -> str:
 def _losers(rows: dict[figures.Shape, Data]) -> str:
     """Where FP8 is no gain."""
     best = {
-        shape: max((r for name, r in figures.ratios(row).items() if name not in (BF16, LIMIT)), default=None)
+        shape: max((r for name, r in figures.ratios(row).items() if not name.startswith((BF16, LIMIT))), default=None)
         for shape, row in rows.items()
     }
     slower = [" x ".join(map(str, shape)) for shape, ratio in best.items() if ratio is not None and ratio < 1]
@@ -136,13 +151,13 @@ def _not_hidden(rows: dict[figures.Shape, Data]) -> str:
         f"{name} at {' x '.join(map(str, shape))} ({run['host_ms']:.1f} ms)"
         for shape, row in rows.items()
         for name, run in row["runs"].items()
-        if run.get("host_ms", 0.0) > HIDE_LAUNCHES_MS
+        if run.get("host_ms", 0.0) > run.get("sleep_ms", HIDE_LAUNCHES_MS)
     ]
     if not slow:
         return ""
     return (
-        f"Launched by the host in more than the {HIDE_LAUNCHES_MS:g} ms that the device is held back, so that some of"
-        f" it may be in the times: {', '.join(slow)}."
+        "Launched by the host in more time than the device was held back, so that some of it may be in the times:"
+        f" {', '.join(slow)}."
     )
 
 
@@ -180,16 +195,17 @@ def _steps(data: Data, part: str) -> str:
         f" tokens per step (batch {any_step['batch']}): forward, loss, backward, fused AdamW; median of the timed"
         " steps, compilation apart (in the first step, from the compiler's cache where an earlier contender had the"
         f" same code). The best bf16 of Lightning's own: {best}. The bounds say what the linear table of the same run"
-        " allows over bf16-mixed, compiled; they need every shape of the step in that table. `FP8 share` is of the"
-        " FLOPs of all matrix products, attention included.",
+        " allows over bf16-mixed, compiled (of FP8 with bf16 weights: over bf16-true, compiled); they need every shape"
+        " of the step in that table, with weights of the same dtype. `FP8 share` is of the FLOPs of all matrix"
+        " products, attention included.",
         table(head, lines),
         f"Of another size, so not compared: {', '.join(others)}." if others else "",
     )))  # fmt: skip
 
 
 def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, rows: Any) -> Row:
-    base = steps[BASELINE]["ms"] if BASELINE in steps else None
-    by_time = None if base is None else figures.amdahl_by_time(step, base, rows)
+    base = steps.get(figures.counterpart(step))
+    by_time = None if base is None else figures.amdahl_by_time(step, base["ms"], rows)
     return (
         name, f"{step['tokens_per_s']:.0f}", number(step["ms"]), number(figures.speedups(steps).get(name)),
         number(figures.speedups(steps, best or "").get(name)), number(by_time),
@@ -197,6 +213,29 @@ def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, 
         number(step["peak_bytes"] / 1e9 if "peak_bytes" in step else None, 1), number(step["fp8_share"]),
         number(step["matrix_tflops"], 1), number(step["first_step_s"], 1),
     )  # fmt: skip
+
+
+STATE = ("sm_mhz", "sm_mhz_min", "watts", "celsius")
+
+
+def _kernels(data: Data) -> str:
+    rows = [
+        (
+            f"{part}: {name}", number(f["profile"]["kernels"], 0),
+            *(number(ms) for ms in f["profile"]["gpu_ms"].values()), number(f["profile"]["busy_ms"]),
+            f.get("attention"), *(number(f.get("device_state", {}).get(field), 0) for field in STATE),
+        )
+        for part in ("step8b", "step1b")
+        for name, f in figures_of(data, part).items()
+        if "kernels" in f.get("profile", {})
+    ]  # fmt: skip
+    head = ("contender", "kernels", *(f"{kind}, ms" for kind in CATEGORIES), "GPU busy, ms", "attention by",
+            "SM MHz", "least", "W", "C")  # fmt: skip
+    text = table(head, rows)
+    return text and (
+        "Per step, by torch's profiler after the timed steps; clocks, power and temperature by nvidia-smi while the"
+        f" steps were timed, medians.\n\n{text}"
+    )
 
 
 def _overhead(data: Data) -> str:
@@ -245,6 +284,8 @@ def _memory(data: Data) -> str:
 
 def _optimizer(data: Data) -> str:
     found = figures_of(data, "optimizer")
+    if not found:
+        return ""
     steps = {key: f for key, f in found.items() if key != CALLS}
     rows = [
         (
@@ -257,11 +298,11 @@ def _optimizer(data: Data) -> str:
     ]  # fmt: skip
     counted = [(key, *row.values()) for key, row in found[CALLS]["more_than_plain"].items()] if CALLS in found else []
     sizes = next(iter(found[CALLS]["calls"].values())) if CALLS in found else ()
-    any_step: Data = next(iter(steps.values()), {})
-    what = (
-        f"One AdamW step of {any_step['parameters'] / 1e9:.2f} billion parameters in {any_step['tensors']} tensors on"
+    text = "".join(
+        f"One AdamW step of {f['parameters'] / 1e9:.2f} billion parameters in {f['tensors']} tensors on masters, and"
+        " plain on float32 weights; medians, without the backward."
+        for f in list(steps.values())[:1]
     )
-    text = f"{what} masters, and plain on float32 weights; medians, without the backward." if steps else ""
     head = ("masters, implementation", "ours ms", "plain ms", "ratio", "ours, host ms", "plain, host ms",
             "ours at rest, bytes/parameter", "plain", "ours at most in the step", "plain")  # fmt: skip
     more = table(("aten calls more than plain", *(f"{n} tensors" for n in sizes)), counted)
@@ -277,8 +318,8 @@ def _accumulation(data: Data) -> str:
     return table(("contender", "micro-batches", "ms per step", "ms per micro-batch", "tokens/s"), rows)
 
 
-def _smoke(data: Data) -> str:
-    return table(("item", "found"), ((key, f.get("headline", "")) for key, f in figures_of(data, "smoke").items()))
+def _smoke(data: Data, part: str) -> str:
+    return table(("item", "found"), ((key, f.get("headline", "")) for key, f in figures_of(data, part).items()))
 
 
 def _tests(data: Data) -> str:

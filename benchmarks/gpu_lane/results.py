@@ -83,13 +83,13 @@ def merge(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One set of results out of several of the same device and kind.
 
     Raises:
-        ValueError: results of different devices, or toy figures beside real ones.
+        ValueError: results of different devices, or figures that mean nothing beside real ones.
     """
-    kinds = {(run["machine"].get("device"), run["smoke"]) for data in several for run in data["runs"]}
+    kinds = {(run["machine"].get("device"), means_nothing(run)) for data in several for run in data["runs"]}
     if len(kinds) > 1:
         raise ValueError(
             "results of different devices or kinds do not merge: "
-            + "; ".join(f"{device}{' (smoke)' if smoke else ''}" for device, smoke in sorted(kinds, key=str))
+            + "; ".join(f"{device}{f' ({why})' if why else ''}" for device, why in sorted(kinds, key=str))
         )
     merged: dict[str, Any] = {"schema": SCHEMA, "runs": [], "parts": {}}
     for data in several:
@@ -109,12 +109,20 @@ def folder_name(data: dict[str, Any]) -> str:
     """Device and newest date, as committed results are named: ``h200-2026-11-30``.
 
     Raises:
-        ValueError: toy figures, which are not committed.
+        ValueError: figures that mean nothing, which are not committed.
     """
-    if any(run["smoke"] for run in data["runs"]):
-        raise ValueError("figures of toy sizes (`--smoke`) mean nothing: name a folder for them with --out.")
+    why = next(filter(None, map(means_nothing, data["runs"])), "")
+    if why:
+        raise ValueError(f"figures of {why} mean nothing: name a folder for them with --out.")
     words = str(data["runs"][-1]["machine"].get("device")).lower().removeprefix("nvidia").split()
     return "-".join([re.sub(r"[^a-z0-9]+", "-", words[0]), max(run["date"] for run in data["runs"])])
+
+
+def means_nothing(run: dict[str, Any]) -> str:
+    """Return why the figures of a run mean nothing; an empty text if they mean what they say."""
+    if not run.get("values", True):
+        return "a device that computes nothing"
+    return "toy sizes (`--smoke`)" if run["smoke"] else ""
 
 
 def whole(entry: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from benchmarks.gpu_lane.machine import ROOT
 from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
 from benchmarks.gpu_lane.settings import Settings
+from benchmarks.gpu_lane.values import time_limit
 
 LOG_LINES = 30
 """How much of a failed process's output is kept."""
@@ -189,7 +190,7 @@ def run_part(part: Part, settings: Settings, results: Results, *, isolate: bool,
     pending = [item for item in items if item.missing is None and not results.done(part.name, item.key)]
     pending.sort(key=lambda item: results.status(part.name, item.key) == FAILED)
     settings = _run(part, pending, settings, results, isolate, deadline)
-    results.add_seconds(part.name, time.monotonic() - start, json.loads(settings.to_json()))
+    results.add_seconds(part.name, time.monotonic() - start, settings.recorded())
 
 
 def _run(
@@ -232,7 +233,7 @@ def _attempt(index: int, pending: list[Item], execute: Inline | Isolated, deadli
     if upcoming is not None and left - item.seconds < upcoming.seconds:
         upcoming = None
     start = time.monotonic()
-    entry = execute.run(item, min(item.limit, left), upcoming)
+    entry = execute.run(item, min(time_limit(item.limit), left), upcoming)
     return {**entry, "seconds": round(time.monotonic() - start, 1)}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_lane.models import Llama, Shape, build
+from lightning_lowprec.te.fusion import fused_modules
 
 Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 1e-4
@@ -29,8 +30,11 @@ class Job:
     optimizer: str = "AdamW"
     """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
 
+    weights: torch.dtype = torch.float32
+    """Of the model before anyone sets it up."""
+
     def model(self) -> Llama:
-        return build(self.shape, self.device)
+        return build(self.shape, self.device).to(self.weights)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "AdamW":
@@ -84,9 +88,12 @@ def compile_blocks(model: Llama, job: Job) -> None:
 
 
 def low_precision_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that are no plain Linear any more: torchao's, Transformer Engine's, ours."""
+    """Names of the layers that compute as no plain Linear any more: torchao's, TE's, ours, those in a fused MLP."""
+    fused = {id(layer) for module in fused_modules(model) for layer in module.modules()}
     return [
         fqn
         for fqn, module in model.named_modules()
-        if hasattr(module, "in_features") and hasattr(module, "weight") and type(module) is not nn.Linear
+        if hasattr(module, "in_features")
+        and hasattr(module, "weight")
+        and (type(module) is not nn.Linear or id(module) in fused)
     ]

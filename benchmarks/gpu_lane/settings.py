@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -17,12 +18,14 @@ class Settings:
     """Toy sizes: seconds on a CPU."""
     compile: bool = True
     """Compile what a user would compile; off in ``--smoke`` on CPU, where nothing is timed in earnest."""
-    steps: int = 50
+    steps: int = 20
     """Training steps of the step parts, the first ones included."""
     batch: int | None = None
     """Sequences per step; None is what fits the device (see ``sizes``)."""
     only: tuple[str, ...] = ()
     """Items whose key contains one of these; empty is all."""
+    out: str | None = None
+    """The output folder, for what is no figure; None keeps the figures only."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -36,6 +39,10 @@ class Settings:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+    def recorded(self) -> dict[str, Any]:
+        """What the results keep: everything but where they lie on that machine."""
+        return {name: value for name, value in asdict(self).items() if name != "out"}
 
     @classmethod
     def from_json(cls, text: str) -> Settings:

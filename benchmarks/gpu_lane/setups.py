@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_lane.models import Llama
+from benchmarks.gpu_lane.process_group import stand_in_for_nccl
 from benchmarks.gpu_lane.running import Job, Running, compile_blocks
 
 HEAD = "lm_head"
@@ -33,6 +35,7 @@ def lightning(
     module = fabric.setup_module(bare)
     optimizer = fabric.setup_optimizers(job.make_optimizer(module))
     plan = getattr(fabric.strategy.precision, "plan", None)
+    plan = getattr(fabric.strategy.precision, "choice", plan)  # Transformer Engine's: norms and fusion too
     notes = {} if plan is None else {"plan": plan.summary()}
     return Running(model=module, bare=bare, optimizer=optimizer, backward=fabric.backward, notes=notes)
 
@@ -105,7 +108,7 @@ class MicroBatch:
 
 
 def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) -> Running:
-    """Transformer Engine by hand: ``te.Linear`` for all Linears but the head, both autocasts around the forward."""
+    """Transformer Engine by hand: its Linears but for the head, its norms, both autocasts around the forward."""
     import transformer_engine.pytorch as te
 
     bare = job.model()
@@ -114,6 +117,8 @@ def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) ->
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and name != HEAD:
                 setattr(parent, name, _te_linear(child, micro if cache_weights else None))
+            elif type(child) is nn.RMSNorm:
+                setattr(parent, name, _te_norm(child))
     fp8 = te_recipe(recipe)
 
     def context() -> ExitStack:
@@ -129,6 +134,16 @@ def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) ->
         context=context,
         before_micro=micro.before if cache_weights else lambda index: None,
     )
+
+
+def _te_norm(norm: nn.RMSNorm) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    weight = norm.weight
+    layer: nn.Module = te.RMSNorm(norm.normalized_shape, eps=norm.eps, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return layer
 
 
 def _te_linear(linear: nn.Linear, micro: MicroBatch | None) -> nn.Module:
@@ -155,6 +170,12 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
     """A name of our table; ``options`` change the plugin that it stands for."""
     from lightning_lowprec.names import TABLE
 
+    if strategy == "fsdp2":
+        stand_in_for_nccl(job.device)
+    if (options or {}).get("fuse"):
+        fusion_knows_the_block()
+    if (options or {}).get("weights") == "keep":
+        job = replace(job, weights=torch.bfloat16)
     entry = TABLE[name]
     changed = dict(options or {})
     if "min_gain" in changed and job.tokens is not None:
@@ -166,6 +187,24 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
     # half precision as Lightning's, by the user; Transformer Engine's layers are not compiled
     by_hand = not compiles_itself and not name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))
     return lightning(job, precision=name, plugin=plugin, compiled=by_hand, strategy=strategy)
+
+
+def fusion_knows_the_block() -> None:
+    """Tell fusion where the norms and linear layers of this benchmark's block are, as a user does of a model."""
+    from lightning_lowprec.te.fusion import Place, add_places
+
+    own, norm = Llama.__module__, "torch.nn.modules.normalization.RMSNorm"
+    block: Any = {"layer": f"{own}.Block", "norm_class": norm}
+    add_places(
+        Place(
+            **block, norm="attention_norm", inside="attention", inside_class=f"{own}.Attention",
+            linears=("q_proj", "k_proj", "v_proj"),
+        ),
+        Place(
+            **block, norm="mlp_norm", inside="mlp", inside_class=f"{own}.MLP",
+            linears=("gate_proj", "up_proj"), down=("down_proj",), activation="act_fn",
+        ),
+    )  # fmt: skip
 
 
 def linears_of(model: Llama) -> dict[str, tuple[int, int]]:

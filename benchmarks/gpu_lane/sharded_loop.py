@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import hook_overhead
+from benchmarks.gpu_lane.process_group import group_of_one, stand_in_for_nccl
 
 
 def by_hand() -> Callable[[], None]:
@@ -49,15 +49,11 @@ def ours() -> Callable[[], None]:
     """The same through Fabric, our strategy and the plugin."""
     from lightning_lowprec import FabricFSDP2Strategy
 
+    stand_in_for_nccl(hook_overhead.DEVICE)
     return hook_overhead.fabric_step(False, FabricFSDP2Strategy(wrap=[nn.Linear]))
 
 
 def _mesh(device: torch.device) -> Any:
-    """Over the group that there is, or a group of this process alone, which needs no port."""
-    if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
+    """Over the group that there is, or a group of this process alone."""
+    group_of_one(device)
     return init_device_mesh(device.type, (1,))

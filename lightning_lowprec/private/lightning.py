@@ -37,9 +37,16 @@ TRAINER_FSDP_NAMES: Final = {"precision": "_precision_plugin", "fsdp": "kwargs",
 """More of them; "fsdp" holds the arguments of ``FullyShardedDataParallel``."""
 
 
+COMPILED_NAME: Final = "_compiler_ctx"
+"""Attribute of a LightningModule: how the user compiled it."""
+UNWRAPPED_NAME: Final = "compile_kwargs"
+"""Variable of Fabric's ``setup`` and ``setup_module``: how the user compiled the module; None if not."""
+
+
 def moved() -> list[str]:
     """Return the private names that the installed Lightning no longer has, in words; empty on supported versions."""
     from lightning.fabric import strategies as fabric
+    from lightning.pytorch import LightningModule
     from lightning.pytorch import strategies as trainer
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.plugins.precision import Precision
@@ -52,11 +59,17 @@ def moved() -> list[str]:
         "Fabric's FSDPStrategy": (fabric.FSDPStrategy, (FSDP_NAMES | FABRIC_FSDP_NAMES).values()),
         "_SignalConnector": (_SignalConnector, SIGNAL_NAMES),
         "Precision": (Precision, PRECISION_NAMES),
+        "LightningModule": (LightningModule, (COMPILED_NAME,)),
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
         "LearningRateFinder": (LearningRateFinder, (TUNER_NAME,)),
         "BatchSizeFinder": (BatchSizeFinder, (TUNER_NAME,)),
     }
     missing = [f"{owner}.{name}" for owner, (cls, names) in used.items() for name in names if not _has(cls, name)]
+    missing += [
+        f"Fabric.{code.co_name}, variable {UNWRAPPED_NAME}"
+        for code in _fabric_setups()
+        if UNWRAPPED_NAME not in code.co_varnames
+    ]
     return [*moved_connectors(), *missing]
 
 
@@ -197,6 +210,32 @@ def set_bytes_per_parameter(summary: Any, size: float) -> None:
 def precision_plugin_of(model: Any) -> Any:
     """Return the precision plugin of the Trainer that a LightningModule is attached to, or None."""
     return getattr(getattr(model, "_trainer", None), "precision_plugin", None)
+
+
+# ---- models that the user compiled as a whole
+
+
+def is_compiled_whole(module: Any) -> bool:
+    """Return whether the user gave ``torch.compile(module)`` to the Trainer, or to the Fabric that sets it up now.
+
+    Both take the compiled wrapper off before plugins see the module. The Trainer notes that on the module. Fabric notes
+    that in a variable of its methods only, so this function must be called while ``setup`` or ``setup_module`` runs.
+    """
+    if getattr(module, COMPILED_NAME, None) is not None:
+        return True
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in _fabric_setups():
+            return frame.f_locals.get(UNWRAPPED_NAME) is not None
+        frame = frame.f_back
+    return False
+
+
+def _fabric_setups() -> tuple[Any, Any]:
+    """Return the code of Fabric's methods that set a module up."""
+    from lightning.fabric import Fabric
+
+    return Fabric.setup.__code__, Fabric.setup_module.__code__
 
 
 # ---- the Tuner

@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, Literal, final
 
 import torch
@@ -82,6 +83,29 @@ def outside_inference_mode(forward: Callable[..., Any]) -> Any:
     return wrapped
 
 
+def recomputation(layer: Any) -> AbstractContextManager[None]:
+    """Return Transformer Engine's context for a forward that a checkpoint runs again in a backward pass.
+
+    torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
+
+    Args:
+        layer: a layer of Transformer Engine whose last forward ran in FP8.
+
+    Raises:
+        RuntimeError: the layer has delayed scaling, whose scales have been renewed since.
+    """
+    recipe = layer.fp8_meta["recipe"]
+    if recipe.delayed():
+        raise RuntimeError(
+            "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
+            " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
+            " `activation_checkpointing=True` ('fsdp2'), a recipe without a history (`FP8TE('current')`), or with"
+            " transformers turn its gradient checkpointing on before the model is set up."
+        )
+    context: AbstractContextManager[None] = te.autocast(enabled=True, recipe=recipe)
+    return context
+
+
 @final
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
@@ -109,7 +133,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
         if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():
-            return self._recompute(input)
+            with recomputation(self):
+                return self._multiply(input, self._is_first_microbatch(input))
         in_autocast = transformer_engine.manager().quantization_state.autocast_depth or is_in_onnx_export_mode()
         if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
             warnings.warn(
@@ -119,19 +144,6 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
                 stacklevel=3,
             )
         return self._multiply(input, self._is_first_microbatch(input))
-
-    def _recompute(self, input: Tensor) -> Tensor:
-        """Run the forward again in a backward pass, for a checkpoint that restores torch's autocast only."""
-        recipe = self.fp8_meta["recipe"]
-        if recipe.delayed():
-            raise RuntimeError(
-                "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
-                " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
-                " `activation_checkpointing=True` ('fsdp2'), a recipe without a history (`FP8TE('current')`), or with"
-                " transformers turn its gradient checkpointing on before the model is set up."
-            )
-        with te.autocast(enabled=True, recipe=recipe):
-            return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
         if (are_transforms_active() or is_exporting()) and not is_in_onnx_export_mode():

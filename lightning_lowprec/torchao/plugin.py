@@ -30,6 +30,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch import is_compiled
 from lightning_lowprec.torchao import own_config
 
@@ -204,7 +205,9 @@ class FP8TorchAO(LowPrecision):
 
         if self.compile is False:
             return
-        if self.compile == "auto" and (device.type != "cuda" or any(map(is_compiled, module.modules()))):
+        if self.compile == "auto" and (
+            device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
+        ):
             return
         stacks = repeated_stacks(module, having=fp8_linears(module)).values()
         blocks = [block for stack in stacks for block in stack]

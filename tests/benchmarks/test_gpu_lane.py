@@ -12,10 +12,11 @@ import pytest
 from benchmarks import hook_overhead
 from benchmarks.gpu_lane import figures, models, report, targets
 from benchmarks.gpu_lane.__main__ import main
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN, SHARDED
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_WEIGHTS, FUSED, MAIN, SHARDED, TE_COMPILED
 from benchmarks.gpu_lane.part_linear import TOY_SHAPES
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.part_overhead import DEEP
+from benchmarks.gpu_lane.rates import measured_rates
 from lightning_lowprec.names import TABLE
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,9 @@ def test_every_name_of_ours_is_there(data):
     items = data["parts"]["step8b"]["items"]
     identities = {f"{entry.plugin.__name__} {sorted(entry.options.items())}" for entry in TABLE.values()}
     ours = [key for key in items if key.startswith("ours ")]
-    assert len(ours) == len(identities) + 3, "one per distinct plugin, min_gain=auto, fsdp2, TE compiled"
+    more = [BF16_WEIGHTS, FUSED, SHARDED, TE_COMPILED, targets.BY_GAIN]
+    assert len(ours) == len(identities) + len(more), "one per distinct plugin, and those with options"
+    assert set(more) <= set(ours)
 
 
 def test_linear_ratios_follow_from_the_raw_figures(data, out):
@@ -90,10 +93,12 @@ def test_linear_ratios_follow_from_the_raw_figures(data, out):
         row = rows[f"{m}x{k}x{n}"]
         runs = {name: run for name, run in row["runs"].items() if run["status"] == "ok"}
         assert {"bf16", "torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp"} <= runs.keys()
+        assert {"bf16, float32 weights", "torchao tensorwise, float32 weights"} <= runs.keys()
         for name, run in runs.items():
             assert run["ms"] == pytest.approx(statistics.median(run["samples"]), abs=1e-4)
             assert 0 < run["min"] <= run["ms"] <= run["max"] < 10_000
-            assert figures.ratios(row)[name] == pytest.approx(runs["bf16"]["ms"] / run["ms"])
+            base = "bf16, float32 weights" if name.endswith("float32 weights") else "bf16"
+            assert figures.ratios(row)[name] == pytest.approx(runs[base]["ms"] / run["ms"])
         (gain,) = (g for g in gains if (g["tokens"], g["in_features"], g["recipe"]) == (m, k, "rowwise"))
         assert gain["out_features"] == n
         assert (gain["device"], gain["backend"]) == ("cpu", "torchao")
@@ -102,6 +107,23 @@ def test_linear_ratios_follow_from_the_raw_figures(data, out):
             runs["bf16"]["loop_ms"] / runs["torchao rowwise"]["loop_ms"], abs=1e-3
         )
     assert rows["peaks"]["tflops"]["bf16"] > 0
+
+
+def test_named_rates_are_read_from_the_results(data, out):
+    """The toy block: 64 tokens of width 64, 128 inside of the MLP, 32 for keys and values."""
+    found = measured_rates(out / "results.json")
+    peaks = ok(data, "linear")["peaks"]
+    assert found == peaks["rates"]
+    assert peaks["rates_failed"] == {}
+    assert all(rate > 0 for rate in found.values())
+    forward = {"64x128x64", "64x64x128", "64x64x64", "64x32x64"}
+    for kind in ("bf16", "fp8 fast", "fp8 exact", "fp8 rowwise exact"):
+        assert {f"gemm {kind} {size}" for size in forward} <= found.keys()
+    for kind in ("bf16", "fp8 exact", "fp8 rowwise exact"):  # of gate and up, and of keys and values
+        assert {f"gemm {kind} dgrad 64x64x128", f"gemm {kind} wgrad 128x64x64"} <= found.keys()
+        assert {f"gemm {kind} dgrad 64x64x32", f"gemm {kind} wgrad 32x64x64"} <= found.keys()
+    assert {"bandwidth copy", "gemm fp8 exact 64x128x64 sustained", "attention backward 2x4x2x32x16"} <= found.keys()
+    assert "gemm fp8 exact dgrad 64x64x128" in (out / "report.md").read_text()
 
 
 @pytest.mark.parametrize("part", ["step8b", "step1b"])
@@ -115,6 +137,11 @@ def test_steps_train_the_same_model_on_the_same_data(data, part):
         assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["ms"] * 1e3)
         assert step["losses"][0] == pytest.approx(steps[BASELINE]["losses"][0], abs=0.01)
         assert step["losses"][-1] < step["losses"][0]
+        assert step["attention"] == "FLASH_ATTENTION", "what torch has on a CPU"
+        assert step["profile"] == step["device_state"] == {}, "there is no GPU"
+    weights = {name: step["weights"] for name, step in steps.items()}
+    assert weights[MAIN] == weights[BASELINE] == "float32"
+    assert weights[BF16_WEIGHTS] == weights["lightning bf16-true"] == "bfloat16"
 
 
 def test_the_share_of_fp8_is_counted(data):
@@ -125,7 +152,7 @@ def test_the_share_of_fp8_is_counted(data):
     assert steps[MAIN]["fp8_share"] == pytest.approx(fp8 / (fp8 + head + attention))
     assert steps[MAIN]["matrix_flops_per_token"] == fp8 + head + attention
     assert steps[MAIN]["fp8_shapes"] == {"64x64": 4, "64x32": 4, "64x128": 4, "128x64": 2}
-    assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == 14
+    assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == steps[BF16_WEIGHTS]["fp8_layers"] == 14
     assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
     assert steps[BASELINE]["fp8_share"] == 0
     assert steps["ours fp8-tensorwise, min_gain=auto"]["fp8_layers"] == 0
@@ -138,6 +165,7 @@ def test_memory_is_in_bytes_per_parameter(data):
         "lightning bf16-mixed + AdamW": (4, 4, 8),
         "lightning bf16-true + AdamW": (2, 2, 4),
         f"{MAIN} + AdamW": (4, 4, 8),
+        f"{BF16_WEIGHTS} + AdamW": (2, 2, 4),
         f"{SHARDED} + AdamW": (4, 4, 8),
     }
     for key, sizes in expected.items():

@@ -25,11 +25,15 @@ class FakeTELinear(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
+class FakeTENorm(nn.RMSNorm):
+    """The face of ``te.RMSNorm``."""
+
+
 @pytest.fixture
 def fake_te(monkeypatch):
     entered = []
     pytorch = types.ModuleType("transformer_engine.pytorch")
-    pytorch.Linear = FakeTELinear
+    pytorch.Linear, pytorch.RMSNorm = FakeTELinear, FakeTENorm
     pytorch.autocast = lambda enabled, recipe: entered.append((enabled, recipe)) or nullcontext()
     recipes = types.ModuleType("transformer_engine.common.recipe")
     recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling = dict, list, tuple
@@ -46,6 +50,7 @@ def test_transformer_engine_by_hand(fake_te, cached):
     running = setups.transformer_engine(job, recipe="delayed", cache_weights=cached)
     layers = [module for module in running.bare.modules() if isinstance(module, FakeTELinear)]
     assert len(layers) == 14, "all but the head"
+    assert sum(isinstance(module, FakeTENorm) for module in running.bare.modules()) == 5, "every norm"
     reference = job.model()
     assert torch.equal(layers[0].weight, reference.layers[0].attention.q_proj.weight)
     held = {id(p) for group in running.optimizer.param_groups for p in group["params"]}
@@ -85,6 +90,10 @@ def test_cuda_times_come_from_events(fake_cuda):
     device, slept = fake_cuda
     assert measure.one(lambda: None, device) == 2.5
     assert slept == [int(measure.HIDE_LAUNCHES_MS * 1e-3 * measure.CLOCK_HZ)]
+    measure.one(lambda: None, device, host=20.0)
+    assert slept[1] == int(30e-3 * measure.CLOCK_HZ), "longer than the host launches"
+    assert measure.sleep_ms(0.5) == 2.0
+    assert measure.sleep_ms(500.0) == measure.LONGEST_SLEEP_MS
     seen = []
     times, wall = measure.steps(seen.append, 4, device)
     assert times == [2.5] * 4

@@ -5,6 +5,7 @@ import json
 import torch.distributed as dist
 
 from lightning_lowprec import FP8TorchAO
+from tests.gpu.device import process_group_if_no_nccl
 from tests.gpu.subjects import Subject, loader, trainer
 
 
@@ -19,6 +20,7 @@ def fit(strategy: str, compile: bool | str = False) -> tuple[list[float], float,
 
 def main() -> None:
     alone, validated_alone, _ = fit("auto")
+    process_group_if_no_nccl(real=True)
     ddp, validated, backend = fit("ddp")
     compiled, _, _ = fit("ddp", compile="auto")
     dist.barrier()

@@ -1,4 +1,9 @@
-"""Where these tests run: on a CUDA device with FP8, or, to try the tests themselves, on CPU."""
+"""Where these tests run: on a CUDA device with FP8, or, to try the tests themselves, on CPU.
+
+With ``LOWPREC_NO_VALUES=1`` the device computes nothing: every assertion about values ends in ``or NO_VALUES``, so that
+the tests run to their ends and show what crashes. cuDNN's attention is off then, and torch's fake process group stands
+in for NCCL.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,26 @@ import os
 import pytest
 import torch
 
+from benchmarks.gpu_lane.process_group import stand_in_for_nccl
+from benchmarks.gpu_lane.values import use_what_the_device_has, values_exist
 from lightning_lowprec.hardware import default_device, fp8_refusal
 
 DRY = os.environ.get("LOWPREC_GPU_TESTS_ON") == "cpu"
 """A dry run: the tests' code on CPU, where FP8 is emulated; what only a GPU can show is skipped."""
 DEVICE = torch.device("cpu") if DRY else torch.device("cuda", 0)
+NO_VALUES = not values_exist()
+"""Whether assertions about values hold whatever is found."""
 on_gpu_only = pytest.mark.skipif(DRY, reason="a dry run on CPU cannot show this")
 
 
 def reason_to_skip() -> str | None:
     """Why there is nothing to test here, or None."""
     return None if DRY else fp8_refusal(default_device())
+
+
+def process_group_if_no_nccl(*, real: bool = False) -> None:
+    """Make the group that stands in for NCCL where nothing computes; Lightning's strategies take it."""
+    stand_in_for_nccl(DEVICE, real=real)
+
+
+use_what_the_device_has()

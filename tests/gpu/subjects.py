@@ -47,6 +47,7 @@ class Subject(L.LightningModule):
         self.model = Stack()
         self.losses: list[float] = []
         self.predictions: list[Tensor] = []
+        self.devices: set[str] = set()
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -54,6 +55,7 @@ class Subject(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
+        self.devices.add(next(self.parameters()).device.type)  # the Trainer moves the model to CPU after a fit
         self.losses.append(float(loss.detach()))
         return loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.device import DEVICE, DRY
+from tests.gpu.device import DEVICE, DRY, NO_VALUES
 from tests.gpu.subjects import WIDTH, Stack, runs_here, sqnr
 
 pytestmark = pytest.mark.skipif(DRY or find_spec("transformer_engine") is None, reason="needs Transformer Engine's GPU")
@@ -62,7 +62,7 @@ def test_it_is_fp8_and_right(recipe, record_property):
     exact = {"output": y.detach(), "grad_input": x.grad, "grad_weight": model[0].weight.grad}
     found = {what: sqnr(exact[what], value) for what, value in gradients(recipe, model, x, grad).items()}
     record_property("sqnr_db", found)
-    assert all(FP8_DB[0] < value < FP8_DB[1] for value in found.values()), found
+    assert all(FP8_DB[0] < value < FP8_DB[1] for value in found.values()) or NO_VALUES, found
 
 
 @every_recipe
@@ -74,7 +74,7 @@ def test_any_number_of_tokens(recipe, tokens):
     fill = lambda t: torch.cat([t, t.new_zeros(rows - tokens, t.shape[1])])  # noqa: E731
     ours, by_hand = gradients(recipe, model, x, grad), gradients(recipe, model, fill(x), fill(grad))
     for what, value in ours.items():  # to rounding: the number of rows may choose another kernel
-        assert sqnr(by_hand[what][:tokens] if what != "grad_weight" else by_hand[what], value) > 45, what
+        assert sqnr(by_hand[what][:tokens] if what != "grad_weight" else by_hand[what], value) > 45 or NO_VALUES, what
 
 
 @every_recipe
@@ -83,7 +83,7 @@ def test_fp8_eval_off_is_bf16(recipe):
     _, module = set_up(copy.deepcopy(model), plugin_for(recipe, fp8_eval=False))
     module.eval()
     with torch.no_grad():
-        assert sqnr(model(x), module(x)) > 45
+        assert sqnr(model(x), module(x)) > 45 or NO_VALUES
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -105,7 +105,7 @@ def test_norms(bias, affine):
         fabric.backward((y * grad).sum())
         found.append([leaf.grad, *(p.grad for p in module.module[0].parameters())])
     assert len(found[0]) == 1 + affine + (affine and bias)
-    assert all(sqnr(b, a) > 35 for a, b in zip(*found, strict=True))
+    assert all(sqnr(b, a) > 35 for a, b in zip(*found, strict=True)) or NO_VALUES
 
 
 @every_recipe
@@ -124,7 +124,7 @@ def test_cached_weights_change_nothing(recipe):
             optimizer.zero_grad()
         results.append([p.detach().clone() for p in model.parameters()])
     close = torch.equal if recipe != "delayed" else lambda a, b: sqnr(b, a) > 20  # its weights' amax is seen once
-    assert all(close(a, b) for a, b in zip(*results, strict=True))
+    assert all(close(a, b) for a, b in zip(*results, strict=True)) or NO_VALUES
 
 
 @every_recipe
@@ -145,7 +145,7 @@ def test_recomputation_changes_nothing(recipe):
             module.zero_grad()
             fabric.backward(module(torch.randn(32, WIDTH, device=DEVICE)).square().mean())
         results.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) or NO_VALUES
 
 
 def test_torchs_recomputation_with_delayed_scaling_raises():
@@ -169,14 +169,14 @@ def test_delayed_scales_move_and_follow_a_file(tmp_path):
     assert len(state) == 4
     for entry in state.values():
         # hybrid, margin 0: a scale is the largest code over the largest amax of the history
-        assert all(entry[f"{mode}.amax_history"].amax(0)[0] > 0 for mode in ("forward", "backward"))
-        assert torch.isfinite(entry["forward.scale"]).all()
-        assert not torch.equal(entry["forward.scale"][:2], torch.ones(2))
+        assert all(entry[f"{mode}.amax_history"].amax(0)[0] > 0 for mode in ("forward", "backward")) or NO_VALUES
+        assert torch.isfinite(entry["forward.scale"]).all() or NO_VALUES
+        assert not torch.equal(entry["forward.scale"][:2], torch.ones(2)) or NO_VALUES
     fabric.save(tmp_path / "some.ckpt", {"model": module, "precision": plugin})
     other = plugin_for("delayed", amax_history_len=4)
     fabric, resumed = set_up(Stack(), other)
     fabric.load(tmp_path / "some.ckpt", {"model": resumed, "precision": other})
-    assert torch.equal(resumed(x), module(x))
+    assert torch.equal(resumed(x), module(x)) or NO_VALUES
 
 
 def test_two_models_and_a_deepcopy_scale_by_themselves():
@@ -192,8 +192,8 @@ def test_two_models_and_a_deepcopy_scale_by_themselves():
     for _ in range(3):
         fabric.backward(second(x).square().mean())
     scale = lambda model: model.blocks[0].up.fp8_meta["scaling_fwd"].scale  # noqa: E731
-    assert torch.equal(scale(other)[1], before[1] / 4)  # of the weight
-    assert torch.equal(scale(module.module)[1], before[1])
+    assert torch.equal(scale(other)[1], before[1] / 4) or NO_VALUES  # of the weight
+    assert torch.equal(scale(module.module)[1], before[1]) or NO_VALUES
 
 
 def test_layers_register_in_the_models_order_whatever_runs_first():
@@ -208,8 +208,8 @@ def test_layers_register_in_the_models_order_whatever_runs_first():
     (buffer,) = [b for k, b in FP8GlobalStateManager.quantization_state.global_scale_buffer.items() if "forward" in k]
     layers = [layer for block in model.blocks for layer in (block.up, block.down)]
     assert [scale.data_ptr() for scale in buffer] == [m.fp8_meta["scaling_fwd"].scale.data_ptr() for m in layers]
-    assert layers[0].fp8_meta["scaling_fwd"].scale.eq(1).all()
-    assert not layers[2].fp8_meta["scaling_fwd"].scale[:2].eq(1).any()
+    assert layers[0].fp8_meta["scaling_fwd"].scale.eq(1).all() or NO_VALUES
+    assert not layers[2].fp8_meta["scaling_fwd"].scale[:2].eq(1).any() or NO_VALUES
 
 
 def test_backward_scales_move_though_the_first_layer_gets_no_gradient():
@@ -226,7 +226,7 @@ def test_backward_scales_move_though_the_first_layer_gets_no_gradient():
         optimizer.step()
         optimizer.zero_grad()
     found = plugin.state_dict()["scales"]
-    assert all(found[name]["backward.scale"][0] > 1 for name in found if ".1." in name)
+    assert all(found[name]["backward.scale"][0] > 1 for name in found if ".1." in name) or NO_VALUES
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -251,4 +251,4 @@ def test_quantizers_of_the_users_own(module, bias):
         y = wrapped(leaf)
         fabric.backward(y.float().square().mean())
         grads.append([y.detach(), leaf.grad, *(p.grad for p in wrapped.parameters())])
-    assert all(sqnr(b, a) > 40 for a, b in zip(*grads, strict=True))
+    assert all(sqnr(b, a) > 40 for a, b in zip(*grads, strict=True)) or NO_VALUES

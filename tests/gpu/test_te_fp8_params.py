@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from tests.gpu.device import DEVICE, DRY
+from tests.gpu.device import DEVICE, DRY, NO_VALUES, process_group_if_no_nccl
 from tests.gpu.subjects import WIDTH, batches
 from tests.gpu.test_te import every_recipe, plugin_for
 
@@ -20,6 +20,7 @@ one_scale = pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.fixture(autouse=True)
 def own_process_group():
     before = dict(os.environ)
+    process_group_if_no_nccl()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -71,10 +72,10 @@ def test_kept_weights_change_nothing(recipe):
     kept, model = train(recipe, fp8_params=True)
     plain, _ = train(recipe, weight_cache=False)
     if recipe == "delayed":  # has another scale for the second quantisation of the same weight
-        assert kept == pytest.approx(plain, rel=2e-2)
+        assert kept == pytest.approx(plain, rel=2e-2) or NO_VALUES
     else:
-        assert kept == plain
-    assert kept[-1] < 0.9 * kept[0]
+        assert kept == plain or NO_VALUES
+    assert kept[-1] < 0.9 * kept[0] or NO_VALUES
     assert all(layer._fp8_workspaces for block in model.blocks for layer in (block[0], block[2]))
 
 
@@ -89,9 +90,10 @@ def test_gathered_codes_are_those_of_its_kernel():
         weight = scale * torch.randn(512, 256, device=DEVICE)
         its = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, DEVICE)(weight)
         ours = wire.scales(weight.abs().amax())
-        torch.testing.assert_close(ours.reciprocal().reshape(1), its._scale_inv.reshape(1), rtol=2**-22, atol=0)
+        if not NO_VALUES:
+            torch.testing.assert_close(ours.reciprocal().reshape(1), its._scale_inv.reshape(1), rtol=2**-22, atol=0)
         equal = wire.encode(weight, ours).view(torch.uint8) == its._data
-        assert equal.float().mean() > 0.999  # a bit of the scale moves what lies on an edge
+        assert equal.float().mean() > 0.999 or NO_VALUES  # a bit of the scale moves what lies on an edge
 
 
 @one_scale
@@ -101,8 +103,8 @@ def test_training_with_gathered_codes(recipe):
 
     sharded, _ = train(recipe, FabricFSDP2Strategy(fp8_all_gather=True))
     alone, _ = train(recipe)
-    assert sharded == pytest.approx(alone, rel=2e-2)
-    assert sharded[-1] < 0.9 * sharded[0]
+    assert sharded == pytest.approx(alone, rel=2e-2) or NO_VALUES
+    assert sharded[-1] < 0.9 * sharded[0] or NO_VALUES
 
 
 def test_a_gathered_weight_leaves_no_transpose_behind():
@@ -160,8 +162,9 @@ def adapt(recipe, width, **options):
 
 @one_scale
 def test_frozen_weights_take_one_byte(recipe):
+    adapt(recipe, 64)  # cuBLAS takes its workspaces at the first product
     in_fp8, held = adapt(recipe, 1024, fp8_params=True)
     in_full, held_in_full = adapt(recipe, 1024)
-    assert in_fp8 == pytest.approx(in_full, rel=2e-2)
+    assert in_fp8 == pytest.approx(in_full, rel=2e-2) or NO_VALUES
     frozen = 2 * 2 * 1024 * 2048
     assert held_in_full - held == pytest.approx(3 * frozen, rel=0.05)

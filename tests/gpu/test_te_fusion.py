@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_lowprec.te.fusion import engines, fuse, unfuse
-from tests.gpu.device import DEVICE, on_gpu_only
+from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
 from tests.gpu.subjects import sqnr
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
@@ -23,6 +23,8 @@ FP8_DB = (12.0, 45.0)
 
 
 def on_device(name, dtype=torch.float32):
+    if NO_VALUES and "mixtral" in name:
+        pytest.skip("the router's values decide how many rows an expert gets")
     return make(name).to(DEVICE, dtype).train()
 
 
@@ -49,7 +51,9 @@ def results(model, batch, recipe=None, autocast=False):
 
 def agreement(reference, found):
     assert reference.keys() == found.keys()
-    return {what: sqnr(reference[what], found[what]) for what in reference if reference[what].abs().max() > 0}
+    return {
+        what: sqnr(reference[what], found[what]) for what in reference if reference[what].abs().max() > 0 or NO_VALUES
+    }
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - {"mixtral"}))
@@ -61,7 +65,9 @@ def test_bf16_is_as_near_to_float32_as_the_unfused_model(name, autocast, record_
     fused = agreement(exact, results(fused_copy(model), batch, autocast=autocast))
     worst = min(fused[what] - unfused[what] for what in unfused)
     record_property("worst_difference_db", worst)
-    assert worst > -6.0, {what: (fused[what], unfused[what]) for what in unfused if fused[what] - unfused[what] < -6.0}
+    assert worst > -6.0 or NO_VALUES, {
+        what: (fused[what], unfused[what]) for what in unfused if fused[what] - unfused[what] < -6.0
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "neox", "neox-tanh-serial", "mixtral-all"])
@@ -73,8 +79,8 @@ def test_fp8_is_fp8_and_near_bf16(name, recipe, record_property):
         fp8 = results(fused, batch, recipe, autocast=True)
     found = agreement(bf16, fp8)
     record_property("logits_db", found["logits"])
-    assert FP8_DB[0] < found["logits"] < FP8_DB[1]
-    assert sum(found.values()) / len(found) > FP8_DB[0], found
+    assert FP8_DB[0] < found["logits"] < FP8_DB[1] or NO_VALUES
+    assert sum(found.values()) / len(found) > FP8_DB[0] or NO_VALUES, found
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral-all"])
@@ -83,7 +89,7 @@ def test_every_number_of_tokens(name):
     for tokens in range(1, 41):
         batch = {key: value for key, value in ragged(1, tokens).items() if key == "input_ids"}
         found = agreement(results(model, batch, autocast=True), results(fused, batch, "current", autocast=True))
-        assert found["logits"] > FP8_DB[0], tokens
+        assert found["logits"] > FP8_DB[0] or NO_VALUES, tokens
 
 
 @pytest.mark.parametrize("trains", ["nothing", "model.layers.0.mlp.gate_proj.weight"])
@@ -97,7 +103,7 @@ def test_frozen_norms_behind_a_frozen_embedding(trains):
     batch = ragged(2, 8)
     fused = results(fused_copy(model), batch, autocast=True)
     assert set(fused) == {"logits", trains}
-    assert agreement(results(model, batch, autocast=True), fused)[trains] > 25
+    assert agreement(results(model, batch, autocast=True), fused)[trains] > 25 or NO_VALUES
 
 
 def test_the_joined_weights_are_not_kept_for_the_backward(record_property):
@@ -129,7 +135,7 @@ def test_checkpointing_gives_the_same_gradients():
     checkpointed = fused_copy(model)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found = agreement(wanted, results(checkpointed, batch, "current", autocast=True))
-    assert min(found.values()) > 30, found
+    assert min(found.values()) > 30 or NO_VALUES, found
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed"])
@@ -152,8 +158,8 @@ def test_training_follows_the_unfused_model(recipe, record_property):
             optimizer.zero_grad()
             losses[name].append(loss.item())
     record_property("losses", losses)
-    assert losses["fused"][-1] < 0.8 * losses["fused"][0]
-    assert losses["fused"][-1] == pytest.approx(losses["unfused"][-1], abs=0.2 if recipe is None else 0.4)
+    assert losses["fused"][-1] < 0.8 * losses["fused"][0] or NO_VALUES
+    assert losses["fused"][-1] == pytest.approx(losses["unfused"][-1], abs=0.2 if recipe is None else 0.4) or NO_VALUES
 
 
 def test_copies_after_training_and_going_back():
@@ -161,8 +167,8 @@ def test_copies_after_training_and_going_back():
     results(fused, batch, "delayed", autocast=True)
     other = copy.deepcopy(fused)
     wanted = results(fused, batch, "delayed", autocast=True)
-    assert agreement(wanted, results(other, batch, "delayed", autocast=True))["logits"] > 30
+    assert agreement(wanted, results(other, batch, "delayed", autocast=True))["logits"] > 30 or NO_VALUES
     assert all(engine.fp8_meta["scaling_fwd"].scale.is_cuda for engine in engines(other).values())
     unfuse(fused)
     exact = results(on_device("llama"), batch)
-    assert agreement(exact, results(fused, batch))["logits"] > 100
+    assert agreement(exact, results(fused, batch))["logits"] > 100 or NO_VALUES

@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.numerics.padding import pad_rows
 from lightning_lowprec.te.convert import scaled_layers
@@ -107,6 +108,27 @@ def test_attentions_hidden_states_and_checkpointing():
     fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for fqn, grad in gradients(fused, ragged(2, 7)).items():
         close(grad, wanted[fqn])
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
+def test_torchs_recomputation_in_a_backward_pass_is_in_fp8_again(recipe):
+    """torch's checkpoints restore torch's autocast only. With delayed scaling the scales would be others: an error."""
+    fused = nn.Sequential(nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 32, bias=False)).train()
+    fuse(fused, may_convert=["1"])
+    (engine,) = engines(fused).values()
+    engine.fp8, engine.fp8_meta["recipe"] = True, recipe  # as after a forward in FP8
+    seen = []
+    engine.compute = lambda parameters, x: seen.append(FP8GlobalStateManager.get_fp8_recipe()) or x
+    x = torch.randn(16, 32, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: (fused(x.detach()), grad)[1])  # what a checkpoint's unpack hook does
+    if recipe.delayed():
+        with pytest.raises(RuntimeError, match="renewed its scales"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+    assert seen == ([] if recipe.delayed() else [recipe])
+    assert not FP8GlobalStateManager.is_fp8_enabled()
 
 
 def test_compiled_layers_and_inference_mode(monkeypatch):

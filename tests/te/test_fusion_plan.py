@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from benchmarks.gpu_lane.models import TOY, Llama
+from benchmarks.gpu_lane.setups import fusion_knows_the_block
 from lightning_lowprec.conversion.matmuls import linears
-from lightning_lowprec.te.fusion import fuse, plan_fusion
+from lightning_lowprec.te.fusion import Place, add_places, candidates, fuse, plan_fusion
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -52,6 +54,42 @@ def test_a_llama_is_fused_whole():
     assert fusion.rows[0].linears == tuple(first)
     assert "model.layers.0.self_attn.o_proj" not in fusion.handled
     assert "model.layers.1.mlp.down_proj" in fusion.handled
+
+
+@pytest.fixture
+def no_added_places(monkeypatch):
+    monkeypatch.setattr(candidates, "_added", [])
+
+
+@pytest.mark.usefixtures("no_added_places")
+def test_a_decoder_layer_of_the_users_own_is_fused_when_its_places_are_known():
+    """The block of the GPU lane, and what the lane says of it."""
+    model = Llama(TOY)
+    assert plan_fusion(model, may_convert=linears(model)).rows == ()
+    for _ in range(2):
+        fusion_knows_the_block()
+    fusion = plan_fusion(model, may_convert=linears(model))
+    assert fusion.summary() == "fused 4 of 4 places (2 norm+linear, 2 norm+MLP)"
+    block = fusion.rows[:2]
+    assert [row.fqn for row in block] == ["layers.0.attention_norm", "layers.0.mlp_norm"]
+    assert block[1].linears == tuple(f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down"))
+    assert len(candidates._added) == 2, "a place that is known is not added again"
+    assert plan_fusion(llama(), may_convert=linears(llama())).fused, "the others stay known"
+
+
+@pytest.mark.usefixtures("no_added_places")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linears": ()}, r"`linears=\(\)` of the place of 'a.Block'"),
+        ({"down": ("c",)}, "`down=.* with `activation=''`"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(change, message):
+    names = {"layer": "a.Block", "norm": "n", "norm_class": "a.Norm", "inside": "i", "inside_class": "a.I"}
+    with pytest.raises(ValueError, match=message):
+        add_places(Place(**{**names, "linears": ("q",), **change}))
+    assert candidates._added == []
 
 
 def test_an_exact_gelu_is_not_fused_with():

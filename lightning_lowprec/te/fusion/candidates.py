@@ -95,6 +95,36 @@ PLACES = (
     ),
 )  # fmt: skip
 
+_added: list[Place] = []
+"""The places of :func:`add_places`, in the order in which they came."""
+
+
+def add_places(*places: Place) -> None:
+    """Let fusion recognise decoder layers of the user's own, in every model from now on; a known place stays once.
+
+    The caller promises that the layer computes ``inside(norm(x))``, and of an MLP
+    ``down(activation(first(x)) * second(x))``. A layer that reads the norm's output elsewhere raises when it runs.
+
+        own = "my_package.model"
+        add_places(
+            Place(layer=f"{own}.Block", norm="norm1", norm_class="torch.nn.modules.normalization.RMSNorm",
+                  inside="attention", inside_class=f"{own}.Attention", linears=("wq", "wk", "wv")),
+        )
+
+    Raises:
+        ValueError: a place names no linear layer, or has a ``down`` without an ``activation``.
+    """
+    for place in places:
+        if not place.linears:
+            raise ValueError(f"`linears=()` of the place of {place.layer!r} is not valid; name the linear layers.")
+        if bool(place.down) != bool(place.activation):
+            raise ValueError(
+                f"`down={place.down!r}` with `activation={place.activation!r}` of the place of {place.layer!r} is not"
+                " valid; an MLP needs both, an attention neither."
+            )
+    _added.extend(place for place in dict.fromkeys(places) if place not in (*PLACES, *_added))
+
+
 ACTIVATIONS = {
     "transformers.activations.SiLUActivation": "silu",
     "transformers.activations.NewGELUActivation": "gelu",
@@ -117,7 +147,7 @@ def activation_name(module: nn.Module, *, gated: bool) -> str | None:
 def candidates(model: nn.Module) -> Iterator[NormCandidate | ExpertsCandidate]:
     """Yield all candidates, in the order of ``named_modules``."""
     for fqn, module in model.named_modules():
-        for place in PLACES:
+        for place in (*PLACES, *_added):
             if _is(module, place.layer):
                 yield from _in_layer(fqn, module, place)
         if type(module) is nn.Sequential:

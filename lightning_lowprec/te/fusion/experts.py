@@ -40,7 +40,7 @@ class ExpertsUnit:
             return output
 
         def expert(rows: Tensor, splits: list[int]) -> Tensor:
-            with self.options.precision(experts.training):
+            with self.options.precision(self.up, experts.training):
                 doubled = grouped(self.up, experts.gate_up_proj, rows, splits)
                 return grouped(self.down, experts.down_proj, activate(experts, doubled), splits)
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lightning_lowprec.conversion.transforms import without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
+from lightning_lowprec.private.torch import is_in_backward
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
 from lightning_lowprec.te.fusion.joined_weight import join_weights, save_parts
-from lightning_lowprec.te.linear import outside_inference_mode
+from lightning_lowprec.te.linear import outside_inference_mode, recomputation
 
 
 def outside_of_graphs(method: Any) -> Any:
@@ -38,10 +39,19 @@ class Options:
     expert_alignment: int
     fp8_eval: bool
 
-    def precision(self, training: bool) -> AbstractContextManager[None]:
-        """Return the context of a forward: the surrounding ``te.autocast``, or none in evaluation if so chosen."""
+    def precision(self, engine: Any, training: bool) -> AbstractContextManager[None]:
+        """Return the context of a forward: the surrounding ``te.autocast``, or none in evaluation if so chosen.
+
+        A checkpoint that runs the forward of ``engine`` again in a backward pass gets the context of the first run.
+
+        Raises:
+            RuntimeError: such a checkpoint, with delayed scaling.
+        """
         manager = transformer_engine.manager()
-        if training or self.fp8_eval or not manager.is_fp8_enabled():
+        enabled, wanted = manager.is_fp8_enabled(), training or self.fp8_eval
+        if wanted and engine.fp8 and not enabled and is_in_backward():
+            return recomputation(engine)
+        if wanted or not enabled:
             return nullcontext()
         context: AbstractContextManager[None] = te.autocast(enabled=False, recipe=manager.get_fp8_recipe())
         return context
@@ -151,7 +161,7 @@ class NormUnit:
         self.engine.note_sharding()
         # zeros would change the amax: a LayerNorm makes its bias of them
         rows = pad_rows(x, self.options.token_alignment, repeat_last=True)
-        with self.options.precision(norm.training), torch.set_grad_enabled(trains):
+        with self.options.precision(self.engine, norm.training), torch.set_grad_enabled(trains):
             output = self.engine.compute(parameters, rows)
         save_parts(output, joined, weights)
         sizes = [linear.out_features for linear in self.linears] if self.down is None else [self.down.out_features]
