@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.transforms import KEEP, check_backward, refuse_call
+from lightning_lowprec.conversion.transforms import KEEP, check_backward, check_call
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     move_,
@@ -53,7 +53,7 @@ class ScaledLinear(nn.Linear):
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
         if are_transforms_active() or torch.compiler.is_exporting() or is_tracing():
-            refuse_call("ScaledLinear (MS-AMP)", KEEP)
+            check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         rows = pad_rows(input, _ALIGNMENT)

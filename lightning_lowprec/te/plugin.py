@@ -256,7 +256,14 @@ class FP8TE(LowPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
+        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends.
+
+        Inference mode is replaced by ``no_grad``: the first forward makes buffers that training writes to.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad(), self.forward_context():
+                yield
+            return
         autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()

@@ -34,7 +34,7 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.transforms import check_backward, refuse_call
+from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.private.torchao import codes_of, set_scale
@@ -84,7 +84,7 @@ class FP8Linear(Float8Linear):
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
-            refuse_call(type(self).__name__)
+            check_call(type(self).__name__)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
         output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
