@@ -4,7 +4,8 @@ VENV := .venv
 FLOOR := .venv-floor
 TE := .venv-te
 TE_VERSION := 2.20.2
-TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate
+TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate matplotlib \
+	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -67,7 +68,7 @@ gpu-lane: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.gpu_lane --part smoke linear step8b tests step1b overhead memory optimizer accumulation --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/torchao/test_fp8_linear.py tests/fsdp2/test_fsdp2_shards_shown.py
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
 test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/test_migration.py tests/benchmarks/test_gpu_lane_te.py

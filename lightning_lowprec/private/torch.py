@@ -373,7 +373,11 @@ are_transforms_active: Callable[[], bool] = _get("torch._C._are_functorch_transf
 
 
 def is_exporting() -> bool:
-    """Return whether the caller is exported; torch 2.11 compiles ``torch.compiler.is_exporting()`` as True."""
+    """Return whether the caller runs under ``torch.export``.
+
+    ``torch.compiler.is_exporting()`` says so in every ``torch.compile`` of torch 2.11; later versions answer from the
+    same flag. Remove with torch 2.11.
+    """
     return torch.compiler._is_exporting_flag
 
 
