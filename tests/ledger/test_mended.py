@@ -1,0 +1,90 @@
+"""What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+from benchmarks.gpu_lane import models
+from benchmarks.ledger import triton_bytes
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec import FP8TE, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
+from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.te.wire_format import TEWireFormat
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No compiled code of an earlier test, and no process group after a test. The null GPU has no cuDNN."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def toy_step(fabric):
+    """A training step of the lane's toy model, set up by ``fabric``, and the model: (step, bare)."""
+    fabric.launch()
+    bare = models.build(models.TOY, DEVICE)
+    model = fabric.setup_module(bare)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
+    (batch,) = models.batches(models.TOY, 4, DEVICE, count=1)
+
+    def step():
+        loss = model(*batch)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, bare
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.parametrize("plugin", [FP8TorchAO(compile=False), FP8TE("current")], ids=["torchao", "te"])
+def test_a_shard_is_encoded_by_one_kernel(plugin):
+    """In forward and in backward; 5 bytes per element; no shape compiles anew, nor does a later step."""
+    triton_bytes.watch()
+    known = set(triton_bytes.KERNELS)
+    strategy = FSDP2Strategy(process_group_backend="fake")
+    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, strategy=strategy, plugins=plugin))
+    step()
+    graphs = counters["stats"]["unique_graphs"]
+    with recording() as log:
+        step()
+    assert counters["stats"]["unique_graphs"] == graphs == 2  # with and without autocast
+    shards = [s for p in bare.parameters() if isinstance(s := local_tensor(p), Fp8GatherShard)]
+    encoding = [record for record in log.of("kernel") if record.name.startswith("triton_")]
+    assert len({s.shape for s in shards}) > 3
+    assert len(encoding) == 2 * len(shards) == 28
+    assert not log.waits()
+    written = set(triton_bytes.KERNELS) - known
+    assert {record.name for record in encoding} == written
+    first = shards[0].numel()  # the size for which the estimate was made
+    assert all(5 * first <= triton_bytes.KERNELS[name] <= 5 * first + 8 for name in written)
+
+
+def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
+    """The allocator keeps freed memory back until the stream that computes has passed."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cuda", (1,))
+    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(TEWireFormat()))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        codes, metadata = shard.fsdp_pre_all_gather(mesh)
+    address = metadata[0].data_ptr()
+    shard.fsdp_post_all_gather(codes, metadata, torch.bfloat16)
+    assert state_of(address) == "active_allocated"
+    del metadata
+    assert state_of(address) == "active_pending_free"
+
+
+def state_of(address):
+    """What the caching allocator says of the block at ``address``."""
+    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+    return next((block["state"] for block in blocks if block["address"] == address), "free")
