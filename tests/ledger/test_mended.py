@@ -12,7 +12,10 @@ from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TE, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
+from lightning_lowprec.msamp import ScaledAdamW, ScaledSGD, scale_linears
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.wire_format import TEWireFormat
 
 DEVICE = torch.device("cuda")
@@ -88,3 +91,46 @@ def state_of(address):
     """What the caching allocator says of the block at ``address``."""
     blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
     return next((block["state"] for block in blocks if block["address"] == address), "free")
+
+
+NAMES = [name for name in TABLE if name not in ("mxfp8", "nvfp4")]  # what the GPU that the null GPU imitates runs
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_does_not_wait_for_the_gpu(name):
+    """With a loss scale the host reads one number per step, to skip a step with inf."""
+    entry = TABLE[name]
+    options = {**entry.options, "compile": False} if entry.plugin is FP8TorchAO else entry.options
+    step, _ = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    for _ in range(2):
+        step()
+    with recording() as log:
+        step()
+    copied = [record.name for record in log.of("memcpy") if record.name != "D2D"]
+    reads = ["D2H"] if name in ("fp16-master", *(n for n in TABLE if n.endswith("-fp16"))) else []
+    assert copied == reads
+    assert log.count("sync") == len(reads)
+
+
+@pytest.mark.parametrize("optimizer", [ScaledAdamW, ScaledSGD])
+def test_the_compiled_step_of_codes_does_not_wait(optimizer):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=DEVICE) for _ in range(3)))
+    scale_linears(layers, ["0", "1", "2"], "O2")
+    stepper = optimizer(layers.parameters(), lr=0.1, level="O2", compile=True)
+    x = torch.zeros(16, 64, device=DEVICE)
+    for _ in range(2):
+        layers(x).sum().backward()
+        stepper.step()
+    with recording() as log:
+        stepper.step()
+    assert not log.waits()
+    assert not [record for record in log.of("memcpy") if "pageable" in record.info]
+
+
+def test_a_mixture_waits_once_for_the_number_of_rows():
+    experts = torch.zeros(64, 2, dtype=torch.int64, device=DEVICE)
+    with recording() as log:
+        route(experts, num_experts=4, alignment=16)
+    assert [record.name for record in log.waits() if record.what == "memcpy"] == ["D2H"]
+    assert log.count("sync") == 1
