@@ -24,7 +24,7 @@ from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
-from lightning_lowprec.te.fusion import fused_modules
+from lightning_lowprec.te.fusion import engines, fused_modules
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
@@ -209,6 +209,7 @@ class FP8TE(LowPrecision):
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
         self._check_conversion(module, found)
+        self._check_norms(module, device)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
@@ -244,6 +245,15 @@ class FP8TE(LowPrecision):
                     f"`{field}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
                     f" {type(module).__name__} has none; leave it out, or build the model with it."
                 )
+
+    def _check_norms(self, module: Module, device: torch.device) -> None:
+        te = support.pytorch("FP8TE")
+        kinds = te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP
+        layers = (*module.modules(), *engines(module).values())
+        if device.type == "cuda" and any(isinstance(layer, kinds) for layer in layers):
+            refusal = support.norm_refusal(device, self.autocast_dtype)
+            if refusal is not None:
+                raise RuntimeError(f"`precision={self.precision!r}`: {refusal}.")
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:

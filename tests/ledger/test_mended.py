@@ -1,5 +1,9 @@
 """What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
 
+import os
+import subprocess
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -134,3 +138,47 @@ def test_a_mixture_waits_once_for_the_number_of_rows():
         route(experts, num_experts=4, alignment=16)
     assert [record.name for record in log.waits() if record.what == "memcpy"] == ["D2H"]
     assert log.count("sync") == 1
+
+
+WITHOUT_COMPILER = """
+import lightning as L, torch
+from lightning_lowprec import FP8TE
+for options in ({"norms": False}, {}):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    model = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current", **options)).setup(model)
+    print("set up", flush=True)
+    model(torch.zeros(16, 64, device="cuda")).sum().backward()
+    print("ran", flush=True)
+"""
+
+
+def test_norms_without_their_compiler_raise_at_set_up():
+    """Transformer Engine reads the variable once, so in a process of its own; torch's norms run there."""
+    environment = {**os.environ, "NVTE_DISABLE_NVRTC": "1"}
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n") == ["set up", "ran", ""]
+    assert "RuntimeError: `precision='fp8-current'`: Transformer Engine has no kernels of norms" in done.stderr
+    assert "NVRTC is disabled" in done.stderr
+    assert "unset NVTE_DISABLE_NVRTC. To keep torch's norms, use `plugins=FP8TE(..., norms=False)`" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.filterwarnings("ignore:(Dynamo|Transformer Engine torch.compile support is disabled)")
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-hybrid-te", "fp8-current"])
+def test_graphs_of_compiled_blocks_end_at_transformer_engine_only(name):
+    entry = TABLE[name]
+    options = {**entry.options, "compile": {"backend": "aot_eager"}} if entry.plugin is FP8TorchAO else entry.options
+    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    if entry.plugin is FP8TE:
+        for block in bare.layers:
+            block.compile(backend="aot_eager")
+    step()
+    step()
+    breaks = counters["graph_break"]
+    if entry.plugin is FP8TE:
+        assert breaks
+        assert all("_linear_eager" in reason or "norm kernels are no operations" in reason for reason in breaks)
+    else:
+        assert not breaks
+        assert counters["stats"]["unique_graphs"] == 1
