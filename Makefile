@@ -12,7 +12,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te bench clean
+.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
+	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 5 GB, a few minutes)"
+	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
@@ -74,6 +76,12 @@ test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/test_migration.py tests/benchmarks/test_gpu_lane_te.py
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
 
+test-ledger: $(TE)/.installed
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger
+
+ledger: $(TE)/.installed
+	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)
+
 test-peers: $(VENV)/.installed
 	$(RUN)/python -m tests.peers $(PEERS)
 
@@ -81,4 +89,4 @@ bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(TE) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FLOOR) $(TE) .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -177,12 +177,31 @@ def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
 
 def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
     """Return the outermost ModuleLists of several children of one class that hold a module of ``having``, by fqn."""
-    wanted = set(map(id, having))
     stacks: dict[str, nn.ModuleList] = {}
-    for fqn, module in model.named_modules():
-        if any(fqn.startswith(f"{outer}.") or not outer for outer in stacks) or not isinstance(module, nn.ModuleList):
-            continue
-        one_class = len(module) > 1 and len({type(child) for child in module}) == 1
-        if one_class and any(id(inner) in wanted for inner in module.modules()):
-            stacks[fqn] = module
+    for fqn, stack in _lists_that_hold(having, model):
+        one_class = len(stack) > 1 and len({type(child) for child in stack}) == 1
+        if one_class and not any(_is_inside(fqn, outer) for outer in stacks):
+            stacks[fqn] = stack
     return stacks
+
+
+def block_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
+    """Return :func:`repeated_stacks`, and the ModuleLists of one child that neither hold such a list nor lie in one."""
+    having = list(having)
+    stacks = repeated_stacks(model, having)
+    for fqn, stack in _lists_that_hold(having, model):
+        if len(stack) == 1 and not any(_is_inside(fqn, other) or _is_inside(other, fqn) for other in stacks):
+            stacks[fqn] = stack
+    return stacks
+
+
+def _lists_that_hold(having: Iterable[nn.Module], model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the ModuleLists that hold a module of ``having``, outer ones before inner ones."""
+    wanted = set(map(id, having))
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and any(id(inner) in wanted for inner in module.modules()):
+            yield fqn, module
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return not outer or f"{fqn}.".startswith(f"{outer}.")

@@ -6,12 +6,12 @@ insides, and Transformer Engine returns wrong gradients of gradients without an 
 
 from __future__ import annotations
 
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from lightning_lowprec.private.torch import is_exporting, is_tracing
+from lightning_lowprec.private.torch import are_transforms_active, is_exporting, is_tracing
 
 PLAIN_IN_EVALUATION: Final = (
     "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
@@ -20,18 +20,23 @@ PLAIN_IN_EVALUATION: Final = (
 KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."
 
 
-def refuse_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> NoReturn:
-    """Raise the RuntimeError for a layer of this name that is called under ``torch.func``, or exported or traced."""
+def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
+    """Raise RuntimeError if a layer of this name is called under ``torch.func``, or exported or traced.
+
+    A layer asks ``torch.compiler.is_exporting()`` before it calls this function. In code that torch 2.11 compiles the
+    answer is always True, so the question is asked again here.
+    """
     if is_exporting():
         raise RuntimeError(
             f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
         )
     if is_tracing():
         raise RuntimeError(f"`torch.jit.trace` cannot trace {layer}, a layer that computes in FP8. {remedy}")
-    raise RuntimeError(
-        f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
-        f" {remedy}"
-    )
+    if are_transforms_active():
+        raise RuntimeError(
+            f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
+            f" {remedy}"
+        )
 
 
 def check_backward(layer: str, remedy: str = KEEP) -> None:
@@ -44,8 +49,11 @@ def check_backward(layer: str, remedy: str = KEEP) -> None:
 
 
 def without_second_gradient(output: Tensor) -> Tensor:
-    """Return what Transformer Engine has computed; a gradient of its gradient raises, and would lack a part else."""
-    if output.requires_grad and not torch.compiler.is_compiling():
+    """Return what Transformer Engine has computed; a gradient of its gradient raises, and would lack a part else.
+
+    Not for code that is compiled.
+    """
+    if output.requires_grad:
         output.register_hook(_refuse_second_gradient)  # type: ignore[no-untyped-call]
     return output
 

@@ -26,13 +26,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.fsdp2.lazy_gather import LazyGather
-from lightning_lowprec.private.torch import (
-    is_in_backward,
-    prepare_backward_from,
-    run_as_root,
-    tree_map_only,
-    without_root_hooks,
-)
+from lightning_lowprec.private.fsdp2 import prepare_backward_from, run_as_root, without_root_hooks
+from lightning_lowprec.private.torch import is_in_backward, tree_map_only
 
 SHARDS_IN_COMPUTATION: Final = (
     "fsdp2: in manual optimization `training_step` sees the parameters as shards, so that their gradients can be read,"

@@ -155,13 +155,19 @@ class Fp8GatherShard(Tensor):
         return kept
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the codes to send, and the scale, which every rank knows; called by FSDP2."""
+        """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
+
+        The second part of what is returned goes to :meth:`fsdp_post_all_gather`: the scale, and whether the memory of
+        the scale belongs to the stream of this call, on which FSDP2 copies, instead of the stream that computes.
+        """
         format, scale = self._scales.format, self._scale
-        if self._scales.stale or scale is None:
+        made_here = self._scales.stale or scale is None
+        if made_here:
             amax = self._tensor.abs().amax().float()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
-        return (format.encode(self._tensor, scale),), scale
+        assert scale is not None
+        return (format.encode(self._tensor, scale),), (scale, made_here)
 
     def fsdp_post_all_gather(
         self,
@@ -173,9 +179,12 @@ class Fp8GatherShard(Tensor):
     ) -> Any:
         """Return the whole weight, ready for the GEMM; called by FSDP2. Later gathers fill the memory of the first."""
         (codes,) = all_gather_outputs
+        scale, made_while_copying = metadata
+        if made_while_copying and scale.is_cuda:  # no other tensor gets the memory before the GEMMs have read the scale
+            scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return self._scales.format.whole(codes, metadata, param_dtype), (codes,)
-        self._scales.format.refill(local_tensor(out), codes, metadata)
+            return self._scales.format.whole(codes, scale, param_dtype), (codes,)
+        self._scales.format.refill(local_tensor(out), codes, scale)
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherScales]:

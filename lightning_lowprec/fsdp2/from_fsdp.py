@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, wrap
 
 from lightning_lowprec.fsdp2.options import Modules
+from lightning_lowprec.private.fsdp2 import classes_of
 from lightning_lowprec.private.lightning import fsdp_choices
-from lightning_lowprec.private.torch import classes_of
 
 FSDP1: Final = (fabric.FSDPStrategy, trainer.FSDPStrategy)
 DROPPED: Final = ("backward_prefetch", "device_id", "forward_prefetch", "limit_all_gathers")

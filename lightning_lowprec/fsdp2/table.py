@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_lowprec.private.torch import storage_info
+from lightning_lowprec.private.fsdp2 import storage_info
 
 EntryPath = tuple[str | int, ...]
 

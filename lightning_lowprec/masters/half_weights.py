@@ -19,7 +19,7 @@ from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, 
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import reset_shards
+from lightning_lowprec.private.fsdp2 import reset_shards
 
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
+from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp
 from lightning_lowprec.references import alive
@@ -63,7 +64,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
 
     The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
     A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
-    already, and was not added to since, stays.
+    already, and was not added to since, stays. All ranks must agree on these cases before any sends a gradient, so the
+    host reads one byte per parameter from the device, once per call.
 
     Args:
         params: the same on every rank; parameters without codes are left to DDP.
@@ -76,9 +78,9 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     if not coded:
         return
     own = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
-    largest = torch.tensor(own, dtype=torch.uint8).to(coded[0].device)
+    largest = tensor_on(coded[0].device, own, torch.uint8)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    stages = largest.tolist()  # the same on every rank
+    stages = largest.tolist()  # the same on every rank; here the host waits
     if Stage.CLIPPED in stages:
         raise RuntimeError(
             "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"

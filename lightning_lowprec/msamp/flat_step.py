@@ -22,6 +22,7 @@ from lightning_lowprec.msamp.weight import record_writes, required_state_of
 from lightning_lowprec.msamp.weight_state import MsampWeightState
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
+from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import copy_all_, largest_absolute_values
 
@@ -59,8 +60,8 @@ class FlatStep:
         self._full = {name: FlatBuffer(like, torch.float32) for name in formats}
         self._codes = {name: FlatBuffer(like, format.dtype) for name, format in self._formats.items()}
         memory = self._full["grad"]
-        ends = [*(view.storage_offset() for view in memory.views[1:]), memory.flat.numel()]
-        last = torch.tensor(ends, device=memory.flat.device)
+        ends = [*(int(view.storage_offset()) for view in memory.views[1:]), memory.flat.numel()]
+        last = tensor_on(memory.flat.device, ends, torch.int64)
         self._runs = torch.stack([last.diff(prepend=last.new_zeros(1)), last])
         self._buffers = [*self._full.values(), *self._codes.values()]
         for buffer in self._buffers:
@@ -130,7 +131,7 @@ class FlatStep:
         given: Mapping[str, Any] = numbers
         if self._compile:  # as tensors, so that another learning rate does not compile another graph
             floats = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
-            scalars = torch.tensor(list(floats.values()), dtype=torch.float32, device=self._runs.device).unbind()
+            scalars = tensor_on(self._runs.device, list(floats.values()), torch.float32).unbind()
             given = {**numbers, **dict(zip(floats, scalars, strict=True))}
         self._pass(_update)(_flat(self._full), _flat(self._codes), inv_scales, self._runs, self._rule, given)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.transforms import KEEP, check_backward, refuse_call
+from lightning_lowprec.conversion.transforms import KEEP, check_backward, check_call
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import (
     move_,
@@ -29,7 +29,7 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.msamp.weight_state import Level, encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2
 from lightning_lowprec.numerics.padding import pad_rows
-from lightning_lowprec.private.torch import are_transforms_active, is_exporting, is_tracing, scaled_mm
+from lightning_lowprec.private.torch import are_transforms_active, is_tracing, scaled_mm
 
 _ALIGNMENT: Final = 16
 """FP8 kernels need inner dimensions that are multiples of 16."""
@@ -52,8 +52,8 @@ class ScaledLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
             return F.linear(input, values_of(self.weight).to(input.dtype), self.bias)
-        if are_transforms_active() or is_exporting() or is_tracing():
-            refuse_call("ScaledLinear (MS-AMP)", KEEP)
+        if are_transforms_active() or torch.compiler.is_exporting() or is_tracing():
+            check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         rows = pad_rows(input, _ALIGNMENT)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import largest_absolute_values
 
@@ -111,7 +112,7 @@ def _scales(amaxes: Tensor, sizes: Sequence[int]) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(sizes, device=device)
+    return tensor_on(device, sizes, torch.int64)
 
 
 @functools.lru_cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, TypeVar, cast, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -203,11 +202,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def reset_shards(module: nn.Module) -> None:
-    """Let FSDP2 take the current parameters of ``module`` as its shards."""
-    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the user compiled ``module`` itself, by ``torch.compile`` or ``module.compile()``."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
@@ -299,35 +293,6 @@ tree_leaves = torch.utils._pytree.tree_leaves
 tree_map_only = torch.utils._pytree.tree_map_only
 
 
-@contextmanager
-def without_root_hooks(module: nn.Module) -> Iterator[None]:
-    """Let FSDP2 take the forward of the root ``module`` for a part of a forward pass that is under way.
-
-    FSDP2 gathers the root's weights if they are not gathered, and does nothing else: as if a checkpoint recomputed the
-    forward within a backward pass.
-    """
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    before = state._training_state
-    state._training_state = type(before).PRE_BACKWARD
-    try:
-        yield
-    finally:
-        state._training_state = before
-
-
-def run_as_root(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``method`` as a forward pass of the root ``module`` that does not gather the root's own weights."""
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    args, kwargs = state._root_pre_forward(module, args, kwargs)
-    return state._post_forward(module, args, method(*args, **kwargs))
-
-
-def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
-    """Let FSDP2 prepare the backward pass of ``module`` when the gradient of ``loss`` arrives."""
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    state._register_pre_backward_hook(loss)
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the shard that this rank has of a DTensor, or ``tensor`` itself if it is none.
 
@@ -343,22 +308,9 @@ def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return how torch.distributed.checkpoint names a range of bytes in a file of a folder."""
-    from torch.distributed.checkpoint import filesystem
-
-    return filesystem._StorageInfo(file, offset, length)
-
-
 def disable_autograd_cache() -> None:
     """Turn off the cache of compiled graphs that torch keeps across compilations."""
     torch._functorch.config.enable_autograd_cache = False
-
-
-def classes_of(policy: Any) -> set[type[nn.Module]]:
-    """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
-    classes: set[type[nn.Module]] = policy._module_classes
-    return classes
 
 
 # ---- MS-AMP: tensors of codes and their gradients

@@ -18,12 +18,6 @@ def moved() -> list[str]:
     return [] if find_spec("torchao") is None else missing([f"{_TENSOR}.{name}" for name in _ARGUMENTS])
 
 
-def codes_of(tensor: Any) -> Tensor:
-    """Return the codes of a ``Float8TrainingTensor``: float8, of the same shape."""
-    codes: Tensor = tensor._data
-    return codes
-
-
 def constructor_arguments(tensor: Any) -> tuple[Any, ...]:
     """Return the arguments that make an equal ``Float8TrainingTensor`` of the same memory."""
     return tuple(getattr(tensor, name) for name in _ARGUMENTS)

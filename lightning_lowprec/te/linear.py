@@ -29,9 +29,8 @@ and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any, Literal, final
 
@@ -43,13 +42,12 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.matmuls import linears
-from lightning_lowprec.conversion.transforms import refuse_call, without_second_gradient
+from lightning_lowprec.conversion.transforms import check_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import (
     are_transforms_active,
-    is_exporting,
     is_in_backward,
     saved_tensors_are_hooked,
 )
@@ -65,22 +63,6 @@ def check_input(input: Tensor) -> None:
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
         )
-
-
-def outside_inference_mode(forward: Callable[..., Any]) -> Any:
-    """Run ``forward`` under ``no_grad`` where the caller is in inference mode.
-
-    The first forward makes buffers that training writes to; tensors of inference mode cannot be written to.
-    """
-
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return forward(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return wrapped
 
 
 def recomputation(layer: Any) -> AbstractContextManager[None]:
@@ -124,9 +106,15 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     _fp8_workspaces: dict[str, Any]
     """Quantised weights that are kept."""
 
-    @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        # the compiler does not trace this question; the plugin's `forward_context` has left inference mode before
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # the first forward makes buffers that training writes to
+                return self.forward(input)
         check_input(input)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
@@ -146,12 +134,14 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return self._multiply(input, self._is_first_microbatch(input))
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        if (are_transforms_active() or is_exporting()) and not is_in_onnx_export_mode():
-            refuse_call(type(self).__name__)
+        if (are_transforms_active() or torch.compiler.is_exporting()) and not is_in_onnx_export_mode():
+            check_call(type(self).__name__)
         fits = input.numel() // self.in_features % self.token_alignment == 0
         rows = input if fits else pad_rows(input, self.token_alignment)
         output: Tensor = te.Linear.forward(self, rows, is_first_microbatch)
-        return without_second_gradient(output) if fits else cut_rows(without_second_gradient(output), input)
+        if not torch.compiler.is_compiling():
+            output = without_second_gradient(output)
+        return output if fits else cut_rows(output, input)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
         if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.transforms import without_second_gradient
-from lightning_lowprec.te.linear import check_input, outside_inference_mode
+from lightning_lowprec.te.linear import check_input
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -32,9 +32,14 @@ Formula = Literal["weight", "1 + weight"]
 class _Norm:
     """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
 
-    @outside_inference_mode
     def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, K]."""
+        """[*, K] -> [*, K]; compiled code calls the kernels, which are no operations of torch, between two graphs."""
+        if torch.compiler.is_compiling():
+            output: Tensor = _between_graphs(self, input)
+            return output
+        if torch.is_inference_mode_enabled():  # the first forward makes buffers that training writes to
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
         check_input(input)
         if input.numel() == 0:
             return input.clone()
@@ -73,6 +78,16 @@ class TELayerNorm(_Norm, te.LayerNorm, nn.LayerNorm):  # type: ignore[misc]
 @final
 class TERMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
     """An RMSNorm with Transformer Engine's kernels."""
+
+
+def _uncompiled(norm: _Norm, input: Tensor) -> Tensor:
+    return norm.forward(input)
+
+
+# Without this the compiler would try and leave out every function of Transformer Engine that a norm calls.
+_between_graphs: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    _uncompiled, reason="Transformer Engine's norm kernels are no operations of torch; `FP8TE(norms=False)` has none"
+)
 
 
 @contextmanager

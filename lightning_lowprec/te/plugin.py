@@ -24,7 +24,7 @@ from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
-from lightning_lowprec.te.fusion import fused_modules
+from lightning_lowprec.te.fusion import engines, fused_modules
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
@@ -209,6 +209,7 @@ class FP8TE(LowPrecision):
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
         self._check_conversion(module, found)
+        self._check_norms(module, device)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
         self.choice = found
@@ -245,6 +246,15 @@ class FP8TE(LowPrecision):
                     f" {type(module).__name__} has none; leave it out, or build the model with it."
                 )
 
+    def _check_norms(self, module: Module, device: torch.device) -> None:
+        te = support.pytorch("FP8TE")
+        kinds = te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP
+        layers = (*module.modules(), *engines(module).values())
+        if device.type == "cuda" and any(isinstance(layer, kinds) for layer in layers):
+            refusal = support.norm_refusal(device, self.autocast_dtype)
+            if refusal is not None:
+                raise RuntimeError(f"`precision={self.precision!r}`: {refusal}.")
+
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         from lightning_lowprec.te.linear import te_linears
@@ -256,7 +266,14 @@ class FP8TE(LowPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends."""
+        """Autocast, and Transformer Engine's; amax is reduced over all ranks when it ends.
+
+        Inference mode is replaced by ``no_grad``: the first forward makes buffers that training writes to.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad(), self.forward_context():
+                yield
+            return
         autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.te.fp8_weight import Fp8Weight
 
@@ -43,8 +44,8 @@ class TEWireFormat:
         return torch.where(amax.isfinite() & (amax > 0), scales, 1.0)
 
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
-        """(...) any float -> (...) e4m3."""
-        return saturating_cast(values.float() * scale, E4M3)
+        """(...) any float -> (...) e4m3; inf becomes NaN."""
+        return in_one_pass(_encode, values, scale)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
@@ -54,6 +55,10 @@ class TEWireFormat:
         """Update the scale in place, where autograd may hold it; new codes are already in the same memory."""
         assert isinstance(whole, Fp8Weight)
         whole.inv_scale.copy_(scale.reciprocal())
+
+
+def _encode(values: Tensor, scale: Tensor) -> Tensor:
+    return saturating_cast(values.float() * scale, E4M3)
 
 
 def wire_format_of(recipe: Any) -> TEWireFormat | None:

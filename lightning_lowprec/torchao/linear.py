@@ -26,18 +26,15 @@ from torch import Tensor, nn
 from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-from torchao.float8.float8_training_tensor import (
-    GemmInputRole,
-    LinearMMConfig,
-    hp_tensor_and_scale_to_float8,
-)
+from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.transforms import check_backward, refuse_call
+from lightning_lowprec.conversion.transforms import check_backward, check_call
+from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active, is_exporting
-from lightning_lowprec.private.torchao import codes_of, set_scale
+from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.private.torchao import set_scale
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
 TOKEN_ALIGNMENT = 16
@@ -83,8 +80,8 @@ class FP8Linear(Float8Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
-        if are_transforms_active() or is_exporting():
-            refuse_call(type(self).__name__)
+        if are_transforms_active() or torch.compiler.is_exporting():
+            check_call(type(self).__name__)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
         output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
@@ -115,9 +112,8 @@ class TorchAOWire:
         return scales.to(torch.float32)
 
     def encode(self, values: Tensor, scale: Tensor) -> Tensor:
-        """(...) any float -> (...) float8."""
-        coded = hp_tensor_and_scale_to_float8(values, scale, self.dtype, self.mm_config, GemmInputRole.WEIGHT)
-        return codes_of(coded)
+        """(...) any float -> (...) float8; inf becomes the largest value."""
+        return in_one_pass(_encode, values, scale, self.dtype)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
@@ -127,6 +123,12 @@ class TorchAOWire:
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Update the scale; new codes are already in the same memory."""
         set_scale(whole, scale)
+
+
+def _encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes that torchao's ``hp_tensor_and_scale_to_float8`` computes."""
+    limit = torch.finfo(dtype).max
+    return (values.float() * scale).clamp(-limit, limit).to(dtype)
 
 
 def linear_config(

@@ -16,7 +16,7 @@ from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.selection import repeated_stacks
+from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
@@ -64,8 +64,9 @@ class FP8TorchAO(LowPrecision):
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
             ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
-        compile: ``"auto"`` compiles repeated blocks in place on CUDA unless some are compiled already; True compiles
-            them on any device, False never; a mapping gives ``torch.compile`` options.
+        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
+            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
+            one class, of an ``nn.ModuleList`` that holds FP8 layers.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
@@ -197,7 +198,7 @@ class FP8TorchAO(LowPrecision):
             )
 
     def _compile(self, module: Module, device: torch.device) -> None:
-        """Compile every block of a stack of equal blocks in place: they share code, and all fqns stay.
+        """Compile every block in place: equal blocks share code, and all fqns stay.
 
         FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
         """
@@ -209,21 +210,21 @@ class FP8TorchAO(LowPrecision):
             device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
         ):
             return
-        stacks = repeated_stacks(module, having=fp8_linears(module)).values()
+        stacks = block_stacks(module, having=fp8_linears(module)).values()
         blocks = [block for stack in stacks for block in stack]
         for block in blocks:
             block.compile(**(self.compile if isinstance(self.compile, Mapping) else {}))
         if blocks:
-            rank_zero_info(f"{self.precision}: compiling {len(blocks)} repeated blocks; the first steps are slow.")
+            rank_zero_info(f"{self.precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
         elif self.compile == "auto":
             rank_zero_info(
-                f"{self.precision}: found no repeated blocks to compile. FP8 is slow without `torch.compile`: compile"
-                " the model yourself."
+                f"{self.precision}: found no blocks to compile (children of an nn.ModuleList). FP8 is slow without"
+                " `torch.compile`: compile the model yourself."
             )
         else:
             raise ValueError(
-                f"`compile={self.compile!r}` found no repeated blocks (children of one class in an nn.ModuleList that"
-                " hold FP8 layers); compile the model yourself with `torch.compile` and pass `compile=False`."
+                f"`compile={self.compile!r}` found no blocks (children of one class in an nn.ModuleList that hold FP8"
+                " layers); compile the model yourself with `torch.compile` and pass `compile=False`."
             )
 
     @override

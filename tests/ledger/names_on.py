@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def outcome(name: str) -> dict[str, object]:
-    """Train in this name, uncompiled: what was refused, the waits of the last step, and formats of products; or the error."""
+    """Train in this name, uncompiled; return the last step's waits, refusals and formats of products, or the error."""
     job = Job(shape=SHAPE, device=torch.device("cuda"), compile=False)
     data = models.batches(SHAPE, 2, job.device, count=1)
     try:

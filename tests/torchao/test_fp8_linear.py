@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 
 from lightning_lowprec.torchao import linear as fp8
 from tests.torchao.fp8_reference import E4M3, E5M2, codes, dequantise, scale
@@ -250,6 +252,25 @@ def test_compiles_without_a_graph_break(recipe, tokens):
     layer.zero_grad()
     eager.float().sum().backward()
     torch.testing.assert_close(got, layer.weight.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "e4m3"])
+def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
+    """To the bit; compiled, as on CUDA, too: by one graph for all sizes."""
+    wire = linear(recipe).wire_format
+    counters.clear()
+    compiled = torch.compile(fp8._encode, backend="aot_eager", fullgraph=True, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, -1e4, 2.0**-9, 2.0**-10, np.inf, -np.inf, np.nan])
+    for size, by in ((160, 1.0), (48, 1.7), (1008, 1e-30), (16, 3e5)):
+        values = torch.cat([edges, torch.randn(size, generator=generator) * 100]).to(dtype)
+        factor = torch.tensor(by)
+        coded = hp_tensor_and_scale_to_float8(values, factor, wire.dtype, wire.mm_config, GemmInputRole.WEIGHT)
+        expected = coded._data.view(torch.uint8)
+        assert torch.equal(wire.encode(values, factor).view(torch.uint8), expected)
+        assert torch.equal(compiled(values, factor, wire.dtype).view(torch.uint8), expected)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():

@@ -151,6 +151,23 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
     assert user_compiled.blocks[1]._compiled_call_impl is None
 
 
+class Single(Stack):
+    """A list of one block, and a list of one stage, which holds a stack and so is no list of blocks."""
+
+    def __init__(self):
+        super().__init__(depth=1)
+        self.stages = nn.ModuleList([Stack(2)])
+
+
+def test_a_single_block_is_compiled(monkeypatch):
+    plugin = FP8TorchAO()
+    plugin.bind_device(on_gpu(monkeypatch, HOPPER))
+    with pytest.warns(UserWarning, match="are expected to be slower"):
+        model = plugin.convert_module(Single())
+    compiled = [fqn for fqn, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["blocks.0", "stages.0.blocks.0", "stages.0.blocks.1"]
+
+
 def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):
     for module in ("modules", "host"):
         monkeypatch.setattr(f"lightning_lowprec.precision.{module}.default_device", lambda: torch.device("cuda", 0))
@@ -183,7 +200,7 @@ def test_compile_on_request_is_equal_to_eager():
 
 
 def test_compile_on_request_needs_repeated_blocks():
-    with pytest.raises(ValueError, match=r"`compile=True` found no repeated blocks.*`compile=False`"):
+    with pytest.raises(ValueError, match=r"`compile=True` found no blocks.*`compile=False`"):
         fabric(FP8TorchAO(compile=True)).setup(nn.Sequential(nn.Linear(16, 16)))
 
 

@@ -7,7 +7,8 @@ is no submodule of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,13 +23,24 @@ from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import is_in_backward
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
 from lightning_lowprec.te.fusion.joined_weight import join_weights, save_parts
-from lightning_lowprec.te.linear import outside_inference_mode, recomputation
+from lightning_lowprec.te.linear import recomputation
 
 
-def outside_of_graphs(method: Any) -> Any:
-    """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode."""
+def outside_of_graphs(method: Callable[..., Any]) -> Any:
+    """Run a method of a unit outside of compiled graphs, as Transformer Engine does itself, and of inference mode.
+
+    The first forward makes buffers that training writes to; tensors of inference mode cannot be written to.
+    """
+
+    @functools.wraps(method)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return method(*args, **kwargs)
+        return method(*args, **kwargs)
+
     disabled: Any = torch.compiler.disable  # untyped in torch
-    return disabled(outside_inference_mode(method))
+    return disabled(outside)
 
 
 @dataclass(frozen=True, kw_only=True)

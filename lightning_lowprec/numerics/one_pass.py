@@ -1,0 +1,38 @@
+"""Run elementwise arithmetic in one pass over the memory: on CUDA one compiled kernel, elsewhere eagerly.
+
+Eager code runs a kernel for every operation, and every kernel reads and writes all elements: to encode a float32 weight
+takes 21 to 35 bytes per element. One kernel reads 4 bytes and writes 1.
+
+The compiled code takes flat tensors of any size. So there are two graphs of a function per combination of dtypes, one
+for calls under autocast and one for others, and none per shape: after one training step nothing is compiled any more.
+``TORCHDYNAMO_DISABLE=1`` in the environment runs everything eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: Any) -> Tensor:
+    """Return ``function(values, scale, *constants)``: (...), scalar float32 -> (...). Call without gradients.
+
+    Args:
+        function: a function of a module, elementwise in ``values``, whose operations a compiler can fuse.
+        values: a kernel runs if they are on CUDA.
+        scale: one number, on the device of ``values``.
+        constants: other graphs are compiled for other constants.
+    """
+    if not values.is_cuda:
+        return function(values, scale, *constants)
+    flat = values.reshape(-1).data  # no view any more: the compiler would look at the shape of what a view shows
+    return _compiled(function)(flat, scale, *constants).view(values.shape)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, fullgraph=True, dynamic=True)

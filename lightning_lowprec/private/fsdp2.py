@@ -1,0 +1,57 @@
+"""Private names of torch's FSDP2 and its checkpoints; :mod:`~lightning_lowprec.private.torch` guards them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reset_shards(module: nn.Module) -> None:
+    """Let FSDP2 take the current parameters of ``module`` as its shards."""
+    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_root_hooks(module: nn.Module) -> Iterator[None]:
+    """Let FSDP2 take the forward of the root ``module`` for a part of a forward pass that is under way.
+
+    FSDP2 gathers the root's weights if they are not gathered, and does nothing else: as if a checkpoint recomputed the
+    forward within a backward pass.
+    """
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    before = state._training_state
+    state._training_state = type(before).PRE_BACKWARD
+    try:
+        yield
+    finally:
+        state._training_state = before
+
+
+def run_as_root(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``method`` as a forward pass of the root ``module`` that does not gather the root's own weights."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    args, kwargs = state._root_pre_forward(module, args, kwargs)
+    return state._post_forward(module, args, method(*args, **kwargs))
+
+
+def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
+    """Let FSDP2 prepare the backward pass of ``module`` when the gradient of ``loss`` arrives."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    state._register_pre_backward_hook(loss)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Return how torch.distributed.checkpoint names a range of bytes in a file of a folder."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo(file, offset, length)
+
+
+def classes_of(policy: Any) -> set[type[nn.Module]]:
+    """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
+    classes: set[type[nn.Module]] = policy._module_classes
+    return classes

@@ -1,0 +1,184 @@
+"""What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
+
+import os
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+from benchmarks.gpu_lane import models
+from benchmarks.ledger import triton_bytes
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec import FP8TE, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
+from lightning_lowprec.msamp import ScaledAdamW, ScaledSGD, scale_linears
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.te.fusion.routing import route
+from lightning_lowprec.te.wire_format import TEWireFormat
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No compiled code of an earlier test, and no process group after a test. The null GPU has no cuDNN."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def toy_step(fabric):
+    """A training step of the lane's toy model, set up by ``fabric``, and the model: (step, bare)."""
+    fabric.launch()
+    bare = models.build(models.TOY, DEVICE)
+    model = fabric.setup_module(bare)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
+    (batch,) = models.batches(models.TOY, 4, DEVICE, count=1)
+
+    def step():
+        loss = model(*batch)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, bare
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.parametrize("plugin", [FP8TorchAO(compile=False), FP8TE("current")], ids=["torchao", "te"])
+def test_a_shard_is_encoded_by_one_kernel(plugin):
+    """In forward and in backward; 5 bytes per element; no shape compiles anew, nor does a later step."""
+    triton_bytes.watch()
+    known = set(triton_bytes.KERNELS)
+    strategy = FSDP2Strategy(process_group_backend="fake")
+    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, strategy=strategy, plugins=plugin))
+    step()
+    graphs = counters["stats"]["unique_graphs"]
+    with recording() as log:
+        step()
+    assert counters["stats"]["unique_graphs"] == graphs == 2  # with and without autocast
+    shards = [s for p in bare.parameters() if isinstance(s := local_tensor(p), Fp8GatherShard)]
+    encoding = [record for record in log.of("kernel") if record.name.startswith("triton_")]
+    assert len({s.shape for s in shards}) > 3
+    assert len(encoding) == 2 * len(shards) == 28
+    assert not log.waits()
+    written = set(triton_bytes.KERNELS) - known
+    assert {record.name for record in encoding} == written
+    first = shards[0].numel()  # the size for which the estimate was made
+    assert all(5 * first <= triton_bytes.KERNELS[name] <= 5 * first + 8 for name in written)
+
+
+def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
+    """The allocator keeps freed memory back until the stream that computes has passed."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cuda", (1,))
+    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(TEWireFormat()))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        codes, metadata = shard.fsdp_pre_all_gather(mesh)
+    address = metadata[0].data_ptr()
+    shard.fsdp_post_all_gather(codes, metadata, torch.bfloat16)
+    assert state_of(address) == "active_allocated"
+    del metadata
+    assert state_of(address) == "active_pending_free"
+
+
+def state_of(address):
+    """What the caching allocator says of the block at ``address``."""
+    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+    return next((block["state"] for block in blocks if block["address"] == address), "free")
+
+
+NAMES = [name for name in TABLE if name not in ("mxfp8", "nvfp4")]  # what the GPU that the null GPU imitates runs
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_does_not_wait_for_the_gpu(name):
+    """With a loss scale the host reads one number per step, to skip a step with inf."""
+    entry = TABLE[name]
+    options = {**entry.options, "compile": False} if entry.plugin is FP8TorchAO else entry.options
+    step, _ = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    for _ in range(2):
+        step()
+    with recording() as log:
+        step()
+    copied = [record.name for record in log.of("memcpy") if record.name != "D2D"]
+    reads = ["D2H"] if name in ("fp16-master", *(n for n in TABLE if n.endswith("-fp16"))) else []
+    assert copied == reads
+    assert log.count("sync") == len(reads)
+
+
+@pytest.mark.parametrize("optimizer", [ScaledAdamW, ScaledSGD])
+def test_the_compiled_step_of_codes_does_not_wait(optimizer):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=DEVICE) for _ in range(3)))
+    scale_linears(layers, ["0", "1", "2"], "O2")
+    stepper = optimizer(layers.parameters(), lr=0.1, level="O2", compile=True)
+    x = torch.zeros(16, 64, device=DEVICE)
+    for _ in range(2):
+        layers(x).sum().backward()
+        stepper.step()
+    with recording() as log:
+        stepper.step()
+    assert not log.waits()
+    assert not [record for record in log.of("memcpy") if "pageable" in record.info]
+
+
+def test_a_mixture_waits_once_for_the_number_of_rows():
+    experts = torch.zeros(64, 2, dtype=torch.int64, device=DEVICE)
+    with recording() as log:
+        route(experts, num_experts=4, alignment=16)
+    assert [record.name for record in log.waits() if record.what == "memcpy"] == ["D2H"]
+    assert log.count("sync") == 1
+
+
+WITHOUT_COMPILER = """
+import lightning as L, torch
+from lightning_lowprec import FP8TE
+for options in ({"norms": False}, {}):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    model = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current", **options)).setup(model)
+    print("set up", flush=True)
+    model(torch.zeros(16, 64, device="cuda")).sum().backward()
+    print("ran", flush=True)
+"""
+
+
+def test_norms_without_their_compiler_raise_at_set_up():
+    """Transformer Engine reads the variable once, so in a process of its own; torch's norms run there."""
+    environment = {**os.environ, "NVTE_DISABLE_NVRTC": "1"}
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n") == ["set up", "ran", ""]
+    assert "RuntimeError: `precision='fp8-current'`: Transformer Engine has no kernels of norms" in done.stderr
+    assert "NVRTC is disabled" in done.stderr
+    assert "unset NVTE_DISABLE_NVRTC. To keep torch's norms, use `plugins=FP8TE(..., norms=False)`" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+@pytest.mark.filterwarnings("ignore:(Dynamo|Transformer Engine torch.compile support is disabled)")
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-hybrid-te", "fp8-current"])
+def test_graphs_of_compiled_blocks_end_at_transformer_engine_only(name):
+    entry = TABLE[name]
+    options = {**entry.options, "compile": {"backend": "aot_eager"}} if entry.plugin is FP8TorchAO else entry.options
+    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    if entry.plugin is FP8TE:
+        for block in bare.layers:
+            block.compile(backend="aot_eager")
+    step()
+    step()
+    breaks = counters["graph_break"]
+    if entry.plugin is FP8TE:
+        assert breaks
+        assert all("_linear_eager" in reason or "norm kernels are no operations" in reason for reason in breaks)
+    else:
+        assert not breaks
+        assert counters["stats"]["unique_graphs"] == 1
