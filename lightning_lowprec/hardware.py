@@ -5,8 +5,6 @@ A *refusal* is a clause that names the reason; ``None`` means that the device ca
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 FP8_MIN_CAPABILITY = (8, 9)
@@ -39,38 +37,6 @@ def fp8_refusal(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
         return None
     return f"{describe(device)} has no FP8 tensor cores (they start at compute capability 8.9)"
-
-
-def every_gpu_has_fp8() -> bool:
-    """Return whether all GPUs of this machine have FP8. Ask CUDA only if the driver does not answer.
-
-    Asking CUDA creates a CUDA context, and a process with a context cannot fork the workers of ``ddp_notebook``.
-    """
-    found = _driver_capabilities()
-    if found is None:
-        found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    return bool(found) and min(found) >= FP8_MIN_CAPABILITY
-
-
-def _driver_capabilities() -> list[tuple[int, int]] | None:
-    """Ask NVML for the compute capability of every GPU; return None if NVML does not answer."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
-        count, handle = ctypes.c_uint(), ctypes.c_void_p()
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        found, failed = [], nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for i in range(count.value):
-            failed |= nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
-            failed |= nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-            found.append((major.value, minor.value))
-        return None if failed else found
-    finally:
-        nvml.nvmlShutdown()
 
 
 def default_device() -> torch.device:

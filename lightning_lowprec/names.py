@@ -1,7 +1,7 @@
 """The table of names for ``precision=``, without Lightning's own names.
 
 The rows have three sources: the registry of backends; half precision, which converts no layers; and names without a
-backend, such as ``fp8-hybrid``, which mean a backend that fits the machine.
+backend, such as ``fp8-hybrid``, for which this package chooses the backend.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _HALF: Final = {
     ),
 }
 _WITHOUT_BACKEND: Final = {
-    "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by Transformer Engine or else torchao",
-    "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by Transformer Engine or else torchao",
+    "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
+    "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
-"""Names that get the suffix of a backend on each machine. Each name has a ``-fp16`` form too."""
+"""Names that get the suffix of a backend. Each name has a ``-fp16`` form too."""
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
@@ -69,37 +69,30 @@ def without_backend(name: str) -> bool:
     return name.removesuffix("-fp16") in _WITHOUT_BACKEND
 
 
-def resolve(name: str, *, sharded: bool = False) -> PrecisionName:
-    """Return the row that a name means on this machine.
+def resolve(name: str) -> PrecisionName:
+    """Return the row that a name of ``TABLE`` means.
 
-    For a name without a backend, the candidates are the backends that have this name with their suffix and whose
-    ``preferred`` is true here. The backend that was registered last wins: Transformer Engine where it is installed and
-    every GPU has FP8, else torchao.
-
-    Args:
-        name: a name of ``TABLE``.
-        sharded: whether the model will be sharded by FSDP2.
-
-    Raises:
-        ImportError: Transformer Engine is installed and should be used, but does not import.
+    For a name without a backend, the candidates are the backends that have this name with their suffix and that are
+    ``preferred``. The backend that was registered last wins. Of our own backends torchao is meant: see
+    docs/which-backend.md.
     """
     if not without_backend(name):
         return TABLE[name]
     stem, fp16 = name.removesuffix("-fp16"), "-fp16" if name.endswith("-fp16") else ""
     for backend in reversed(backends.registered()):
         pinned = f"{stem}{backend.suffix}{fp16}"
-        if backend.suffix and pinned in TABLE and backend.preferred(sharded):
+        if backend.suffix and pinned in TABLE and backend.preferred:
             return TABLE[pinned]
     raise ValueError(f"`precision={name!r}` has no backend here: none that is registered has it.")
 
 
-def create(name: str, *, sharded: bool = False) -> LowPrecision:
+def create(name: str) -> LowPrecision:
     """Return a new plugin for a name of the table; see :func:`resolve`.
 
     Raises:
         ImportError: a package that the name needs is not installed, or does not import.
     """
-    row = resolve(name, sharded=sharded)
+    row = resolve(name)
     plugin: LowPrecision = row.plugin(**row.options)
     plugin.precision = name
     plugin.backend_is_chosen = without_backend(name)

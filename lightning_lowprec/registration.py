@@ -141,7 +141,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             if other is not None:
                 raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
             strategy = resolve_strategy(strategy, known, for_trainer)
-            ours = names.create(precision, sharded=is_fsdp2(strategy))
+            ours = names.create(precision)
             given, precision = [*given, ours], None
         elif precision is not None:
             validate_name(precision)

@@ -141,7 +141,7 @@ def train_sharded(rank, folder):
 
 
 def test_sharded_its_weights_are_gathered_as_float8_and_resume(tmp_path):
-    assert names.create(NAME, sharded=True).gathers(ShardOptions()) is None
+    assert names.create(NAME).gathers(ShardOptions()) is None
     for found in run(train_sharded, 2, tmp_path, str(tmp_path)):
         assert len(found["layers"]) == 4
         assert found["losses"][2] == found["losses"][3], "the step after the load is the step after the save"

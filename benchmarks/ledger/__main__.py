@@ -113,14 +113,28 @@ def collected(keys: Sequence[str], out: Path) -> tuple[list[Entry], dict[str, st
     return [Entry.from_json(found) for key, found in data.items() if key not in missing], missing
 
 
+def command(options: argparse.Namespace) -> str:
+    """Return the command that counts the same again; where its files lie does not matter."""
+    words = ["python", "-m", "benchmarks.ledger"]
+    if options.contenders:
+        words += ["--contenders", *options.contenders]
+    elif options.all:
+        words.append("--all")
+    for name in ("device", "shape", "layers", "batch", "rates"):
+        value = getattr(options, name)
+        if value != parsed([]).__dict__[name]:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
 def write(
     entries: list[Entry], missing: dict[str, str], rates: roofline.Rates | None, options: argparse.Namespace
 ) -> None:
     """Write ``ledger.json``, ``ledger.md`` and ``ledger.png``, and print the Markdown."""
-    command = "python -m benchmarks.ledger " + shlex.join(sys.argv[1:])
-    text = report.markdown(entries, missing, rates, command.strip())
+    text = report.markdown(entries, missing, rates, command(options))
     kept = [{key: value for key, value in entry.to_json().items() if key != "kernels"} for entry in entries]
-    (options.out / "ledger.json").write_text(json.dumps({"entries": kept, "missing": missing}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(entry) for entry in kept)
+    (options.out / "ledger.json").write_text(f'{{"entries": [\n{lines}\n],\n"missing": {json.dumps(missing)}}}\n')
     (options.out / "ledger.md").write_text(text)
     if rates is not None:
         picture.draw(entries, rates, options.out / "ledger.png")

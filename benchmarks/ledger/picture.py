@@ -36,11 +36,13 @@ def draw(entries: Sequence[Entry], rates: Rates, path: Path) -> None:
     for row, total in enumerate(left):
         time.text(total, row, f" {total:.0f}", va="center", fontsize=8)
     time.set_xlabel(f"PREDICTED ms per step, from counted FLOPs and bytes ({rates.label}); nothing was timed")
-    time.legend(fontsize=8, loc="lower right")
+    time.legend(fontsize=8, loc="center right")
+    time.margins(x=0.08, y=0.01)
     time.invert_yaxis()
     memory.barh(names, [e.peak / 1e9 for e in shown], color="#5f8f5f")
     for row, e in enumerate(shown):
         memory.text(e.peak / 1e9, row, f" {e.peak / 1e9:.0f}", va="center", fontsize=8)
+    memory.margins(x=0.15)
     memory.set_xlabel("peak GB, counted")
     figure.suptitle(f"{shown[0].device} (null GPU), {shown[0].shape['name']}, {shown[0].tokens:,} tokens", fontsize=11)
     figure.tight_layout()

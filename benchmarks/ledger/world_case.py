@@ -135,11 +135,11 @@ def _parts(case: Case) -> Any:
 
 def tensor_plan(shape: Shape) -> dict[str, Any]:
     """Return a plan for ``parallelize_module``: every block's first layers by columns, its last ones by rows."""
-    columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "gate_proj", "up_proj")
+    columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, Any] = {}
     for i in range(shape.layers):
         plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
-        plan |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("attention.o_proj", "down_proj")}
+        plan |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("attention.o_proj", "mlp.down_proj")}
     return plan
 
 

@@ -66,9 +66,8 @@ class Backend:
     suffix: str = ""
     """The end of the names that always mean this backend, such as ``"-te"``: ``fp8-hybrid`` may become
     ``fp8-hybrid-te``. Empty: no name without a backend can mean this backend."""
-    preferred: Callable[[bool], bool] = lambda sharded: True
-    """Whether a name without a backend may mean this backend on this machine. The argument says whether FSDP2 will
-    shard the model. The backend that was registered last is asked first."""
+    preferred: bool = True
+    """Whether a name without a backend may mean this backend. Of several, the one that was registered last is meant."""
     module: str | None = None
     """The module to import before the backend can run; None: the backend needs no other package."""
     distribution: str | None = None

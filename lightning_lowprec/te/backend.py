@@ -44,8 +44,7 @@ BACKEND: Final = Backend(
         for (kind, fp8_format), name in NAMES.items()
     },
     suffix="-te",
-    # under FSDP2 torchao is preferred: its layers go with compilation and tensor parallelism
-    preferred=lambda sharded: not sharded and support.runs_here(),
+    preferred=False,  # see docs/which-backend.md
     module=support.MODULE,
     distribution="transformer-engine",
     layers_from=("transformer_engine.", "lightning_lowprec.te."),

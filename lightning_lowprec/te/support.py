@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.hardware import describe, every_gpu_has_fp8
+from lightning_lowprec.hardware import describe
 from lightning_lowprec.private.transformer_engine import check_names
 
 MODULE = "transformer_engine.pytorch"
-
-
-def runs_here() -> bool:
-    """Return whether Transformer Engine is installed and every GPU has FP8; raise ImportError if it is broken then."""
-    if find_spec("transformer_engine") is None or not torch.cuda.is_available() or not every_gpu_has_fp8():
-        return False
-    pytorch("FP8 by Transformer Engine, which is installed and therefore preferred,")
-    return True
 
 
 def pytorch(purpose: str) -> Any:

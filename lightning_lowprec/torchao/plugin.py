@@ -219,7 +219,8 @@ class FP8TorchAO(LowPrecision):
         elif self.compile == "auto":
             rank_zero_info(
                 f"{self.precision}: found no blocks to compile (children of an nn.ModuleList). FP8 is slow without"
-                " `torch.compile`: compile the model yourself."
+                " `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine), which needs"
+                " no compiler."
             )
         else:
             raise ValueError(

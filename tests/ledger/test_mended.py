@@ -57,7 +57,7 @@ def toy_step(fabric):
 @pytest.mark.parametrize("plugin", [FP8TorchAO(compile=False), FP8TE("current")], ids=["torchao", "te"])
 def test_a_shard_is_encoded_by_one_kernel(plugin):
     """In forward and in backward; 5 bytes per element; no shape compiles anew, nor does a later step."""
-    triton_bytes.watch()
+    triton_bytes.start()
     known = set(triton_bytes.KERNELS)
     strategy = FSDP2Strategy(process_group_backend="fake")
     step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, strategy=strategy, plugins=plugin))

@@ -312,4 +312,5 @@ def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
     if TABLE[name].plugin is FP8TE and WITHOUT_TE:
         assert TABLE[name].gathers_fp8 == (TABLE[name].options.get("recipe", "delayed") in ("delayed", "current"))
     else:
-        assert TABLE[name].gathers_fp8 == (create(name).gathers(ShardOptions()) is None)
+        codes_already = name == "msamp-o3"  # its weights are float8 codes, and are gathered without a change
+        assert TABLE[name].gathers_fp8 == (codes_already or create(name).gathers(ShardOptions()) is None)

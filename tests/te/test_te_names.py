@@ -43,38 +43,16 @@ def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3-fp16"])
-def test_where_transformer_engine_runs_it_is_preferred(monkeypatch, name):
-    assert type(create(name)) is lightning_lowprec.FP8TorchAO  # no GPU here
+def test_a_name_without_a_backend_means_torchao_where_both_are_installed(monkeypatch, name):
     pretend(monkeypatch)
-    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
-    plugin = create(name)
-    assert type(plugin) is FP8TE
-    assert plugin.precision == name
-    assert type(create(name, sharded=True)) is lightning_lowprec.FP8TorchAO
-    assert type(L.Fabric(precision=name, accelerator="cpu", strategy="fsdp2").strategy.precision) is (
-        lightning_lowprec.FP8TorchAO
-    )
-    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: False)
-    assert type(create(name)) is lightning_lowprec.FP8TorchAO
+    for plugin in (create(name), L.Fabric(precision=name, accelerator="cpu", strategy="fsdp2").strategy.precision):
+        assert type(plugin) is lightning_lowprec.FP8TorchAO
+        assert plugin.precision == name
 
 
-def test_one_that_is_installed_but_broken_raises(monkeypatch):
-    import sys
-
-    pretend(monkeypatch)
-    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    with pytest.raises(ImportError, match="preferred"):
-        create("fp8-hybrid")
-
-
-def test_a_resumed_run_means_the_same_backend(monkeypatch):
+def test_a_resumed_run_means_the_same_backend():
     plugin = create("fp8-hybrid-fp16")
     message = "use 'fp8-hybrid-te-fp16'; to change over, 'fp8-hybrid-torchao-fp16'"
     with pytest.raises(RuntimeError, match=message):
         plugin.load_state_dict({"backend": "transformer_engine"})
     create("fp8-hybrid-torchao").load_state_dict({"backend": "transformer_engine"})  # a name that says its backend
-    pretend(monkeypatch)
-    monkeypatch.setattr(support, "every_gpu_has_fp8", lambda: True)
-    with pytest.raises(RuntimeError, match="use 'fp8-e4m3-torchao'; to change over, 'fp8-e4m3-te'"):
-        create("fp8-e4m3").load_state_dict({"backend": "torchao"})

@@ -1,0 +1,110 @@
+"""The report, its arithmetic and its picture, from entries written by hand."""
+
+import json
+
+import pytest
+
+from benchmarks.ledger import picture, report, roofline
+from benchmarks.ledger.entry import Amount, Entry, amounts, format_of
+from benchmarks.ledger.moved import Operation
+from benchmarks.ledger.recorder import Record
+
+SHAPE = {"name": "tiny", "layers": 1, "hidden": 8, "vocab": 16, "sequence": 100}
+RATES = roofline.Rates("by hand", {**roofline.assumed().values, "bfloat16": 1e12, "bandwidth": 1e9, "gap": 1e-3})
+
+
+def by_hand(contender="lightning bf16-mixed, compiled"):
+    forward = Amount(kernels=2, products=1, bytes=3_000_000, product_flops={"bfloat16": 5_000_000_000})
+    stretches = {
+        "forward": {"0": forward},
+        "backward": {"0": Amount(attention_flops=0, kernels=1), "outside": Amount(bytes=1_000_000)},
+        "optimizer": {"outside": Amount(kernels=1, bytes=2_000_000)},
+    }
+    peaks = {f"peak in {phase}": 4_000_000_000 for phase in ("forward", "backward", "optimizer")}
+    return Entry(
+        contender=contender, device="a GPU", shape=SHAPE, batch=1, parameters=1_000_000, stretches=stretches, waits=[],
+        refused=[], mallocs=0, graphs=1, graph_breaks={}, loose={}, kernels=["a"], host_ms=1.0,
+        memory={"weights": 4, "gradients": 4, "optimizer": 8, **peaks},
+    )  # fmt: skip
+
+
+def record(what, name="x", info=""):
+    return Record(0.0, what, name, info)
+
+
+def test_a_prediction_is_counts_over_rates():
+    """5 GFLOP at 1 TFLOP/s: 5 ms. 3 + 1 MB at 1 GB/s: 4 ms, and 2 ms of the optimizer. 5 launches of 1 ms."""
+    found = roofline.predict(by_hand(), RATES)
+    assert found.of("products") == pytest.approx(5)
+    assert found.of("bytes") == pytest.approx(4)
+    assert found.of("optimizer") == pytest.approx(2)
+    assert found.of("gaps") == pytest.approx(5)
+    assert found.total == pytest.approx(16)
+
+
+def test_formats_by_dtype_accumulation_and_scales():
+    info = "a=float8_e4m3fn b=float8_e5m2 fast={} scales={},{}"
+    names = {
+        format_of(record("gemm", info=info.format(fast, scales, scales))): None
+        for fast, scales in ((1, 0), (0, 0), (1, 3), (0, 5), (0, 2))
+    }
+    assert list(names) == [
+        "float8 fast",
+        "float8 exact",
+        "float8 row scales fast",
+        "float8 block scales exact",
+        "mxfp8 exact",
+    ]
+    assert format_of(record("gemm", info="a=bfloat16 b=bfloat16")) == "bfloat16"
+    assert RATES.of_product("float8 row scales fast") == RATES.values["float8 fast"]
+    with pytest.raises(KeyError, match="no rate for products of format 'int8'"):
+        RATES.of_product("int8")
+
+
+def test_records_are_sorted_into_phases_and_blocks():
+    records = [
+        record("mark", "phase forward"), record("kernel", "embedding"),
+        record("mark", "block 0"), record("kernel", "triton_a"),
+        record("gemm", info="m=2 n=3 k=4 batch=1 a=bfloat16 b=bfloat16"), record("mark", "block outside"),
+        record("kernel", "nobody knows"), record("mark", "phase optimizer"), record("kernel", "adam"), record("memset"),
+    ]  # fmt: skip
+    operations = [Operation("embedding", 1, 2, 100, "elementwise"), Operation("mm", 4, 5, 0, "product", 999),
+                  Operation("_fused_adamw_", 8, 9, 28, "elementwise")]  # fmt: skip
+    found, loose = amounts(records, operations, {"triton_a": 7})
+    assert found["forward"]["0"] == Amount(kernels=1, products=1, bytes=7, product_flops={"bfloat16": 48})
+    assert found["forward"]["outside"] == Amount(kernels=2, bytes=100, unknown_bytes=1)
+    assert found["optimizer"]["outside"] == Amount(kernels=1, copies=1, bytes=28)
+    assert loose == {"nobody knows": 1}
+
+
+def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):
+    entries = [by_hand(), by_hand("another")]
+    text = report.markdown(entries, {"ours nvfp4": "needs Blackwell"}, RATES, "python -m benchmarks.ledger")
+    assert "## Predicted, not measured" in text
+    assert "| another | 16 | 6.2 | 1.00 | 5 | 4 | 0 | 2 | 5 |" in text
+    assert "| ours nvfp4 | needs Blackwell |" in text
+    assert "Predicted" not in report.markdown(entries, {}, None, "")
+    picture.draw(entries, RATES, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_entries_survive_json():
+    assert Entry.from_json(json.loads(json.dumps(by_hand().to_json()))) == by_hand()
+
+
+def test_measured_rates_replace_assumed_ones(tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text('{"bandwidth": 2.0}')
+    rates = roofline.from_file(file)
+    assert (rates.values["bandwidth"], rates.values["bfloat16"]) == (2.0, roofline.assumed().values["bfloat16"])
+    assert "rates.json" in rates.label
+    file.write_text('{"bandwith": 2.0}')
+    with pytest.raises(ValueError, match=r"unknown rates \['bandwith'\]; expected some of: .*bandwidth"):
+        roofline.from_file(file)
+
+
+def test_the_rates_of_the_gpu_lane_are_taken_by_format(tmp_path):
+    """Harmonic mean of 2 and 6: 3. Sustained rates count alone."""
+    rates = {"gemm fp8 fast 8x8x8": 2e12, "gemm fp8 fast 16x8x8": 6e12, "gemm bf16 8x8x8": 9e12,
+             "gemm bf16 8x8x8 sustained": 4e12, "bandwidth copy": 5.0}  # fmt: skip
+    assert roofline.of_the_lane(rates) == {"float8 fast": pytest.approx(3e12), "bfloat16": 4e12, "bandwidth": 5.0}
