@@ -9,10 +9,12 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
+LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
+
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger bench clean
+.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger rehearse bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +25,7 @@ help:
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 5 GB, a few minutes)"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
+	@echo "make rehearse    the GPU lane from beginning to end, on a GPU that computes nothing (a quarter of an hour)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
@@ -67,7 +70,7 @@ test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest tests/gpu -W default
 
 gpu-lane: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.gpu_lane --part smoke linear step8b tests step1b overhead memory optimizer accumulation --out gpu-lane-out
+	$(VENV)/bin/python -m benchmarks.gpu_lane --part $(LANE) --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
@@ -77,7 +80,10 @@ test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
 
 test-ledger: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger tests/gpu
+
+rehearse: $(TE)/.installed
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m benchmarks.gpu_lane --smoke --out rehearsal-out --part $(LANE)
 
 ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)
