@@ -23,7 +23,7 @@ help:
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
-	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 5 GB, a few minutes)"
+	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    the GPU lane from beginning to end, on a GPU that computes nothing (a quarter of an hour)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
