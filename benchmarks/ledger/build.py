@@ -5,10 +5,13 @@ python -m benchmarks.ledger.build         # a few seconds; does nothing if the l
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +19,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "nullgpu"
 OUT = HERE.parents[1] / ".nullgpu"
 RUNTIME = ("records", "device", "memory", "streams", "kernels", "runtime", "blas", "blaslt")
-LIBRARIES = ("libnullgpu.so", "libcuda.so.1", "libcuda.so")
+LIBRARIES = ("libcuda.so", "libnullgpu.so", "libcuda.so.1")
 NEEDED_HEADERS = (
     "cuda.h",
     "cuda_runtime_api.h",
@@ -62,13 +65,31 @@ def compiler() -> str:
 
 
 def build(out: Path = OUT) -> Path:
-    """Build the libraries into the folder ``out`` unless they are up to date, and return the folder."""
+    """Build the libraries into the folder ``out`` unless they are up to date, and return the folder.
+
+    Several processes may call this function at once: one of them builds, and the others wait.
+    """
     include, gpp = headers(), compiler()
-    sources = [*SOURCES.iterdir(), Path(__file__)]
-    newest = max(path.stat().st_mtime for path in sources)
-    if all((out / name).exists() and (out / name).stat().st_mtime >= newest for name in LIBRARIES):
+    newest = max(path.stat().st_mtime for path in (*SOURCES.iterdir(), Path(__file__)))
+
+    def up_to_date() -> bool:
+        return all((out / name).exists() and (out / name).stat().st_mtime >= newest for name in LIBRARIES)
+
+    if up_to_date():
         return out
     out.mkdir(exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not up_to_date():
+            with tempfile.TemporaryDirectory(dir=out) as folder:
+                compile_and_link(Path(folder), include, gpp)
+                for name in LIBRARIES:
+                    os.replace(Path(folder) / name, out / name)
+    return out
+
+
+def compile_and_link(out: Path, include: Path, gpp: str) -> None:
+    """Write the libraries and all that leads to them into the folder ``out``."""
     own = [SOURCES / f"{name}.cpp" for name in RUNTIME]
     generated = {
         "runtime_stubs": ("cuda_runtime_api.h", "cudaError_t", 801, own),
@@ -92,23 +113,9 @@ def build(out: Path = OUT) -> Path:
     mine = [path for stem, path in objects.items() if stem not in of_driver]
     run([gpp, "-shared", "-o", out / "libnullgpu.so", *mine, "-ldl", "-lpthread"])
     linked = [objects[stem] for stem in sorted(of_driver)]
-    run(
-        [
-            gpp,
-            "-shared",
-            "-Wl,-soname,libcuda.so.1",
-            "-Wl,-rpath,$ORIGIN",
-            f"-L{out}",
-            "-o",
-            out / "libcuda.so.1",
-            *linked,
-            "-lnullgpu",
-            "-ldl",
-        ]
-    )
-    (out / "libcuda.so").unlink(missing_ok=True)
+    run([gpp, "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-rpath,$ORIGIN", f"-L{out}", "-o", out / "libcuda.so.1",
+         *linked, "-lnullgpu", "-ldl"])  # fmt: skip
     (out / "libcuda.so").symlink_to("libcuda.so.1")
-    return out
 
 
 def run(command: list[object]) -> None:

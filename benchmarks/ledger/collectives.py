@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.ledger.recorder import Log, mark, recording
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
+from lightning_lowprec.numerics import one_pass
 from lightning_lowprec.tools.planning import volume
 
 STAGES = {
@@ -106,6 +107,7 @@ def counted() -> Iterator[Counts]:
     with ExitStack() as stack:
         for name, (owner, method) in STAGES.items():
             stack.enter_context(patch.object(owner, method, _staged(getattr(owner, method), stage, name)))
+        stack.enter_context(patch.object(one_pass, "_compiled", _counting(one_pass._compiled, counts, stage)))
         log = stack.enter_context(recording())
         stack.enter_context(_Seen(counts, stage))
         yield counts
@@ -141,6 +143,22 @@ def _staged(method: Callable[..., Any], stage: _Stage, name: str) -> Callable[..
     return staged
 
 
+def _counting(compiled: Callable[..., Any], counts: Counts, stage: _Stage) -> Callable[..., Any]:
+    """Count the bytes of functions that run as one compiled kernel, which no dispatcher sees."""
+
+    def for_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        run = compiled(function)
+
+        def call(values: Tensor, *rest: Any) -> Tensor:
+            out: Tensor = run(values, *rest)
+            counts.moved[stage.name] += _bytes((values, out))
+            return out
+
+        return call
+
+    return for_function
+
+
 def _by_stage(log: Log) -> Counter[str]:
     """Return the number of kernels and matrix products behind each mark."""
     stage, kernels = "else", Counter[str]()
@@ -160,6 +178,11 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self._counts = counts
         self._stage = stage
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled; under other modes torch runs it eagerly."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

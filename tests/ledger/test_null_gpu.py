@@ -4,7 +4,7 @@ import ctypes
 import json
 import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,10 +204,11 @@ def test_without_a_compiler_or_headers_the_error_says_what_to_install(monkeypatc
         build.headers()
 
 
-def test_the_libraries_are_built_once(tmp_path):
-    first = build.build(tmp_path / "out")
+def test_the_libraries_are_built_once_also_by_two_who_ask_at_the_same_time(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(build.build, [tmp_path / "out"] * 2)
     made = {name: (first / name).stat().st_mtime_ns for name in build.LIBRARIES}
-    build.build(tmp_path / "out")
+    assert second == build.build(tmp_path / "out") == first
     assert made == {name: (first / name).stat().st_mtime_ns for name in build.LIBRARIES}
+    assert sorted(path.name for path in first.iterdir()) == sorted([*build.LIBRARIES, "lock"])
     assert on_null_gpu()
-    assert Path(build.OUT).exists()

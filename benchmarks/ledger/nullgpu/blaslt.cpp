@@ -77,25 +77,38 @@ const char* refusal(cublasLtMatmulDesc_t product, cublasLtMatrixLayout_t a, cubl
   }
   if (capability < 89) return "fp8_needs_8.9";
   if (type_a == CUDA_R_8F_E5M2 && type_b == CUDA_R_8F_E5M2) return "e5m2_times_e5m2";
-  bool tn = of(product, CUBLASLT_MATMUL_DESC_TRANSA) == CUBLAS_OP_T && of(product, CUBLASLT_MATMUL_DESC_TRANSB) == CUBLAS_OP_N;
-  bool any_layout = capability == 100 || capability == 103;   // Blackwell of data centres; Ada and Hopper take TN only
+  bool tn = of(product, CUBLASLT_MATMUL_DESC_TRANSA) == CUBLAS_OP_T &&
+            of(product, CUBLASLT_MATMUL_DESC_TRANSB) == CUBLAS_OP_N;
+  bool any_layout = capability == 100 || capability == 103;  // Blackwell of data centres; Ada and Hopper take TN only
   if (!tn && (!any_layout || is_fp4(type_a))) return "not_TN";
   long per_16_bytes = is_fp4(type_a) ? 32 : 16;
-  if (of(a, CUBLASLT_MATRIX_LAYOUT_LD) % per_16_bytes || of(b, CUBLASLT_MATRIX_LAYOUT_LD) % per_16_bytes) return "leading_dimension_not_16_bytes";
+  if (of(a, CUBLASLT_MATRIX_LAYOUT_LD) % per_16_bytes || of(b, CUBLASLT_MATRIX_LAYOUT_LD) % per_16_bytes)
+    return "leading_dimension_not_16_bytes";
   if (const char* why = refused_scales(of(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE))) return why;
   return refused_scales(of(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE));
 }
 
-nullgpu::Gemm described(cublasLtMatmulDesc_t product, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t d) {
+nullgpu::Gemm described(cublasLtMatmulDesc_t product, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                        cublasLtMatrixLayout_t d) {
   int ta = of(product, CUBLASLT_MATMUL_DESC_TRANSA), tb = of(product, CUBLASLT_MATMUL_DESC_TRANSB);
   long k = of(a, ta ? CUBLASLT_MATRIX_LAYOUT_ROWS : CUBLASLT_MATRIX_LAYOUT_COLS);
   auto type = [](cublasLtMatrixLayout_t layout) { return (cudaDataType)of(layout, CUBLASLT_MATRIX_LAYOUT_TYPE); };
-  std::string more = text(
-      "fast=%ld epilogue=%ld scales=%ld,%ld lda=%ld ldb=%ld", of(product, CUBLASLT_MATMUL_DESC_FAST_ACCUM),
-      of(product, CUBLASLT_MATMUL_DESC_EPILOGUE), of(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE),
-      of(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE), of(a, CUBLASLT_MATRIX_LAYOUT_LD), of(b, CUBLASLT_MATRIX_LAYOUT_LD));
-  return {"cublasLtMatmul", ta, tb, of(d, CUBLASLT_MATRIX_LAYOUT_ROWS), of(d, CUBLASLT_MATRIX_LAYOUT_COLS), k,
-          type(a), type(b), type(d), of(d, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT), more};
+  std::string more =
+      text("fast=%ld epilogue=%ld scales=%ld,%ld lda=%ld ldb=%ld", of(product, CUBLASLT_MATMUL_DESC_FAST_ACCUM),
+           of(product, CUBLASLT_MATMUL_DESC_EPILOGUE), of(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE),
+           of(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE), of(a, CUBLASLT_MATRIX_LAYOUT_LD),
+           of(b, CUBLASLT_MATRIX_LAYOUT_LD));
+  return {"cublasLtMatmul",
+          ta,
+          tb,
+          of(d, CUBLASLT_MATRIX_LAYOUT_ROWS),
+          of(d, CUBLASLT_MATRIX_LAYOUT_COLS),
+          k,
+          type(a),
+          type(b),
+          type(d),
+          of(d, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT),
+          more};
 }
 
 }  // namespace
@@ -109,10 +122,16 @@ NULLGPU_API cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-NULLGPU_API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t product, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t, int, cublasLtMatmulHeuristicResult_t* result, int* found) {
+NULLGPU_API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t product,
+                                                          cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                          cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d,
+                                                          cublasLtMatmulPreference_t, int,
+                                                          cublasLtMatmulHeuristicResult_t* result, int* found) {
   if (const char* why = refusal(product, a, b)) {
     nullgpu::Gemm g = described(product, a, b, d);
-    record("refused", "cublasLtMatmul", text("reason=%s m=%ld n=%ld k=%ld a=%s b=%s ta=%d tb=%d %s", why, g.m, g.n, g.k, nullgpu::dtype(g.a), nullgpu::dtype(g.b), g.transpose_a, g.transpose_b, g.more.c_str()));
+    record("refused", "cublasLtMatmul",
+           text("reason=%s m=%ld n=%ld k=%ld a=%s b=%s ta=%d tb=%d %s", why, g.m, g.n, g.k, nullgpu::dtype(g.a),
+                nullgpu::dtype(g.b), g.transpose_a, g.transpose_b, g.more.c_str()));
     *found = 0;
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
@@ -122,12 +141,17 @@ NULLGPU_API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubl
   return CUBLAS_STATUS_SUCCESS;
 }
 
-NULLGPU_API cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t product, const void*, const void*, cublasLtMatrixLayout_t a, const void*, cublasLtMatrixLayout_t b, const void*, const void*, cublasLtMatrixLayout_t, void*, cublasLtMatrixLayout_t d, const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t) {
+NULLGPU_API cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t product, const void*, const void*,
+                                          cublasLtMatrixLayout_t a, const void*, cublasLtMatrixLayout_t b, const void*,
+                                          const void*, cublasLtMatrixLayout_t, void*, cublasLtMatrixLayout_t d,
+                                          const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t) {
   if (nullgpu::recording()) nullgpu::record_gemm(described(product, a, b, d));
   return CUBLAS_STATUS_SUCCESS;
 }
 
-NULLGPU_API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoConfigAttributes_t, void* to, size_t size, size_t* written) {
+NULLGPU_API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t*,
+                                                                cublasLtMatmulAlgoConfigAttributes_t, void* to,
+                                                                size_t size, size_t* written) {
   if (to) memset(to, 0, size);
   if (written) *written = size;
   return CUBLAS_STATUS_SUCCESS;

@@ -12,7 +12,7 @@ constexpr std::size_t MiB = 1 << 20;
 constexpr int KiB = 1 << 10;
 
 const Device DEVICES[] = {
-    // key        name                          cc     memory         SMs  threads  shared: block  SM         L2             bus
+    // key, name, capability, memory, SMs, threads per SM, shared memory per block and per SM, L2, bits of the bus
     {"h200", "NVIDIA H200", 9, 0, 143156 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 60 * (int)MiB, 6144},
     {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 81000 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 50 * (int)MiB, 5120},
     {"b200", "NVIDIA B200", 10, 0, 182600 * MiB, 148, 2048, 227 * KiB, 228 * KiB, 126 * (int)MiB, 8192},
@@ -42,20 +42,25 @@ int attribute(int which) {
   const Device& d = device();
   switch (which) {
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
-    case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: return 1024;
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: return 1024;
     case cudaDevAttrMaxBlockDimZ: return 64;
     case cudaDevAttrMaxGridDimX: return 2147483647;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: return 65535;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: return 65535;
     case cudaDevAttrMaxSharedMemoryPerBlock: return 48 * KiB;
     case cudaDevAttrTotalConstantMemory: return 64 * KiB;
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMaxPitch: return 2147483647;
-    case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
-    case cudaDevAttrClockRate: return 1980000;                   // kHz
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+    case cudaDevAttrClockRate: return 1980000;  // kHz
     case cudaDevAttrTextureAlignment: return 512;
     case cudaDevAttrMultiProcessorCount: return d.multiprocessors;
-    case cudaDevAttrCanMapHostMemory: case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing: return 1;
-    case cudaDevAttrMemoryClockRate: return 3201000;             // kHz
+    case cudaDevAttrCanMapHostMemory:
+    case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrUnifiedAddressing: return 1;
+    case cudaDevAttrMemoryClockRate: return 3201000;  // kHz
     case cudaDevAttrGlobalMemoryBusWidth: return d.bus_bits;
     case cudaDevAttrL2CacheSize: return d.l2;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return d.threads_per_multiprocessor;
@@ -64,7 +69,8 @@ int attribute(int which) {
     case cudaDevAttrComputeCapabilityMinor: return d.minor;
     case cudaDevAttrStreamPrioritiesSupported: return 1;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return d.shared_per_multiprocessor;
-    case cudaDevAttrManagedMemory: case cudaDevAttrCooperativeLaunch: return 1;
+    case cudaDevAttrManagedMemory:
+    case cudaDevAttrCooperativeLaunch: return 1;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: return d.shared_per_block;
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
     case cudaDevAttrReservedSharedMemoryPerBlock: return KiB;

@@ -44,7 +44,8 @@ void* symbol(const std::string& name) {
 
 }  // namespace
 
-#define DOES_NOTHING(name) NULLGPU_API CUresult name(...) { return OK; }
+#define DOES_NOTHING(name) \
+  NULLGPU_API CUresult name(...) { return OK; }
 
 NULLGPU_API CUresult cuInit(unsigned) { return OK; }
 NULLGPU_API CUresult cuDriverGetVersion(int* version) { return cudaDriverGetVersion(version); }
@@ -98,16 +99,23 @@ NULLGPU_API CUresult cuModuleLoadData(void** module, const void*) {
   *module = fresh();
   return OK;
 }
-NULLGPU_API CUresult cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void**) { return cuModuleLoadData(module, image); }
+NULLGPU_API CUresult cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void**) {
+  return cuModuleLoadData(module, image);
+}
 NULLGPU_API CUresult cuModuleLoad(void** module, const char*) { return cuModuleLoadData(module, nullptr); }
-NULLGPU_API CUresult cuLibraryLoadData(void** library, const void* image, void*, void**, unsigned, void*, void**, unsigned) { return cuModuleLoadData(library, image); }
+NULLGPU_API CUresult cuLibraryLoadData(void** library, const void* image, void*, void**, unsigned, void*, void**,
+                                       unsigned) {
+  return cuModuleLoadData(library, image);
+}
 NULLGPU_API CUresult cuModuleGetFunction(void** function, void*, const char* name) {
   std::lock_guard<std::mutex> lock(mutex);
   *function = fresh();
   functions()[*function] = name;
   return OK;
 }
-NULLGPU_API CUresult cuLibraryGetKernel(void** kernel, void* library, const char* name) { return cuModuleGetFunction(kernel, library, name); }
+NULLGPU_API CUresult cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+  return cuModuleGetFunction(kernel, library, name);
+}
 NULLGPU_API CUresult cuKernelGetFunction(void** function, void* kernel) {
   *function = kernel;
   return OK;
@@ -133,19 +141,30 @@ NULLGPU_API CUresult cuOccupancyMaxActiveClusters(int* clusters, void*, void*) {
   return OK;
 }
 
-NULLGPU_API CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void**, void**) { return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream); }
-NULLGPU_API CUresult cuLaunchCooperativeKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void**) { return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream); }
-struct LaunchConfig {                                // CUlaunchConfig
+NULLGPU_API CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                    unsigned bz, unsigned shared, void* stream, void**, void**) {
+  return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream);
+}
+NULLGPU_API CUresult cuLaunchCooperativeKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                               unsigned by, unsigned bz, unsigned shared, void* stream, void**) {
+  return launch(function, dim3{gx, gy, gz}, dim3{bx, by, bz}, shared, stream);
+}
+struct LaunchConfig {  // CUlaunchConfig
   unsigned gx, gy, gz, bx, by, bz, shared;
   void* stream;
 };
-NULLGPU_API CUresult cuLaunchKernelEx(const LaunchConfig* c, void* function, void**, void**) { return launch(function, dim3{c->gx, c->gy, c->gz}, dim3{c->bx, c->by, c->bz}, c->shared, c->stream); }
+NULLGPU_API CUresult cuLaunchKernelEx(const LaunchConfig* c, void* function, void**, void**) {
+  return launch(function, dim3{c->gx, c->gy, c->gz}, dim3{c->bx, c->by, c->bz}, c->shared, c->stream);
+}
 
 NULLGPU_API CUresult cuPointerGetAttribute(void* value, int which, unsigned long long pointer) {
   constexpr int DEVICE_POINTER = 3, DEVICE_ORDINAL = 9;
-  if (which == DEVICE_POINTER) memcpy(value, &pointer, sizeof pointer);
-  else if (which == DEVICE_ORDINAL) *(int*)value = 0;
-  else memset(value, 0, 4);
+  if (which == DEVICE_POINTER)
+    memcpy(value, &pointer, sizeof pointer);
+  else if (which == DEVICE_ORDINAL)
+    *(int*)value = 0;
+  else
+    memset(value, 0, 4);
   return OK;
 }
 NULLGPU_API CUresult cuStreamSynchronize(void* stream) { return cudaStreamSynchronize((cudaStream_t)stream); }

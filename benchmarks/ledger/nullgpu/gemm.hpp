@@ -33,7 +33,9 @@ inline const char* dtype(cudaDataType type) {
 
 inline void record_gemm(const Gemm& g) {
   if (!recording()) return;
-  record("gemm", g.call, text("m=%ld n=%ld k=%ld ta=%d tb=%d a=%s b=%s c=%s batch=%ld %s", g.m, g.n, g.k, g.transpose_a, g.transpose_b, dtype(g.a), dtype(g.b), dtype(g.c), g.batch, g.more.c_str()));
+  record("gemm", g.call,
+         text("m=%ld n=%ld k=%ld ta=%d tb=%d a=%s b=%s c=%s batch=%ld %s", g.m, g.n, g.k, g.transpose_a, g.transpose_b,
+              dtype(g.a), dtype(g.b), dtype(g.c), g.batch, g.more.c_str()));
 }
 
 }  // namespace nullgpu

@@ -43,12 +43,16 @@ cudaError_t launch(const std::string& name, dim3 grid, dim3 block, std::size_t s
   size_t threads = (size_t)block.x * block.y * block.z;
   bool empty = !grid.x || !grid.y || !grid.z || !threads;
   if (empty || threads > 1024 || grid.y > 65535 || grid.z > 65535 || (int)shared > device().shared_per_block) {
-    record("refused", name, text("grid=%u,%u,%u block=%u,%u,%u shared=%zu reason=launch_configuration", grid.x, grid.y, grid.z, block.x, block.y, block.z, shared));
+    record("refused", name,
+           text("grid=%u,%u,%u block=%u,%u,%u shared=%zu reason=launch_configuration", grid.x, grid.y, grid.z, block.x,
+                block.y, block.z, shared));
     return failed(cudaErrorInvalidConfiguration);
   }
   captured_kernel();
   if (recording())
-    record("kernel", name, text("grid=%u,%u,%u block=%u,%u,%u shared=%zu stream=%p%s", grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, capturing() ? " captured" : ""));
+    record("kernel", name,
+           text("grid=%u,%u,%u block=%u,%u,%u shared=%zu stream=%p%s", grid.x, grid.y, grid.z, block.x, block.y,
+                block.z, shared, stream, capturing() ? " captured" : ""));
   return cudaSuccess;
 }
 
@@ -61,7 +65,8 @@ NULLGPU_API void** __cudaRegisterFatBinary(void*) {
 NULLGPU_API void __cudaRegisterFatBinaryEnd(void**) {}
 NULLGPU_API void __cudaUnregisterFatBinary(void**) {}
 NULLGPU_API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-NULLGPU_API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+NULLGPU_API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*,
+                                        void*, int*) {
   std::lock_guard<std::mutex> lock(mutex);
   names()[host] = name;
 }
@@ -80,11 +85,25 @@ NULLGPU_API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* functi
   *kernel = (cudaKernel_t)function;
   return cudaSuccess;
 }
-NULLGPU_API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return launch_registered(kernel, grid, block, shared, stream); }
-NULLGPU_API cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return launch_registered(kernel, grid, block, shared, stream); }
-NULLGPU_API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return launch_registered(function, grid, block, shared, stream); }
-NULLGPU_API cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return launch_registered(function, grid, block, shared, stream); }
-NULLGPU_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) { return launch_registered(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream); }
+NULLGPU_API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared,
+                                           cudaStream_t stream) {
+  return launch_registered(kernel, grid, block, shared, stream);
+}
+NULLGPU_API cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared,
+                                                cudaStream_t stream) {
+  return launch_registered(kernel, grid, block, shared, stream);
+}
+NULLGPU_API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared,
+                                         cudaStream_t stream) {
+  return launch_registered(function, grid, block, shared, stream);
+}
+NULLGPU_API cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared,
+                                                    cudaStream_t stream) {
+  return launch_registered(function, grid, block, shared, stream);
+}
+NULLGPU_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) {
+  return launch_registered(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream);
+}
 
 NULLGPU_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
@@ -97,7 +116,8 @@ NULLGPU_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, co
 }
 NULLGPU_API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 NULLGPU_API cudaError_t cudaFuncSetCacheConfig(const void*, cudaFuncCache) { return cudaSuccess; }
-NULLGPU_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+NULLGPU_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                               unsigned) {
   *blocks = 2;
   return cudaSuccess;
 }

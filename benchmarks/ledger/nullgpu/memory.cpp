@@ -17,7 +17,7 @@ using nullgpu::text;
 namespace {
 
 constexpr std::size_t PAGE = 4096;
-constexpr std::size_t GUARD = 2u << 20;              // libraries round reads up past the end of a buffer
+constexpr std::size_t GUARD = 2u << 20;  // libraries round reads up past the end of a buffer
 constexpr std::size_t LARGEST_REAL_COPY = 1u << 20;
 
 std::mutex mutex;
@@ -53,7 +53,8 @@ cudaError_t allocate(void** pointer, std::size_t bytes) {
     record("refused", "cudaMalloc", text("bytes=%zu used=%zu reason=out_of_memory", bytes, used));
     return failed(cudaErrorMemoryAllocation);
   }
-  void* address = mmap(nullptr, rounded + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* address =
+      mmap(nullptr, rounded + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
   madvise(address, rounded, MADV_NOHUGEPAGE);
   allocations()[(char*)address] = rounded;
@@ -80,7 +81,8 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, bool waits, cons
   const char* kind = to_device ? (from_device ? "D2D" : "H2D") : (from_device ? "D2H" : "H2H");
   const void* host = to_device ? from : to;
   bool pageable = to_device != from_device && !is_pinned(host);
-  record("memcpy", kind, text("bytes=%zu %s%s stream=%p", bytes, waits ? "sync" : "async", pageable ? " pageable" : "", stream));
+  record("memcpy", kind,
+         text("bytes=%zu %s%s stream=%p", bytes, waits ? "sync" : "async", pageable ? " pageable" : "", stream));
   if (waits)
     if (cudaError_t error = nullgpu::forbidden_in_capture("cudaMemcpy")) return error;
   if (bytes <= LARGEST_REAL_COPY || !(to_device && from_device)) memcpy(to, from, bytes);
@@ -130,12 +132,21 @@ NULLGPU_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   return cudaSuccess;
 }
 
-NULLGPU_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return copy(to, from, bytes, true, nullptr); }
-NULLGPU_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) { return copy(to, from, bytes, false, stream); }
-NULLGPU_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) { return copy(to, from, bytes, false, stream); }
-NULLGPU_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+NULLGPU_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  return copy(to, from, bytes, true, nullptr);
+}
+NULLGPU_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, bytes, false, stream);
+}
+NULLGPU_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, false, stream);
+}
+NULLGPU_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                          size_t height, cudaMemcpyKind, cudaStream_t stream) {
   for (size_t row = 0; row < height; ++row)
-    if (cudaError_t error = copy((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width, false, stream)) return error;
+    if (cudaError_t error =
+            copy((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width, false, stream))
+      return error;
   return cudaSuccess;
 }
 NULLGPU_API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t bytes, size_t, cudaMemcpyKind) {
@@ -148,7 +159,9 @@ NULLGPU_API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaS
   if (bytes <= LARGEST_REAL_COPY) memset(to, value, bytes);
   return cudaSuccess;
 }
-NULLGPU_API cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+NULLGPU_API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, nullptr);
+}
 
 NULLGPU_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   bool here = on_device(pointer);

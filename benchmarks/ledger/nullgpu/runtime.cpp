@@ -56,7 +56,9 @@ NULLGPU_API cudaError_t cudaGetDevice(int* index) {
   *index = 0;
   return cudaSuccess;
 }
-NULLGPU_API cudaError_t cudaSetDevice(int index) { return index == 0 ? cudaSuccess : nullgpu::failed(cudaErrorInvalidDevice); }
+NULLGPU_API cudaError_t cudaSetDevice(int index) {
+  return index == 0 ? cudaSuccess : nullgpu::failed(cudaErrorInvalidDevice);
+}
 NULLGPU_API cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
 NULLGPU_API cudaError_t cudaGetDeviceFlags(unsigned* flags) {
   *flags = 0;
@@ -130,8 +132,14 @@ NULLGPU_API cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highe
 NULLGPU_API cudaError_t cudaProfilerStart() { return cudaSuccess; }
 NULLGPU_API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-NULLGPU_API cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long, cudaDriverEntryPointQueryResult* result) { return entry_point(name, function, result); }
-NULLGPU_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) { return entry_point(name, function, result); }
+NULLGPU_API cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long,
+                                                cudaDriverEntryPointQueryResult* result) {
+  return entry_point(name, function, result);
+}
+NULLGPU_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                         unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  return entry_point(name, function, result);
+}
 
 NULLGPU_API const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {

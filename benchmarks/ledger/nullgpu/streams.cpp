@@ -30,7 +30,9 @@ namespace nullgpu {
 
 bool capturing() { return captured != nullptr; }
 
-void captured_kernel() { if (captured) ++captured->kernels; }
+void captured_kernel() {
+  if (captured) ++captured->kernels;
+}
 
 // cudaMalloc is allowed while the thread relaxes its mode, as torch does around the allocator; waiting never is
 cudaError_t forbidden_in_capture(const char* call) {
@@ -54,7 +56,9 @@ NULLGPU_API cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return cudaSuccess;
 }
 NULLGPU_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
-NULLGPU_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
+NULLGPU_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  return cudaStreamCreate(stream);
+}
 NULLGPU_API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 NULLGPU_API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   *priority = 0;
@@ -74,7 +78,9 @@ NULLGPU_API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureSta
   *out = status();
   return cudaSuccess;
 }
-NULLGPU_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* out, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges, size_t* count) {
+NULLGPU_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* out, unsigned long long* id,
+                                                 cudaGraph_t* graph, const cudaGraphNode_t** nodes,
+                                                 const cudaGraphEdgeData** edges, size_t* count) {
   *out = status();
   if (id) *id = captured ? (unsigned long long)(size_t)captured : 0;
   if (graph) *graph = (cudaGraph_t)captured;
@@ -102,7 +108,8 @@ NULLGPU_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMod
   return cudaSuccess;
 }
 // graphs live as long as the process: an instance is its graph
-NULLGPU_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* instance, cudaGraph_t graph, unsigned long long) {
+NULLGPU_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* instance, cudaGraph_t graph,
+                                                      unsigned long long) {
   *instance = (cudaGraphExec_t)graph;
   return cudaSuccess;
 }
@@ -132,7 +139,9 @@ NULLGPU_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t
   record("event", "record", text("stream=%p", (void*)stream));
   return cudaSuccess;
 }
-NULLGPU_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+NULLGPU_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, 0);
+}
 NULLGPU_API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 NULLGPU_API cudaError_t cudaEventSynchronize(cudaEvent_t) {
   record("sync", "cudaEventSynchronize");
