@@ -9,6 +9,8 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
+# of tests/gpu, what compiles for minutes
+COMPILING := tests/gpu/test_alignment.py tests/gpu/test_compile.py
 LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 
 # tests that other people wrote; about half an hour, not a part of CI
@@ -25,7 +27,7 @@ help:
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
-	@echo "make rehearse    the GPU lane from beginning to end, on a GPU that computes nothing (a quarter of an hour)"
+	@echo "make rehearse    the GPU lane and the slowest of tests/gpu, on a GPU that computes nothing (20 minutes)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
@@ -80,9 +82,10 @@ test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
 
 test-ledger: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger tests/gpu
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger tests/gpu $(COMPILING:%=--ignore %)
 
 rehearse: $(TE)/.installed
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile $(COMPILING)
 	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m benchmarks.gpu_lane --smoke --out rehearsal-out --part $(LANE)
 
 ledger: $(TE)/.installed

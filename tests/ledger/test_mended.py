@@ -1,5 +1,6 @@
 """What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -27,10 +28,11 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No compiled code of an earlier test, and no process group after a test. The null GPU has no cuDNN."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """No compiled code and no memory of an earlier test, and no process group after a test."""
     torch._dynamo.reset()
     counters.clear()
+    gc.collect()
+    torch.cuda.empty_cache()  # memory of other tests is not zero, and sizes are read from memory
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
