@@ -46,11 +46,7 @@ from lightning_lowprec.conversion.transforms import check_call, without_second_g
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.private.torch import (
-    are_transforms_active,
-    is_in_backward,
-    saved_tensors_are_hooked,
-)
+from lightning_lowprec.private.torch import are_transforms_active, is_in_backward, saved_tensors_are_hooked
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.weight_cache import WeightCache
 from lightning_lowprec.te.wire_format import for_gemm
