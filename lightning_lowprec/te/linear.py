@@ -106,10 +106,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         # the compiler does not trace this question; the plugin's `forward_context` has left inference mode before
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # the first forward makes buffers that training writes to
+            # the first forward makes buffers that training writes to
+            with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
         check_input(input)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
