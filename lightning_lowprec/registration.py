@@ -1,6 +1,6 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Eight parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Nine parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -13,6 +13,8 @@ Eight parts of Lightning are patched, if Lightning has them (see :mod:`~lightnin
 * the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
 * ``convert_module`` of Lightning's own precision plugins, which then warn of layers that this package has left in a
   model;
+* ``clip_gradients_norm`` of Fabric's strategies, which then clips without writing float32 copies of the gradients
+  where :mod:`~lightning_lowprec.masters.deferred` allows it;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -35,10 +37,12 @@ import lightning
 import lightning.fabric.utilities.throughput as fabric_throughput
 import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_lowprec import names
@@ -50,6 +54,7 @@ from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import left_over
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.step import clip_by_norm
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.strategies import (
     SHARDED,
@@ -97,6 +102,7 @@ def register() -> None:
     _patch(LightningArgumentParser, "error", _say_names)
     for precision in _stock_precisions():
         _patch(precision, CONVERT, _warn_of_left_over)
+    _patch(FabricStrategy, "clip_gradients_norm", _clip_deferred)
     _patch(ModelSummary, "__init__", _count_bytes)
     for module in (fabric_throughput, trainer_throughput):
         if hasattr(module, private.COMPUTE_DTYPE):
@@ -259,6 +265,31 @@ def _say_names(original: Callable[..., None]) -> Callable[..., None]:
         original(self, message, *args, **kwargs)
 
     return error
+
+
+def _clip_deferred(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def clip(
+        self: Any,
+        module: Any,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        norm = None
+        if _patches and isinstance(self.precision, LowPrecision):
+            norm = clip_by_norm(self.precision.scaler, optimizer, max_norm, norm_type)
+        if norm is None:
+            return original(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped. Set"
+                " `error_if_nonfinite=False` to go on."
+            )
+        return norm
+
+    return clip
 
 
 def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from lightning_lowprec.masters.stores import StochasticStore
 from lightning_lowprec.numerics.flat import FlatBuffer, local
 from lightning_lowprec.private.torch import copy_all_
 
-_SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
+SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
 OptimizerState = MutableMapping[Any, Any]
 Kind = tuple[str, torch.device]  # the name of a state, for example exp_avg, and its device
 
@@ -28,10 +28,14 @@ class StochasticMoments:
     """Optimizer state that is float32 inside a step and bf16 between steps, if it has the shape of its parameter.
 
     State tensors without dimensions stay float32: they are counters and running products, and need no memory.
+
+    Args:
+        seed: the seed of the run.
+        start: the position of the first element of the parameters among all parameters, for the random bits.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, start: int = 0) -> None:
+        self._seed, self._start = seed, start
         self._stores: dict[Kind, StochasticStore] = {}
 
     @torch.no_grad()
@@ -49,7 +53,7 @@ class StochasticMoments:
         found = sorted(_entries_by_kind(state, params).items(), key=lambda item: str(item[0]))
         for number, (kind, entries) in enumerate(found, start=1):
             store = self._store_of(kind, entries)
-            store.seed = self._seed + number * _SEED_STEP
+            store.seed = self._seed + number * SEED_STEP
             store.save(step)
             _put(kind, entries, store.params)
 
@@ -61,7 +65,8 @@ class StochasticMoments:
             held = store.masters if store.buffer.allocated else store.params
             if len(held) == len(tensors) and all(map(operator.is_, held, tensors)):
                 return store
-        store = self._stores[kind] = StochasticStore(FlatBuffer(tensors, torch.bfloat16).tensors, {}, seed=self._seed)
+        made = FlatBuffer(tensors, torch.bfloat16).tensors
+        store = self._stores[kind] = StochasticStore(made, {}, seed=self._seed, start=self._start)
         store.buffer.allocate()
         copy_all_(store.buffer.views, [local(t) for t in tensors])
         return store

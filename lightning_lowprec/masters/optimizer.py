@@ -30,7 +30,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.one_pass import step_in_one_pass
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
+from lightning_lowprec.masters.rules import steps_alone
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import (
@@ -92,8 +94,7 @@ def remove_masters(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, MasterOptimizer):
         return
-    _, plain = type(optimizer).__bases__  # see `_master_class`
-    optimizer.__class__ = plain
+    optimizer.__class__ = plain_class(optimizer)
     for name in ("_masters", "_incoming"):
         vars(optimizer).pop(name, None)
     for group in optimizer.param_groups:
@@ -105,6 +106,11 @@ def remove_masters(optimizer: Optimizer) -> None:
 def float32_state(entry: Any) -> Any:
     """Return the state of one parameter with its half-precision tensors in float32."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
+
+
+def plain_class(optimizer: MasterOptimizer) -> type:
+    """Return the class that the optimizer had before it got masters."""
+    return type(optimizer).__bases__[1]  # see `_master_class`
 
 
 def masters_are_stale(optimizer: Optimizer, config: MasterConfig) -> bool:
@@ -137,7 +143,7 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
 def show_master_grads(optimizer: Optimizer) -> None:
     """Show the gradients that were moved to masters at the parameters too, until the next ``step`` or ``zero_grad``."""
     if isinstance(optimizer, MasterOptimizer):
-        optimizer._masters.show_grads()
+        optimizer._masters.gradients.show(optimizer._masters.pairs())
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -157,6 +163,11 @@ def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def held_masters(optimizer: Optimizer) -> list[Tensor]:
     """Return the masters, to look at their ``grad``; their values may have no memory. Empty without masters."""
     return list(optimizer._masters.master_of.values()) if isinstance(optimizer, MasterOptimizer) else []
+
+
+def without_masters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of ``optimizer`` that have no masters."""
+    return optimizer._masters.without_master() if isinstance(optimizer, MasterOptimizer) else parameters_of(optimizer)
 
 
 def drop_grads(optimizer: Optimizer) -> None:
@@ -208,15 +219,38 @@ class MasterOptimizer(Optimizer):
     @without_own_hooks
     @noted_by_schedulers
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's own step on the masters."""
+        """Step in one pass, or by the optimizer's own code on some masters at a time, or on all."""
         registry = self._masters
         with torch.enable_grad():  # before any master is loaded: activations need the memory
             first = None if closure is None else closure()
+        if not args and not kwargs and steps_alone(self, plain_class(self)):
+            self._step_apart(super().step)
+            return first
+        registry.load()
         registry.move_grads(1.0)
         with registry.stepping(), registry.showing_masters():
             if closure is not None:
                 args = (registry.evaluation(closure, first), *args)
             return super().step(*args, **kwargs)
+
+    def _step_apart(self, plain_step: Callable[[], Any]) -> None:
+        """Step some parameters at a time, so that only their masters and float32 gradients need memory."""
+        registry = self._masters
+        registry.gradients.hide(registry.pairs())
+        registry.follow_moves()
+        try:
+            step_in_one_pass(self, plain_class(self), registry)
+            for store in registry.stores:
+                if any(t.grad is not None for t in (*store.params, *store.masters)):
+                    with registry.stepping_only(store):
+                        plain_step()
+            others = [p for p in registry.without_master() if p.grad is not None]
+            if others:
+                with registry.showing_only(others):
+                    plain_step()
+        finally:
+            registry.drop_grads()
+            registry.count_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -265,8 +299,12 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         values = registry.values()
         held = {id(p): i for i, p in enumerate(registry.params())}
-        _, plain = type(self).__bases__  # see `_master_class`
-        return _rebuild, (plain, self.__getstate__(), registry.config, {held[k]: v.clone() for k, v in values.items()})
+        return _rebuild, (
+            plain_class(self),
+            self.__getstate__(),
+            registry.config,
+            {held[k]: v.clone() for k, v in values.items()},
+        )
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ class Store(ABC):
         ValueError: the store cannot hold masters of this dtype.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    form: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    start: int = 0
+    """The position of the first element among the elements of all stores of the optimizer."""
 
     @torch.no_grad()
     def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor]) -> None:
@@ -110,6 +113,27 @@ class Store(ABC):
         copy_all_([local(p) for p in self.params], self.buffer.views)
         self._fingerprints = [_fingerprint(p) for p in self.params]
 
+    def settle(self, step: int) -> None:
+        """Make what is stored between steps current, for a kernel that reads and writes it.
+
+        ``step`` is as in :meth:`save`. :meth:`note_step` must follow.
+        """
+        if self.buffer.allocated:
+            self.load()
+            self.save(step)
+
+    def note_step(self) -> None:
+        """Note that a kernel has updated parameters, and what is stored of their masters."""
+        self._fingerprints = [_fingerprint(p) for p in self.params]
+
+    def companion(self, index: int) -> Tensor | None:
+        """Return what is stored beside a parameter: a tensor of its local shape and strides, or None."""
+        return None
+
+    def position(self, index: int) -> int:
+        """Return the position of a parameter's first element among the elements of all stores of the optimizer."""
+        return self.start + self.buffer.offsets[index]
+
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
         if not self._unsaved:
@@ -148,7 +172,16 @@ class Store(ABC):
 class Fp32Store(Store):
     """A float32 master beside every parameter (Micikevicius et al., arXiv 1710.03740, sec. 3.1)."""
 
+    form = "fp32"
     dtypes = (torch.float16, torch.bfloat16)
+
+    def settle(self, step: int) -> None:
+        """Follow edits of the parameters; the masters are always in memory."""
+        self.load()
+
+    def companion(self, index: int) -> Tensor | None:
+        """Return the master."""
+        return self.buffer.views[index]
 
     def refresh(self) -> None:
         """Follow all edits; a master that rounds to its parameter stays."""
@@ -172,7 +205,12 @@ class RemainderStore(Store):
     the edited value: the store cannot know which elements were edited, and dropping all remainders would lose updates.
     """
 
+    form = "remainder"
     remainder: Tensor
+
+    def companion(self, index: int) -> Tensor | None:
+        """Return the remainder, int16."""
+        return self.buffer.views_on(self.remainder)[index]
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
@@ -203,8 +241,10 @@ class StochasticStore(Store):
         start: the position of the first element among the elements of all stores of the optimizer.
     """
 
+    form = "stochastic"
+
     def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor], *, seed: int, start: int = 0) -> None:
-        self.seed, self._start = seed, start
+        self.seed, self.start = seed, start
         super().__init__(params, values)
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
@@ -212,7 +252,7 @@ class StochasticStore(Store):
         self.buffer.free()
 
     def _round(self, step: int) -> None:
-        rounding.stochastic_round_(self.buffer.flat, seed=self.seed, step=step, start=self._start)
+        rounding.stochastic_round_(self.buffer.flat, seed=self.seed, step=step, start=self.start)
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

@@ -18,32 +18,33 @@ class FlatBuffer:
     """Tensors with the shapes and strides of ``like``, on one flat tensor of ``dtype`` that starts with zeros.
 
     ``views`` are plain tensors. ``tensors`` share their memory and are leaves; where ``like`` has DTensors, they are
-    DTensors. Both are made once and stay the same objects. While the buffer is freed, reading them is undefined
-    behaviour (torch does not check it).
+    DTensors. Both are made once and stay the same objects. ``offsets`` are the first elements of the views. While the
+    buffer is freed, reading views or tensors is undefined behaviour (torch does not check it).
     """
 
     @torch.no_grad()
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
         shards = [local(t) for t in like]
         sizes = [-(-t.numel() // _ALIGN) * _ALIGN for t in shards]
-        *offsets, total = accumulate(sizes, initial=0)
+        *self.offsets, total = accumulate(sizes, initial=0)
         self.flat = torch.zeros(total, dtype=dtype, device=like[0].device)
         # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
         self._layout = [
             (t.shape, torch.empty_like(t, device="meta").stride(), offset)
-            for t, offset in zip(shards, offsets, strict=True)
+            for t, offset in zip(shards, self.offsets, strict=True)
         ]
         self._sharding = [_sharding(t) for t in like]
-        self.views = self._views_on(self.flat)
+        self.views = self.views_on(self.flat)
         self.tensors = self.tensors_on(self.flat)
         self.allocated = True
 
     @torch.no_grad()
     def tensors_on(self, flat: Tensor) -> list[Tensor]:
         """Return new ``tensors`` on another flat tensor of the same size."""
-        return [shard(view) for shard, view in zip(self._sharding, self._views_on(flat), strict=True)]
+        return [shard(view) for shard, view in zip(self._sharding, self.views_on(flat), strict=True)]
 
-    def _views_on(self, flat: Tensor) -> list[Tensor]:
+    def views_on(self, flat: Tensor) -> list[Tensor]:
+        """Return new ``views`` on another flat tensor of the same size."""
         return [flat.as_strided(*layout) for layout in self._layout]
 
     def allocate(self) -> None:

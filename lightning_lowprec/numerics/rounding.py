@@ -15,6 +15,7 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -25,7 +26,9 @@ from lightning_lowprec.numerics.scaling import power_of_two
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
 _LOWER: Final = 0xFFFF
-_CHUNK: Final = 1 << 22  # elements per chunk, where an operation needs temporary memory
+_CHUNK: Final = (
+    1 << 22
+)  # elements per chunk, where an operation needs temporary memory; random bits have keys per chunk
 _MASK64: Final = (1 << 64) - 1
 
 
@@ -73,12 +76,12 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
         flat: changed in place.
         seed: the seed of the run.
         step: counts the roundings; the same step gives the same bits.
-        start: the position of the first element among all elements that share ``seed``.
+        start: the position of the first element among all elements that share ``seed``, an even number. A tensor that
+            is rounded in parts gets the same bits.
     """
     bits = _canonical_nan_(flat).view(torch.int32)
-    for offset in range(0, flat.numel(), _CHUNK):
-        chunk = bits[offset : offset + _CHUNK]
-        chunk.add_(random_bits(chunk.numel(), seed, step, start + offset, flat.device)).bitwise_and_(_UPPER)
+    for part, chunk, first in _chunks(bits, start):
+        part.add_(random_bits(part.numel(), seed, step, chunk, flat.device, first)).bitwise_and_(_UPPER)
 
 
 def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
@@ -87,27 +90,39 @@ def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0
     The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round_`. The grid is 2**(e - 10)
     wide where 2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
     """
-    for offset in range(0, flat.numel(), _CHUNK):
-        part = flat[offset : offset + _CHUNK]
+    for part, chunk, first in _chunks(flat, start):
         exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
         per_grid = power_of_two(11 - exponent)
-        bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
+        bits = random_bits(part.numel(), seed, step, chunk, flat.device, first)
         # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
         part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
 
 
-def random_bits(count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu") -> Tensor:
+def random_bits(
+    count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu", first: int = 0
+) -> Tensor:
     """Return ``count`` uniform values in [0, 65536): (count,) int32, a pure function of the arguments on every device.
 
     Every value pair is a 32-bit hash of a counter. The hash has two rounds; (seed, step, start) gives the keys that are
     added before and between the rounds. The rounds are ``lowbias32`` of C. Wellons (nullprogram.com/blog/2018/07/31).
+    The values are those at ``first``, an even number, and after.
     """
     key, second_key = _keys(seed, step, start)
-    x = torch.arange((count + 1) // 2, dtype=torch.int32, device=device).add_(key)
+    x = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device).add_(key)
     _xor_shift_(x, 16).mul_(0x7FEB352D)
     _xor_shift_(x, 15).add_(second_key).mul_(0x846CA68B - (1 << 32))
     _xor_shift_(x, 16)
     return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(_LOWER)
+
+
+def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield parts of ``flat`` that share keys, the position where their chunk begins, and their place in the chunk."""
+    offset = 0
+    while offset < flat.numel():
+        first = (start + offset) % _CHUNK
+        part = flat[offset : offset + _CHUNK - first]
+        yield part, start + offset - first, first
+        offset += part.numel()
 
 
 def _xor_shift_(x: Tensor, shift: int) -> Tensor:

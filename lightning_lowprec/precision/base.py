@@ -352,6 +352,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        step.before_backward()
         parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
@@ -410,6 +411,9 @@ class LowPrecision(TrainerPrecision, ABC):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if clip_val > 0:
+            by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
+            if by_norm and step.clip_by_norm(self.scaler, optimizer, clip_val) is not None:
+                return
             step.unscale(self.scaler, optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, final
 
@@ -21,7 +22,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.checks import Count, Rule, check_fields
-from lightning_lowprec.masters.optimizer import drop_grads, has_masters, held_masters, move_grads_to_masters
+from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters.optimizer import (
+    drop_grads,
+    has_masters,
+    held_masters,
+    move_grads_to_masters,
+    without_masters,
+)
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 
@@ -111,18 +119,27 @@ class LossScaler:
         for optimizer, gradients in self._gradients.items():
             if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
+                deferred.settle()
                 _multiply_grads(optimizer, self.scale)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place, once per step, and note whether they are finite."""
+    def unscale(self, optimizer: Optimizer, *, defer: bool = False) -> None:
+        """Divide the optimizer's gradients by the scale, once per step, and note whether they are finite.
+
+        With ``defer``, gradients of parameters with masters may stay as they are until the step.
+        """
         self.watch(optimizer)
         gradients = self._gradients[optimizer]
         if gradients.unscaled:
             return
-        if has_masters(optimizer):
+        inv_scale = 1.0 / self.scale
+        params: list[Tensor] = [*parameters_of(optimizer), *held_masters(optimizer)]
+        if defer and deferred.defers(optimizer):
+            gradients.found_inf.append(deferred.unscale(optimizer, inv_scale))
+            params = without_masters(optimizer)
+        elif has_masters(optimizer):
             move_grads_to_masters(optimizer)
-        gradients.found_inf += [unscale_all_(grads, 1.0 / self.scale) for grads in _groups_of_grads(optimizer)]
+        gradients.found_inf += [unscale_all_(grads, inv_scale) for grads in _groups_of_grads(params)]
         gradients.unscaled = True
 
     def found_inf(self, optimizer: Optimizer) -> bool:
@@ -132,7 +149,7 @@ class LossScaler:
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""
-        self.unscale(optimizer)
+        self.unscale(optimizer, defer=True)
         skip = self.found_inf(optimizer)
         if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
             drop_grads(optimizer)
@@ -210,18 +227,18 @@ class LossScaler:
 
 
 def _multiply_grads(optimizer: Optimizer, factor: float) -> None:
-    for grads in _groups_of_grads(optimizer):
+    for grads in _groups_of_grads([*parameters_of(optimizer), *held_masters(optimizer)]):
         multiply_all_(grads, factor)
 
 
-def _groups_of_grads(optimizer: Optimizer) -> list[list[Tensor]]:
+def _groups_of_grads(params: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the gradients (values of sparse ones), of masters too, in lists of one device, dtype and mesh each.
 
     A gradient that a parameter shows for its master is in one list once.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
     seen: set[int] = set()
-    for param in (*parameters_of(optimizer), *held_masters(optimizer)):
+    for param in params:
         if param.grad is None or id(param.grad) in seen:
             continue
         seen.add(id(param.grad))

@@ -3,7 +3,8 @@
     loss --> scale (fp16) --> backward --> [DDP / FSDP2 reduce] --> unscale --> move gradients to the masters
          --> clip --> step, or skip if a gradient is not finite (fp16) --> new loss scale --> masters to weights
 
-A plugin without loss scaling skips every line about the scale. The hooks of
+On a GPU, unscaling and clipping are factors that the step multiplies by: see `masters/deferred.py`. A plugin without
+loss scaling skips every line about the scale. The hooks of
 :class:`~lightning_lowprec.precision.base.LowPrecision` call the functions below. Without loss scaling, ``scaler`` is
 None.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.optimizer import (
     expose_master_grads,
     has_masters,
@@ -26,7 +29,7 @@ from lightning_lowprec.masters.optimizer import (
     show_master_grads,
 )
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.private.lightning import after_closure
+from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
 # ---- the loss and the backward pass
 
@@ -36,7 +39,27 @@ def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
     return loss if scaler is None else scaler.scale_loss(loss)
 
 
-# ---- before clipping
+def before_backward() -> None:
+    """Multiply gradients that wait for a step, if another backward comes before the step."""
+    deferred.settle()
+
+
+# ---- clipping
+
+
+def clip_by_norm(
+    scaler: LossScaler | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
+) -> Tensor | None:
+    """Unscale and clip without writing gradients; return their norm, or None if they must be clipped in place.
+
+    The norm of a step that will be skipped is 0.
+    """
+    if not deferred.defers(optimizer):
+        return None
+    if scaler is not None:
+        scaler.unscale(optimizer, defer=True)
+    norm = deferred.clip_by_norm(optimizer, max_norm, norm_type)
+    return torch.zeros_like(norm) if scaler is not None and scaler.found_inf(optimizer) else norm
 
 
 def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
@@ -87,7 +110,7 @@ def scaled_step(
         return result
     no_gradients = result is None and model.automatic_optimization  # training_step returned None
     if not no_gradients:
-        scaler.unscale(optimizer)
+        scaler.unscale(optimizer, defer=not sees_gradients(model))
     with expose_master_grads(optimizer):
         after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
     if no_gradients:

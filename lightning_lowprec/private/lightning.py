@@ -259,6 +259,15 @@ def check_precision_plugin() -> None:
     _check(Precision, PRECISION_NAMES, "Precision, which loss scaling needs;")
 
 
+def sees_gradients(model: Any) -> bool:
+    """Return whether a hook of a LightningModule or of a callback may look at gradients between closure and step."""
+    from lightning.pytorch import Callback, LightningModule
+
+    hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+    owners = [(model, LightningModule, hooks), *((c, Callback, hooks[:1]) for c in model.trainer.callbacks)]
+    return any(getattr(type(own), hook) is not getattr(base, hook) for own, base, found in owners for hook in found)
+
+
 def after_closure(plugin: Any, model: Any, optimizer: Any) -> None:
     """Run the Trainer's hooks between the closure and the step: ``on_before_optimizer_step``, then clipping."""
     plugin._after_closure(model, optimizer)

@@ -28,9 +28,10 @@ def _exists(name: str) -> bool:
         path = f"{path}.{part}"
         if inspect.ismodule(found) and not hasattr(found, part):
             try:
-                importlib.import_module(path)
+                found = importlib.import_module(path)  # torch.optim deletes the names of its modules
             except ImportError:
                 return False
+            continue
         if not hasattr(found, part):
             return False
         found = getattr(found, part)

@@ -35,8 +35,12 @@ _OPTIMIZER_STEP: Final = (  # how optimizers, their step hooks and schedulers no
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     MASTERS: (
         *_OPTIMIZER_STEP,
+        "torch.optim.Optimizer()._optimizer_step_pre_hooks",
+        "torch.optim.Optimizer()._optimizer_step_post_hooks",
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "torch._foreach_add_",
         "torch._foreach_copy_",
-        "torch._foreach_mul",
         "torch._foreach_mul_",
         "torch._foreach_norm",
         "torch.Tensor._version",
@@ -160,6 +164,15 @@ def without_own_hooks(step: F) -> F:
     return step
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook runs before or after the steps of ``optimizer``, or of every optimizer."""
+    from torch.optim import optimizer as module
+
+    own: Any = optimizer
+    hooks = (own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
+    return any((*hooks, module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks))
+
+
 # ---- many tensors in one call
 
 
@@ -169,15 +182,21 @@ def copy_all_(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def multiply_all(tensors: Tensors, factor: float) -> list[Tensor]:
-    """Return every tensor times ``factor``."""
-    return list(torch._foreach_mul(tensors, factor)) if tensors else []
+def add_to_all_(tensors: Tensors, number: float) -> None:
+    """Add ``number`` to every tensor, in place."""
+    if tensors:
+        torch._foreach_add_(tensors, number)
 
 
 def multiply_all_(tensors: Tensors, factor: float | Tensor) -> None:
     """Multiply every tensor by ``factor``, in place."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def float32_norms(tensors: Tensors, order: float) -> Tensor:
+    """Return the norm of every tensor, computed in float32: (len(tensors),) float32, a DTensor for DTensors."""
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
 
 
 def largest_absolute_values(tensors: Tensors) -> Tensor:

@@ -91,9 +91,9 @@ def buffers_of(optimizer: Any) -> list[torch.Tensor]:
     """The flat tensors that hold masters and moments, of which some have no memory between steps."""
     if not hasattr(optimizer, "_masters"):
         return []
-    stores, moments = optimizer._masters.stores, optimizer._masters._moments
+    stores, moments = optimizer._masters.stores, optimizer._masters.moments
     remainders = [store.remainder for store in stores if hasattr(store, "remainder")]
-    moment_stores = [] if moments is None else moments._stores.values()
+    moment_stores = [store for found in moments.values() for store in found._stores.values()]
     return [*remainders, *(store.buffer.flat for store in (*stores, *moment_stores))]
 
 

@@ -1,0 +1,85 @@
+"""Leave gradients at the parameters until the step, and clip or unscale them by a factor that the step multiplies by.
+
+Clipping float32 copies of all gradients reads and writes 14 bytes per parameter more, and the copies take 4 bytes of
+memory per parameter. A factor costs one read of the gradients, for their norm. The price: ``parameter.grad`` shows the
+gradient of the backward, not the clipped one. So gradients stay on GPUs only; on CPUs every step shows what it clips.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_lowprec.masters.optimizer import MasterOptimizer, plain_class
+from lightning_lowprec.masters.registry import all_registries
+from lightning_lowprec.masters.rules import steps_alone
+from lightning_lowprec.private.torch import float32_norms, multiply_all_
+
+DEVICES: Final = {"cuda"}
+
+
+def defers(optimizer: Optimizer) -> bool:
+    """Return whether the gradients of ``optimizer`` may stay at the parameters until its step.
+
+    They may if all parameters with masters are on a GPU, no gradient was moved to a master, and the optimizer may step
+    some of its parameters at a time (see :func:`~lightning_lowprec.masters.rules.steps_alone`).
+    """
+    if not isinstance(optimizer, MasterOptimizer) or not steps_alone(optimizer, plain_class(optimizer)):
+        return False
+    registry = optimizer._masters
+    registry.add_missing({})
+    if not registry.stores or any(store.device.type not in DEVICES for store in registry.stores):
+        return False
+    return all(m.grad is None and (p.grad is None or not p.grad.is_sparse) for p, m in registry.pairs())
+
+
+@torch.no_grad()
+def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip the gradients of an optimizer that :func:`defers`; return their norm before, as ``clip_grad_norm_`` does.
+
+    Gradients of parameters with masters stay as they are, and the step multiplies them. The norm is computed in
+    float32, and over all ranks of a mesh.
+    """
+    registry = optimizer._masters  # type: ignore[attr-defined]
+    deferred = [p.grad for p, _ in registry.pairs() if p.grad is not None]
+    others = [p.grad for p in registry.without_master() if p.grad is not None]
+    norms = [_norm(deferred, norm_type) * registry.gradients.factor] if deferred else []
+    norms += [_norm(others, norm_type)] if others else []
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    registry.gradients.fold(factor)
+    multiply_all_(others, factor)
+    return total
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
+    """Multiply the gradients of an optimizer that :func:`defers`; return 1.0 if one was not finite, else 0.0.
+
+    Returns:
+        A float32 scalar on the device of the gradients.
+    """
+    registry = optimizer._masters  # type: ignore[attr-defined]
+    registry.gradients.fold(inv_scale)
+    grads = [p.grad for p, _ in registry.pairs() if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    return (~_norm(grads, float("inf")).isfinite()).float()
+
+
+def settle() -> None:
+    """Before a backward: multiply gradients that wait for a step, which the new gradients must not share."""
+    for registry in all_registries():
+        if registry.gradients.waits:
+            registry.move_grads(1.0)
+
+
+def _norm(grads: list[Tensor], order: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(float32_norms(grads, order), order)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

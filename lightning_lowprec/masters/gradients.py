@@ -1,0 +1,121 @@
+"""The gradients of parameters that have masters: where they are between a backward and the step.
+
+Two places:
+
+* at the masters, as float32 (:meth:`MasterGradients.move`): for code that clips or looks at float32 gradients.
+* at the parameters, as the backward left them, with a factor that the step multiplies by
+  (:meth:`MasterGradients.fold`): nothing is written, and no memory is needed.
+  :mod:`~lightning_lowprec.masters.deferred` says when gradients may stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.masters.stores import Store
+from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.private.torch import copy_all_, multiply_all_
+
+_UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+@final
+class MasterGradients:
+    """The gradients of one optimizer's parameters with masters."""
+
+    def __init__(self) -> None:
+        self.factor: float | Tensor = 1.0
+        """What the gradients that stay at the parameters are to be multiplied by; a Tensor is a float32 scalar."""
+        self._shown: dict[int, torch.dtype | None] = {}  # by id(parameter): `grad_dtype` before `show`
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait to be multiplied."""
+        return not is_one(self.factor)
+
+    def fold(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that stay at the parameters by ``factor``, when the step reads them."""
+        self.factor = factor if is_one(self.factor) else self.factor * factor
+
+    def move(self, store: Store, inv_scale: float | Tensor) -> None:
+        """Move the gradients of a store's parameters to its masters, times ``inv_scale`` and the folded factor."""
+        found = [(p, m, p.grad) for p, m in zip(store.params, store.masters, strict=True) if p.grad is not None]
+        grads = _as_float32(store, [grad for _, _, grad in found])
+        for p, _, _ in found:
+            p.grad = None
+        _multiply(grads, self.factor)
+        _multiply(grads, inv_scale)
+        for (_, master, _), grad in zip(found, grads, strict=True):
+            master.grad = grad if master.grad is None else master.grad + grad
+
+    def show(self, pairs: Pairs) -> None:
+        """Make the gradients of the masters the ``grad`` of the parameters too, until the next step or ``zero_grad``.
+
+        Both are one float32 tensor, so the parameters show what clipping does to the masters' gradients, and edits of
+        either reach the step.
+        """
+        for p, master in pairs:
+            if master.grad is not None and p.grad is None:
+                self._shown[id(p)] = p.grad_dtype
+                p.grad_dtype = None  # any
+                p.grad = master.grad
+
+    def hide(self, pairs: Pairs) -> None:
+        """Undo :meth:`show`; a gradient that was assigned or dropped since then replaces the master's."""
+        shown, self._shown = self._shown, {}
+        for p, master in pairs if shown else ():
+            if id(p) in shown:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = shown[id(p)]
+                master.grad = None if grad is None else grad.float()
+
+
+@torch.no_grad()
+def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients of a store's parameters as float32, in a constant number of calls if every parameter has one.
+
+    A dense float32 gradient (``param.grad_dtype``) is returned itself.
+    """
+    if len(grads) < len(store.params) or any(grad.dtype == torch.float32 or grad.is_sparse for grad in grads):
+        return [grad.float() for grad in grads]
+    copies = store.buffer.tensors_on(torch.empty_like(store.buffer.flat))
+    copy_all_([local(copy) for copy in copies], [local(grad) for grad in grads])
+    return copies
+
+
+@torch.no_grad()
+def unscale_in_place(params: Iterable[Tensor], inv_scale: float | Tensor) -> None:
+    """Multiply the gradients of parameters without masters, once until :func:`forget_unscaled`."""
+    if is_one(inv_scale):
+        return
+    grads = [p.grad for p in params if p.grad is not None and not hasattr(p.grad, _UNSCALED)]
+    for grad in grads:
+        setattr(grad, _UNSCALED, True)
+    _multiply(grads, inv_scale)
+
+
+def forget_unscaled(params: Iterable[Tensor]) -> None:
+    """Let :func:`unscale_in_place` multiply gradients again: a later backward adds scaled gradients."""
+    for p in params:
+        if p.grad is not None and hasattr(p.grad, _UNSCALED):
+            delattr(p.grad, _UNSCALED)
+
+
+@torch.no_grad()
+def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    if is_one(factor):
+        return
+    multiply_all_([grad for grad in grads if not grad.is_sparse], factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Return whether nothing needs to be multiplied; the value of a tensor is not read: that waits for the GPU."""
+    return not isinstance(factor, Tensor) and factor == 1.0

@@ -1,0 +1,187 @@
+"""One optimizer step of many parameters with masters, as one Triton kernel: every value is read and written once.
+
+A row of the table of addresses is a parameter. A program steps ``TILE`` elements of one parameter, so that a launch
+takes any number of parameters of any shapes. This module imports Triton; import it when a kernel is needed.
+
+Operations and their order are those of torch's single-tensor ``AdamW``, ``Adam`` and ``SGD``, in float32. The random
+bits are those of :func:`lightning_lowprec.numerics.rounding.random_bits`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+TILE: Final = tl.constexpr(1 << 16)
+"""Elements of a parameter that one program steps."""
+BLOCK: Final = tl.constexpr(1 << 11)
+"""Elements that one program holds at a time."""
+COLUMNS: Final = tl.constexpr(7)
+"""Addresses of a parameter (weight, master or remainder, gradient, first and second moment; 0: there is none), its
+number of elements, and the position of its first element among all parameters."""
+NUMBERS: Final = tl.constexpr(9)
+"""float32 numbers of a parameter, see ``rules.numbers_of``."""
+_CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
+
+
+@triton.jit
+def _mixed(z):  # type: ignore[no-untyped-def]
+    """Return the finalizer of splitmix64, as ``rounding._keys`` has it."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _random(position, first, seed, step):  # type: ignore[no-untyped-def]
+    """Return 16 random bits per element at ``position``, int64; ``first`` is the smallest position."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    start = _mixed(_mixed(seed.to(tl.uint64) + golden) + step.to(tl.uint64) + golden) + golden
+    chunk = first - first % _CHUNK
+    here = _mixed(start + chunk.to(tl.uint64))
+    after = _mixed(start + (chunk + _CHUNK).to(tl.uint64))
+    keys = tl.where(position < chunk + _CHUNK, here, after)
+    low = (keys & 0xFFFFFFFF).to(tl.uint32) - 0x80000000
+    high = (keys >> 32).to(tl.uint32) - 0x80000000
+    x = ((position % _CHUNK) >> 1).to(tl.uint32) + low
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) + high
+    x = x * 0x846CA68B
+    x = x ^ (x >> 16)
+    return tl.where((position & 1) == 0, x & 0xFFFF, x >> 16).to(tl.int32)
+
+
+@triton.jit
+def _pointer(table, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a pointer from the table; bf16 values are read as int16."""
+    address = tl.load(table + COLUMN)
+    if KIND == "fp32":
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif KIND == "fp16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    return tl.multiple_of(pointer, ALIGN)
+
+
+@triton.jit
+def _bits(x):  # type: ignore[no-untyped-def]
+    """Return the bits of float32 values, of every NaN the same."""
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit
+def _load(pointer, mask, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return float32 values."""
+    x = tl.load(pointer, mask=mask)
+    if KIND == "bf16":
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store_upper(pointer, bits, mask):  # type: ignore[no-untyped-def]
+    """Store the upper halves of float32 bits: bf16."""
+    tl.store(pointer, (bits >> 16).to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _store_moment(pointer, x, mask, position, first, seed, step, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    if KIND == "bf16":
+        _store_upper(pointer, _bits(x) + _random(position, first, seed, step), mask)
+    else:
+        tl.store(pointer, x, mask=mask)
+
+
+@triton.jit
+def _load_master(weight, extra, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    if FORM == "fp32":
+        return tl.load(extra, mask=mask)
+    value = _load(weight, mask, "bf16")
+    if FORM == "remainder":
+        low = tl.load(extra, mask=mask).to(tl.int32)
+        low = tl.where((value == 0) & (low < 0), 0, low)  # a weight that was set to zero, see rounding.join_
+        value = (value.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _store_master(  # type: ignore[no-untyped-def]
+    weight, extra, x, mask, position, first, seed, step, FORM: tl.constexpr, KIND: tl.constexpr
+):
+    bits = _bits(x)
+    if FORM == "remainder":
+        _store_upper(weight, bits + 0x8000, mask)
+        tl.store(extra, bits.to(tl.int16), mask=mask)
+    elif FORM == "stochastic":
+        _store_upper(weight, bits + _random(position, first, seed, step), mask)
+    else:
+        tl.store(extra, x, mask=mask)
+        if KIND == "fp16":
+            tl.store(weight, x.to(tl.float16), mask=mask)
+        else:  # to the nearest, ties to even
+            _store_upper(weight, tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits), mask)
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    row, offsets, mask, position, first, table, numbers, factor, seed, step,
+    RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    table += row * COLUMNS
+    numbers += row * NUMBERS
+    weight = _pointer(table, 0, WEIGHT, ALIGN) + offsets
+    extra = _pointer(table, 1, "int16" if FORM == "remainder" else "fp32", ALIGN) + offsets
+    grad = _pointer(table, 2, GRAD, ALIGN) + offsets
+    moment1 = _pointer(table, 3, MOMENT, ALIGN) + offsets
+    moment2 = _pointer(table, 4, MOMENT, ALIGN) + offsets
+    x = _load_master(weight, extra, mask, FORM)
+    g = _load(grad, mask, GRAD) * factor * tl.load(numbers)
+    g += tl.load(numbers + 1) * x
+    if RULE == "adam":
+        m = _load(moment1, mask, MOMENT)
+        v = _load(moment2, mask, MOMENT)
+        share = tl.load(numbers + 3)
+        m = tl.where(share < 0.5, m + share * (g - m), g - (g - m) * (1 - share))
+        v = v * tl.load(numbers + 4) + tl.load(numbers + 5) * g * g
+        x = x * tl.load(numbers + 2)
+        root = tl.div_rn(tl.sqrt_rn(v), tl.load(numbers + 8)) + tl.load(numbers + 7)
+        x = x + tl.div_rn(tl.load(numbers + 6) * m, root)
+        _store_moment(moment2, v, mask, position, first, seed + (2 << 32), step, MOMENT)
+        _store_moment(moment1, m, mask, position, first, seed + (1 << 32), step, MOMENT)
+    else:
+        if RULE != "sgd":
+            m = tl.load(numbers + 3) * _load(moment1, mask, MOMENT) + tl.load(numbers + 4) * g
+            _store_moment(moment1, m, mask, position, first, seed + (1 << 32), step, MOMENT)
+            g = g + tl.load(numbers + 3) * m if RULE == "nesterov" else m
+        x = x + tl.load(numbers + 6) * g
+    _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
+
+
+@triton.jit(do_not_specialize=("seed", "step"))
+def step_parameters(  # type: ignore[no-untyped-def]
+    tiles, table, numbers, factor, seed, step,
+    RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Step all parameters of a table once; a program steps one tile."""
+    seed = seed.to(tl.int64)
+    step = step.to(tl.int64)
+    program = tl.program_id(0)
+    row = tl.load(tiles + 2 * program).to(tl.int64)
+    begin = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
+    size = tl.load(table + row * COLUMNS + 5)
+    position = tl.load(table + row * COLUMNS + 6) + begin
+    scale = tl.load(factor)
+    for offset in range(0, TILE, BLOCK):
+        inside = offset + tl.arange(0, BLOCK)
+        offsets = begin + inside
+        if begin + offset + BLOCK <= size:  # without a mask, loads and stores are as wide as the hardware's
+            _block(row, offsets, None, position + inside, position + offset, table, numbers, scale, seed, step,
+                   RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN)  # fmt: skip
+        elif begin + offset < size:
+            _block(row, offsets, offsets < size, position + inside, position + offset, table, numbers, scale,
+                   seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN)  # fmt: skip

@@ -1,0 +1,202 @@
+"""Step parameters with masters in one pass over the memory: a kernel reads and writes every value once.
+
+Bytes per parameter, with bf16 gradients and Adam: 28 with float32 masters, 26 with remainders, 22 with stochastic
+rounding, 14 with bf16 moments too. The same step by torch's own code moves gradients and loads masters first.
+
+A parameter is stepped in one pass if it is on a GPU and dense, its optimizer is exactly torch's ``AdamW``, ``Adam``
+(without ``amsgrad``) or ``SGD``, and its state exists: torch's own code makes the first step. The rest goes through
+``registry.stepping_only``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.masters.rules import Rule, numbers_of, rule_of
+from lightning_lowprec.masters.stores import Store
+from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.private.torch import add_to_all_
+
+DEVICES: Final = {"cuda"}
+_KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
+
+
+@final
+@dataclass(frozen=True)
+class Variant:
+    """What one compiled form of the kernel is for."""
+
+    rule: str
+    form: str
+    weight: str
+    grad: str
+    moment: str
+    aligned: bool
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One parameter: its tensors as the kernel gets them, and its position among all parameters."""
+
+    variant: Variant
+    tensors: tuple[Tensor | None, ...]
+    """Weight, master or remainder, gradient, first and second moment."""
+    position: int
+    step: Tensor | None
+    param: Tensor
+    master: Tensor
+
+
+@torch.no_grad()
+def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry) -> None:
+    """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
+    for group in optimizer.param_groups:
+        rule = rule_of(plain, group)
+        places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
+        if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not _kernel_runs():
+            continue
+        for store in dict.fromkeys(store for store, _ in places):
+            store.settle(registry.step)
+        rows = [row for store, index in places if (row := _row(rule, registry, optimizer, store, index)) is not None]
+        for same in _by_variant(rows):
+            _step_rows(same, rule, plain, group, registry)
+        for row in rows:
+            row.param.grad = row.master.grad = None
+        for store in {store for store, _ in places}:
+            store.note_step()
+
+
+def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Store, index: int) -> Row | None:
+    """Return what the kernel needs of a parameter, or None if the kernel cannot step it."""
+    param, master = store.params[index], store.masters[index]
+    grad = master.grad if param.grad is None else param.grad
+    state = optimizer.state.get(param, {})
+    moments = [state.get(name) for name in rule.moments]
+    if grad is None or grad.is_sparse or any(m is None for m in moments) or (rule.counts and "step" not in state):
+        return None
+    weight = local(param)
+    tensors = [weight, store.companion(index), local(grad), *(local(m) for m in moments)]
+    moment_kinds = {_KINDS.get(m.dtype) for m in tensors[3:] if m is not None}
+    fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
+    if not fits or not _is_dense(weight) or grad.dtype not in _KINDS or len(moment_kinds - {"fp16", None}) > 1:
+        return None
+    kind = moment_kinds.pop() if moment_kinds else "fp32"
+    if kind is None or kind == "fp16" or (kind == "bf16" and store not in registry.moments):
+        return None
+    aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
+    variant = Variant(rule.kernel, store.form, _KINDS[weight.dtype], _KINDS[grad.dtype], kind, aligned)
+    return Row(variant, tuple(tensors), store.position(index), state.get("step"), param, master)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether every element of the tensor's memory is an element of the tensor, once."""
+    return tensor.numel() > 0 and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def _by_variant(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.variant, row.tensors[0].device), []).append(row)  # type: ignore[union-attr]
+    yield from found.values()
+
+
+def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: MasterRegistry) -> None:
+    steps = [row.step for row in rows if row.step is not None] if rule.counts else []
+    if steps:
+        add_to_all_(steps, 1)
+    device = rows[0].tensors[0].device  # type: ignore[union-attr]
+    numbers = numbers_of(rule, plain, group, steps, len(rows))
+    factor = registry.gradients.factor if rows[0].master.grad is None else 1.0
+    launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
+    written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
+    torch.autograd.graph.increment_version([*written, *(row.param for row in rows)])
+
+
+def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
+    """Run the kernel once for all ``rows``, which are of one variant and on one device.
+
+    Args:
+        rows: the parameters.
+        numbers: (len(rows), 9) float32 on the device, see `rules.py`.
+        factor: a float32 scalar on the device, which multiplies the gradients.
+        seed: the seed of the run, for stochastic rounding.
+        step: the number of steps before this one.
+    """
+    from lightning_lowprec.masters import kernel
+
+    weights = [row.tensors[0] for row in rows]
+    sizes = tuple(weight.numel() for weight in weights if weight is not None)
+    pointers = [[0 if t is None else t.data_ptr() for t in (*row.tensors, None, None)][:5] for row in rows]
+    table = [number for p, size, row in zip(pointers, sizes, rows, strict=True) for number in (*p, size, row.position)]
+    variant, device = rows[0].variant, numbers.device
+    tiles = _tiles(sizes, device, kernel.TILE.value)
+    with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
+        kernel.step_parameters[(len(tiles),)](
+            tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
+            FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
+            ALIGN=_VECTOR if variant.aligned else 1, num_warps=8,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _tiles(sizes: tuple[int, ...], device: torch.device, tile: int) -> Tensor:
+    """Return the parameter and the number within the parameter of every tile: (tiles, 2) int32."""
+    counts = torch.tensor([-(-size // tile) for size in sizes])
+    rows = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    pairs = torch.stack([rows, torch.arange(len(rows)) - firsts], dim=1)
+    return _to(device, pairs.to(torch.int32))
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _scalar(device: torch.device, factor: float | Tensor) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor.to(device=device, dtype=torch.float32)
+    return _constant(device, factor) if factor == 1.0 else tensor_on(device, [factor], torch.float32)
+
+
+@functools.cache
+def _constant(device: torch.device, value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def kernel_missing() -> str | None:
+    """Return why the kernel cannot be compiled here, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = (os.environ.get("CC"), "clang", "gcc")
+    if not any(shutil.which(compiler) for compiler in compilers if compiler):
+        return "there is no C compiler, which Triton needs"
+    return None
+
+
+@functools.cache
+def _kernel_runs() -> bool:
+    reason = kernel_missing()
+    if reason is not None:
+        warnings.warn(
+            f"{reason}: optimizers with masters step by torch's own operations, with the same results, and move two to"
+            " six times as many bytes. Install `triton` and a C compiler (for example gcc).",
+            stacklevel=2,
+        )
+    return reason is None
