@@ -63,8 +63,8 @@ class Moved(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def from_transformer_engine(self, name: str, first: int, last: int, moved: int) -> None:
-        """Note a function of Transformer Engine, and forget torch's operations inside of it."""
+    def from_outside(self, name: str, first: int, last: int, moved: int) -> None:
+        """Note a function that the dispatcher does not see, and forget torch's operations inside of it."""
         while self.operations and self.operations[-1].first >= first:
             self.operations.pop()
         product = "gemm" in name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_lane import bytes_held, models
 from benchmarks.gpu_lane.models import Shape
 from benchmarks.gpu_lane.running import Batch, Job, Running
-from benchmarks.ledger import te_moved, triton_bytes
+from benchmarks.ledger import own_moved, te_moved, triton_bytes
 from benchmarks.ledger.entry import OUTSIDE, Entry, amounts
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import Log, Record, mark, recording
@@ -68,13 +68,14 @@ def _recorded(running: Running, data: Sequence[Batch]) -> tuple[Log, Moved]:
     """Record one step. What is hooked for that may make torch compile once more, so a step comes before."""
     _mark_blocks(list(getattr(running.bare, "layers", [])))
     moved = Moved()
-    stop = te_moved.watch(moved.from_transformer_engine)
+    stops = [watch(moved.from_outside) for watch in (te_moved.watch, own_moved.watch)]
     try:
         running.step(data)
         with torch.autograd.set_multithreading_enabled(False), recording() as log, moved:
             _marked_step(running, data[0])
     finally:
-        stop()
+        for stop in stops:
+            stop()
     return log, moved
 
 

@@ -7,8 +7,6 @@ gradient of the backward, not the clipped one. So gradients stay on GPUs only; o
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +17,7 @@ from lightning_lowprec.masters.registry import all_registries
 from lightning_lowprec.masters.rules import steps_alone
 from lightning_lowprec.private.torch import float32_norms, multiply_all_
 
-DEVICES: Final = {"cuda"}
+DEVICES = {"cuda"}
 
 
 def defers(optimizer: Optimizer) -> bool:

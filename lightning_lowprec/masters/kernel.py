@@ -140,7 +140,8 @@ def _block(  # type: ignore[no-untyped-def]
     moment2 = _pointer(table, 4, MOMENT, ALIGN) + offsets
     x = _load_master(weight, extra, mask, FORM)
     g = _load(grad, mask, GRAD) * factor * tl.load(numbers)
-    g += tl.load(numbers + 1) * x
+    penalty = tl.load(numbers + 1)
+    g = tl.where(penalty == 0, g, g + penalty * x)  # a weight that is infinite must not make its gradient NaN
     if RULE == "adam":
         m = _load(moment1, mask, MOMENT)
         v = _load(moment2, mask, MOMENT)

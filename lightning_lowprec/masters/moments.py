@@ -8,7 +8,7 @@ bf16 tensors, which a :class:`~lightning_lowprec.masters.stores.StochasticStore`
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -56,6 +56,13 @@ class StochasticMoments:
             store.seed = self._seed + number * SEED_STEP
             store.save(step)
             _put(kind, entries, store.params)
+
+    def settle(self, state: OptimizerState, params: Sequence[Tensor], step: int) -> None:
+        """Make float32 state of ``params``, for example from a checkpoint, bf16."""
+        found = _entries_by_kind(state, params).items()
+        if any(entry[name].dtype == torch.float32 for (name, _), entries in found for entry in entries):
+            self.load(state, params)
+            self.save(state, params, step)
 
     def _store_of(self, kind: Kind, entries: list[OptimizerState]) -> StochasticStore:
         """Return the store that holds this state; a new, loaded store if the state is new, was loaded or was moved."""

@@ -30,7 +30,7 @@ from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.private.torch import add_to_all_
 
-DEVICES: Final = {"cuda"}
+DEVICES = {"cuda"}
 _KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 
@@ -49,7 +49,7 @@ class Variant:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)  # a master may have no memory, so that it must not be printed
 class Row:
     """One parameter: its tensors as the kernel gets them, and its position among all parameters."""
 
@@ -71,7 +71,7 @@ def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry
         if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not _kernel_runs():
             continue
         for store in dict.fromkeys(store for store, _ in places):
-            store.settle(registry.step)
+            registry.settle(store)
         rows = [row for store, index in places if (row := _row(rule, registry, optimizer, store, index)) is not None]
         for same in _by_variant(rows):
             _step_rows(same, rule, plain, group, registry)

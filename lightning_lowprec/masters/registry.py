@@ -171,6 +171,14 @@ class MasterRegistry:
         if self.config.form == "stochastic":
             self._live().param_groups[0][ROUNDING_STEP] = self.step + 1
 
+    def settle(self, store: Store) -> None:
+        """Bring a store to the state between steps, with one gradient per parameter: for a kernel."""
+        store.settle(self.step)
+        if store in self.moments:
+            self.moments[store].settle(self._live().state, store.params, self.step)
+        if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
+            self.gradients.move(store, 1.0)
+
     @contextmanager
     def stepping_only(self, store: Store) -> Iterator[None]:
         """Load the masters of one store, and show the optimizer nothing else; at the end save them."""

@@ -1,0 +1,142 @@
+"""The step of an optimizer with masters: bytes per parameter, launches, memory, and no wait for the GPU."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn, optim
+
+from benchmarks.ledger import own_moved
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
+
+ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
+FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
+SHAPES = [(64 * i, 512) for i in range(1, 11)] + [(512,), (1000,)]
+COUNT = 200
+AT_REST = {"fp32": 16, "remainder": 14, "stochastic": 12, "all-bf16": 8}
+"""Weight, gradient, master and two moments: bytes per parameter."""
+BYTES = {"fp32": 28, "remainder": 26, "stochastic": 22, "all-bf16": 14}
+"""AdamW: the weight is read and written (written only beside a float32 master), the gradient read, the rest both."""
+
+
+def with_tensor_lr(optimizer):
+    """AdamW itself compares the rate with 0, and memory has no values here."""
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
+    return optimizer
+
+
+KINDS = {
+    "adamw": lambda p: optim.AdamW(p, lr=1e-3),
+    "fused": lambda p: optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach": lambda p: optim.AdamW(p, lr=1e-3, foreach=True),
+    "capturable": lambda p: optim.AdamW(p, lr=1e-3, capturable=True),
+    "tensor lr": lambda p: with_tensor_lr(optim.AdamW(p, lr=1e-3, capturable=True)),
+    "sgd": lambda p: optim.SGD(p, lr=1e-3, momentum=0.9),
+}
+
+
+def params():
+    made = [SHAPES[i % len(SHAPES)] for i in range(COUNT)]
+    return [nn.Parameter(torch.zeros(shape, device="cuda", dtype=torch.bfloat16)) for shape in made]
+
+
+def give_gradients(parameters):
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+
+
+def stepped(make, form, steps=2):
+    gc.collect()
+    torch.cuda.empty_cache()
+    parameters = params()
+    optimizer = add_masters(make(parameters), form)
+    for _ in range(steps):
+        give_gradients(parameters)
+        optimizer.step()
+    give_gradients(parameters)
+    return parameters, optimizer
+
+
+def recorded_step(optimizer, before=lambda: None):
+    moved = []
+    stop = own_moved.watch(lambda name, first, last, count: moved.append(count))
+    try:
+        with recording() as log:
+            before()
+            optimizer.step()
+    finally:
+        stop()
+    return log, sum(moved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_few_launches_and_no_wait(form, kind):
+    parameters, optimizer = stepped(KINDS[kind], FORMS[form])
+    log, moved = recorded_step(optimizer)
+    names = [record.name for record in log.of("kernel")]
+    assert names.count("step_parameters") == 1
+    assert len(names) <= 40, names
+    assert not log.waits()
+    assert all(p.grad is None for p in parameters)
+    if kind != "sgd":
+        total = sum(p.numel() for p in parameters)
+        assert moved == BYTES[form] * total
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_clipping_reads_the_gradients_once(form):
+    parameters, optimizer = stepped(KINDS["fused"], FORMS[form])
+
+    def clip():
+        assert deferred.defers(optimizer)
+        deferred.clip_by_norm(optimizer, 1.0)
+
+    gradients = [p.grad for p in parameters]
+    log, _ = recorded_step(optimizer, clip)
+    names = [record.name for record in log.of("kernel")]
+    assert names.count("step_parameters") == 1
+    assert sum("norm" in name.lower() for name in names) >= 1
+    assert len(names) <= 60, names
+    assert not log.waits()
+    assert all(g._version == 0 or g._version == gradients[0]._version for g in gradients), "nothing was written"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_takes_no_memory(form):
+    parameters, optimizer = stepped(KINDS["fused"], FORMS[form])
+    total = sum(p.numel() for p in parameters)
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() <= 1.05 * AT_REST[form] * total
+
+
+def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
+    """The bucket here is a tenth of the model; all masters and gradients at once would be 8 bytes per parameter."""
+    for make in (lambda p: optim.AdamW(p, foreach=True), lambda p: optim.Adamax(p, foreach=True)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        parameters = params()
+        total = sum(p.numel() for p in parameters)
+        optimizer = add_masters(make(parameters), MasterConfig(form="remainder", bucket_bytes=4 * total // 10))
+        give_gradients(parameters)
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        # weights, remainders, gradients and moments; of a tenth: master, gradient and torch's own three temporaries
+        assert torch.cuda.max_memory_allocated() <= (2 + 2 + 2 + 8 + 0.15 * 20) * total
+
+
+def test_one_kernel_is_compiled_per_form_and_dtypes():
+    from lightning_lowprec.masters import kernel
+
+    step = kernel.step_parameters
+    _, optimizer = stepped(KINDS["fused"], "remainder")
+    compiled = sum(len(cache[0]) for cache in step.device_caches.values())
+    for lr in (1e-4, 1e-5, 1.0):
+        optimizer.param_groups[0]["lr"] = lr
+        give_gradients(optimizer.param_groups[0]["params"])
+        optimizer.step()
+    assert sum(len(cache[0]) for cache in step.device_caches.values()) == compiled

@@ -1,0 +1,25 @@
+"""Our Triton kernels by Triton's interpreter: the kernels' own code, executed on CPU tensors. `make test-te` runs them.
+
+The CPU build of torch comes without Triton, so the tests are not collected there.
+"""
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+KERNELS = "lightning_lowprec.masters.kernel"
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Kernels run in the interpreter, and CPU tensors take the way of CUDA tensors."""
+    from lightning_lowprec.masters import deferred, one_pass
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    for module in (deferred, one_pass):
+        monkeypatch.setattr(module, "DEVICES", {"cpu"})
+    yield
+    sys.modules.pop(KERNELS, None)

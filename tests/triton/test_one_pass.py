@@ -1,0 +1,327 @@
+"""The kernel steps as torch's own optimizers do on float32 masters, in every form, and resumes from any state."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_lowprec import HalfMixed
+from lightning_lowprec.masters import deferred, one_pass
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
+from tests.masters.master_loops import equal, through_file
+
+ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic", seed=3)
+FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
+OPTIMIZERS = {
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2),
+    "adam": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1, betas=(0.4, 0.9), maximize=True),
+    "adamw-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "adamw-capturable": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "sgd": lambda p: optim.SGD(p, lr=1e-2, weight_decay=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1),
+    "nesterov": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+}
+MAX_NORM = 0.05
+ULPS = 4 * 2.0**-23
+"""float32 arithmetic with and without fused multiply-adds: a few roundings apart, of the largest value involved."""
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The variants of the rows of every launch of the kernel."""
+    seen, launch = [], one_pass.launch
+
+    def noted(rows, *args):
+        seen.append([row.variant for row in rows])
+        launch(rows, *args)
+
+    monkeypatch.setattr(one_pass, "launch", noted)
+    return seen
+
+
+def net(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8)).to(dtype)
+
+
+X = torch.randn(64, 24, generator=torch.Generator().manual_seed(1))
+
+
+def backward(model):
+    (model(X.to(model[0].weight.dtype)) - 1).float().square().mean().backward()
+
+
+def train(model, optimizer, steps, clip=False):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(model)
+        if clip and deferred.defers(optimizer):
+            deferred.clip_by_norm(optimizer, MAX_NORM)
+        elif clip:
+            move_grads_to_masters(optimizer)
+            nn.utils.clip_grad_norm_(list(main_params(optimizer)), MAX_NORM)
+        optimizer.step()
+    return optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
+    model = net()
+    optimizer = add_masters(OPTIMIZERS[make](model.parameters()), FORMS[form])
+    ours = train(model, optimizer, 4, clip)
+    first = 0 if make == "sgd" else 1  # torch makes the state in the first step
+    assert len(launches) == 4 - first, "one launch per step"
+    assert all(len(rows) == 4 for rows in launches)
+    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(deferred, "DEVICES", set())
+    reference = net()
+    theirs = train(reference, add_masters(OPTIMIZERS[make](reference.parameters()), FORMS[form]), 4, clip)
+    assert len(launches) == 4 - first
+    for entry, expected in zip(ours.values(), theirs.values(), strict=True):
+        assert entry.keys() == expected.keys()
+        for name, value in expected.items():
+            assert entry[name].dtype == value.dtype
+            if value.dtype == torch.bfloat16:  # rounded with the same random bits
+                assert (entry[name] != value).sum() <= 2, "a bit of float32 seldom changes a bf16"
+                continue
+            torch.testing.assert_close(entry[name], value, rtol=0, atol=ULPS * max(1e-3, value.abs().max().item()))
+    if form in ("stochastic", "all-bf16"):
+        different = sum((a != b).sum().item() for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+        assert different <= 2
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder"])
+def test_weights_are_the_rounded_masters(form):
+    model = net()
+    optimizer = add_masters(optim.AdamW(model.parameters(), lr=1e-2), form)
+    state = train(model, optimizer, 3)
+    for p, entry in zip(model.parameters(), state.values(), strict=True):
+        bits = entry["master_param"].view(torch.int32)
+        away = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(p, entry["master_param"].bfloat16() if form == "fp32" else away)
+
+
+def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
+    """Rounding by the kernel equals rounding of the whole flat buffer, across a border of the keys' chunks."""
+    from lightning_lowprec.masters import kernel
+    from lightning_lowprec.numerics.rounding import stochastic_round_
+
+    n, chunk = 20001, 1 << 22
+    generator = torch.Generator().manual_seed(0)
+    for start, seed, step in ((0, 0, 0), (chunk - 8008, 5, 12345), (3 * chunk, 123456789012, 7)):
+        w, g = (torch.randn(n, generator=generator).bfloat16() for _ in range(2))
+        before = start // chunk * chunk
+        flat = torch.zeros(start - before + n)
+        flat[start - before :] = w.float() + g.float() * -0.001
+        stochastic_round_(flat, seed=seed, step=step, start=before)
+        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, n, start])
+        numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
+        tiles = torch.tensor([0, 0], dtype=torch.int32)
+        kernel.step_parameters[(1,)](
+            tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
+            GRAD="bf16", MOMENT="fp32", ALIGN=1,
+        )  # fmt: skip
+        assert torch.equal(w.float(), flat[start - before :])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
+@pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
+def test_values_at_the_edge(form):
+    """Not a number stays one, infinities stay, zeros keep their sign, a pruned weight stays zero."""
+    p = nn.Parameter(torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 3.3e38, 0.5]).bfloat16())
+    optimizer = add_masters(optim.SGD([p], lr=2.0**-12), form)
+    p.grad = torch.tensor([1.0, 1, 1, 0, 0, 1, 0, 1]).bfloat16()
+    optimizer.step()
+    with torch.no_grad():
+        p[7] = 0.0
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    expected = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 3.3e38, 0.0]).bfloat16()
+    torch.testing.assert_close(p.detach()[:5], expected[:5], equal_nan=True, rtol=0, atol=0)
+    assert torch.signbit(p.detach()[4])
+    assert p[7].abs() < 2.0**-9  # so that it is a number, too
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resumes_to_the_bit(form):
+    model = net()
+    optimizer = add_masters(optim.AdamW(model.parameters(), lr=1e-2), FORMS[form])
+    train(model, optimizer, 3)
+    weights, state = copy.deepcopy(model.state_dict()), through_file(optimizer.state_dict())
+    went_on = train(model, optimizer, 3)
+    again = net()
+    again.load_state_dict(weights)
+    resumed = add_masters(optim.AdamW(again.parameters(), lr=1e-2), FORMS[form])
+    resumed.load_state_dict(state)
+    assert equal(train(again, resumed, 3), went_on)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_gradients_in_float32_and_fp16_weights(launches):
+    for dtype, grad_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16)):
+        model = net(dtype)
+        for p in model.parameters():
+            p.grad_dtype = grad_dtype
+        train(model, add_masters(optim.AdamW(model.parameters(), lr=1e-2), "fp32"), 2)
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        row = launches[-1][0]
+        assert (kinds[row.weight], kinds[row.grad]) == (dtype, grad_dtype)
+    assert len(launches) == 2
+
+
+def test_what_the_kernel_does_not_know_takes_torchs_own_way(launches):
+    for make in (
+        lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+        lambda p: optim.RMSprop(p, lr=1e-2),
+        lambda p: type("Mine", (optim.AdamW,), {})(p, lr=1e-2),
+    ):
+        model, reference = net(), net()
+        train(model, add_masters(make(model.parameters()), "remainder"), 3)
+        assert not launches
+        train(reference, add_masters(make(reference.parameters()), MasterConfig(form="remainder", bucket_bytes=1)), 3)
+        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def test_a_gradient_with_other_strides_takes_torchs_own_way_and_the_rest_does_not(launches):
+    model = net()
+    optimizer = add_masters(optim.AdamW(model.parameters(), lr=1e-2), "remainder")
+    train(model, optimizer, 1)
+    backward(model)
+    model[0].weight.grad = model[0].weight.grad.t().contiguous().t()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert [len(rows) for rows in launches] == [3]
+    assert not torch.equal(before, model[0].weight)
+
+
+# ---- in Lightning
+
+
+class Module(L.LightningModule):
+    def __init__(self, hook=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
+        if hook:
+            self.on_before_optimizer_step = lambda optimizer: None
+
+    def training_step(self, batch, index):
+        return (self.net(batch) - 1).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(plugin, clip=MAX_NORM, accumulate=2):
+    model = Module()
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, plugins=plugin, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(X[:32].repeat(2, 1), batch_size=8))
+    optimizer = trainer.optimizers[0]
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HalfMixed("bf16", master_weights=True),
+        lambda: HalfMixed("bf16", master_weights="remainder"),
+        lambda: HalfMixed("fp16", master_weights=True, loss_scale=1024.0),
+    ],
+)
+@pytest.mark.parametrize("clip", [None, MAX_NORM])
+def test_a_fit_is_the_same(make, clip, launches, monkeypatch):
+    _, optimizer = fit(make(), clip)
+    assert has_masters(optimizer)
+    assert len(launches) == 3
+    ours = optimizer.state_dict()["state"]
+    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(deferred, "DEVICES", set())
+    _, reference = fit(make(), clip)
+    for entry, expected in zip(ours.values(), reference.state_dict()["state"].values(), strict=True):
+        for name in expected:
+            torch.testing.assert_close(entry[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+def in_fabric(plugin, clip):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    module = Module().net
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    norms = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        fabric.backward((model(X) - 1).float().square().mean())
+        if clip:
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
+        optimizer.step()
+    return norms, optimizer.optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HalfMixed("bf16", master_weights="stochastic"),
+        lambda: HalfMixed("fp16", master_weights=True, loss_scale=1024.0),
+    ],
+)
+@pytest.mark.parametrize("clip", [False, True])
+def test_fabric_is_the_same(make, clip, launches, monkeypatch):
+    norms, ours = in_fabric(make(), clip)
+    assert len(launches) == 3
+    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(deferred, "DEVICES", set())
+    expected_norms, theirs = in_fabric(make(), clip)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for entry, expected in zip(ours.values(), theirs.values(), strict=True):
+        for name in expected:
+            torch.testing.assert_close(
+                entry[name], expected[name], rtol=0, atol=2e-5
+            )  # a bit may change an fp16 weight
+
+
+def test_an_overflow_skips_the_step_and_the_next_step_is_sound(launches):
+    plugin = HalfMixed("fp16", master_weights=True)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    module = Module().net
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1e-2))
+    before = [p.detach().clone() for p in module.parameters()]
+    fabric.backward((model(X) * float("inf")).float().sum())
+    assert fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM) == 0
+    optimizer.step()
+    assert plugin.scaler.skipped_steps == 1
+    assert all(map(torch.equal, before, module.parameters()))
+    optimizer.zero_grad()
+    plugin.scaler.scale = 8.0
+    fabric.backward((model(X) - 1).float().square().mean())
+    fabric.clip_gradients(model, optimizer, max_norm=1e9)
+    optimizer.step()
+    assert launches
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
+def test_a_backward_after_clipping_adds_an_unclipped_gradient():
+    """Clip, run another backward, step: the sum is the clipped gradient plus the new one, as without deferral."""
+    found = []
+    for devices in ({"cpu"}, set()):
+        one_pass.DEVICES, deferred.DEVICES = devices, devices
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
+        module = Module().net
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+        for _ in range(2):
+            fabric.backward((model(X) - 1).float().square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+            fabric.backward((model(X) - 1).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(optimizer.optimizer.state_dict()["state"])
+    for entry, expected in zip(found[0].values(), found[1].values(), strict=True):
+        torch.testing.assert_close(entry["master_param"], expected["master_param"], rtol=1e-5, atol=1e-7)
