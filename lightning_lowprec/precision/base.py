@@ -352,7 +352,8 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        step.before_backward()
+        if self.masters is not None:
+            step.before_backward()
         parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
