@@ -11,12 +11,8 @@ A parameter is stepped in one pass if it is on a GPU and dense, its optimizer is
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Final, final
 
 import torch
@@ -28,7 +24,8 @@ from lightning_lowprec.masters.rules import Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
-from lightning_lowprec.private.torch import add_to_all_
+from lightning_lowprec.numerics.triton_runs import kernels_run
+from lightning_lowprec.private.torch import add_to_all_, increment_versions
 
 DEVICES = {"cuda"}
 _KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -68,7 +65,7 @@ def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry
     for group in optimizer.param_groups:
         rule = rule_of(plain, group)
         places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not _kernel_runs():
+        if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
             continue
         for store in dict.fromkeys(store for store, _ in places):
             registry.settle(store)
@@ -124,7 +121,7 @@ def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: M
     factor = registry.gradients.factor if rows[0].master.grad is None else 1.0
     launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
-    torch.autograd.graph.increment_version([*written, *(row.param for row in rows)])
+    increment_versions([*written, *(row.param for row in rows)])
 
 
 def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
@@ -178,25 +175,3 @@ def _scalar(device: torch.device, factor: float | Tensor) -> Tensor:
 @functools.cache
 def _constant(device: torch.device, value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def kernel_missing() -> str | None:
-    """Return why the kernel cannot be compiled here, or None."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    compilers = (os.environ.get("CC"), "clang", "gcc")
-    if not any(shutil.which(compiler) for compiler in compilers if compiler):
-        return "there is no C compiler, which Triton needs"
-    return None
-
-
-@functools.cache
-def _kernel_runs() -> bool:
-    reason = kernel_missing()
-    if reason is not None:
-        warnings.warn(
-            f"{reason}: optimizers with masters step by torch's own operations, with the same results, and move two to"
-            " six times as many bytes. Install `triton` and a C compiler (for example gcc).",
-            stacklevel=2,
-        )
-    return reason is None

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
 from lightning_lowprec.masters.one_pass import step_in_one_pass
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
@@ -251,6 +252,7 @@ class MasterOptimizer(Optimizer):
         finally:
             registry.drop_grads()
             registry.count_step()
+            count_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""

@@ -164,13 +164,23 @@ def without_own_hooks(step: F) -> F:
     return step
 
 
+_SEES_NO_MASTERS: Final = "lowprec_sees_no_masters"
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook runs before or after the steps of ``optimizer``, or of every optimizer."""
     from torch.optim import optimizer as module
 
     own: Any = optimizer
     hooks = (own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
-    return any((*hooks, module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks))
+    of_all = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
+    return any(hooks) or any(not hasattr(hook, _SEES_NO_MASTERS) for group in of_all for hook in group.values())
+
+
+def sees_no_masters(hook: F) -> F:
+    """Decorate a step hook that does not look at the optimizer's parameters."""
+    setattr(hook, _SEES_NO_MASTERS, True)
+    return hook
 
 
 # ---- many tensors in one call
@@ -219,6 +229,11 @@ def unscale_all_(grads: Tensors, inv_scale: float) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Return a count that grows with every in-place change of ``tensor``, except through ``tensor.data``."""
     return tensor._version
+
+
+def increment_versions(tensors: Sequence[Tensor]) -> None:
+    """Note in-place changes that torch did not see, by a kernel of our own."""
+    torch.autograd.graph.increment_version(list(tensors))
 
 
 def is_compiled(module: nn.Module) -> bool:

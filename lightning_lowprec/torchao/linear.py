@@ -16,8 +16,9 @@ Importing this module imports torchao (about 3 s).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -33,10 +34,13 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.private.torch import are_transforms_active, before_compiled_call, is_compiled
 from lightning_lowprec.private.torchao import set_scale
+from lightning_lowprec.torchao.coded import CodedMatmul
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
 
+_CHECKS_CODES = "lowprec_checks_codes"  # an attribute of compiled modules
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
@@ -66,6 +70,8 @@ class FP8Linear(Float8Linear):
     """A Linear with FP8 GEMMs, for any batch, under autocast of any device."""
 
     fp8_eval: bool
+    weight_codes: WeightCodes | None
+    """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
@@ -84,10 +90,33 @@ class FP8Linear(Float8Linear):
             check_call(type(self).__name__)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
-        output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        output = self._product(rows)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output if fits else cut_rows(output, input)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """[*, K] -> [*, N], with codes of the weight that are kept or made now."""
+        codes = self.weight_codes
+        if codes is None or not self._current(codes):
+            made: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+            return made
+        coded: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, codes.rows, codes.columns, codes.scale,
+            self.config.cast_config_grad_output.target_dtype, self.config.round_scales_to_power_of_2,
+            self.config.emulate,
+        )  # fmt: skip
+        return coded
+
+    def _current(self, codes: WeightCodes) -> bool:
+        """Return whether kept codes can be used, and bring them up to date."""
+        if torch.compiler.is_compiling():
+            return codes.checked_outside
+        if type(self.weight) is not nn.Parameter or self.weight.is_meta:  # sharded, gathered, or fake
+            return False
+        if codes.is_stale(self.weight, training=self.training):
+            codes.model.refresh()
+        return True
 
     @property
     def wire_format(self) -> TorchAOWire:
@@ -162,7 +191,42 @@ def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool) 
     """Make ``linear`` an FP8Linear of this configuration, in place."""
     with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
         made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-    in_place.become(linear, FP8Linear, {**vars(made), "fp8_eval": fp8_eval})
+    in_place.become(linear, FP8Linear, {**vars(made), "fp8_eval": fp8_eval, "weight_codes": None})
+
+
+def keep_codes(model: nn.Module) -> None:
+    """Let the FP8Linears of ``model`` keep the codes of their weights from step to step, also within compiled modules.
+
+    Compiled code does not check whether codes are current. The check runs before each call of a compiled module.
+    """
+    layers = fp8_linears(model)
+    if not layers:
+        return
+    config = layers[0].config
+    ModelCodes(layers, power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
+    for compiled in _outermost_compiled(model):
+        inside = fp8_linears(compiled)
+        if not hasattr(compiled, _CHECKS_CODES):
+            setattr(compiled, _CHECKS_CODES, before_compiled_call(compiled, partial(check_codes, inside)))
+        for layer in inside:
+            assert layer.weight_codes is not None
+            layer.weight_codes.checked_outside = True
+
+
+def check_codes(layers: Sequence[FP8Linear]) -> None:
+    """Bring kept codes of ``layers`` up to date."""
+    for layer in layers:
+        codes = vars(layer).get("weight_codes")
+        if codes is not None and codes.is_stale(layer.weight, training=layer.training):
+            codes.model.refresh()
+
+
+def _outermost_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    if is_compiled(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_compiled(child)
 
 
 def revert(model: nn.Module) -> None:

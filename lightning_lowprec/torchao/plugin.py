@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import CompileOptions
+from lightning_lowprec.checks import CompileOptions, check_choice
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
@@ -68,6 +68,10 @@ class FP8TorchAO(LowPrecision):
             device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
             one class, of an ``nn.ModuleList`` that holds FP8 layers.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
+        weight_codes: ``"per_step"`` encodes each weight once per optimizer step, and keeps the codes for every
+            micro-batch, forward and backward (2 bytes per parameter of the layers). ``"per_gemm"`` encodes at every
+            GEMM, as torchao does: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_step"``
+            where one scale per weight allows it (``recipe="tensorwise"`` without ``config``), and not under FSDP2.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
@@ -89,6 +93,7 @@ class FP8TorchAO(LowPrecision):
         compile: Literal["auto"] | bool | CompileOptions = "auto",
         round_scales_to_power_of_2: bool | None = None,
         config: Any = None,
+        weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
@@ -111,6 +116,7 @@ class FP8TorchAO(LowPrecision):
         self.compile = compile
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.config = config
+        self.weight_codes = _codes(weight_codes, recipe, config)
         name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
         self.precision = name + ("-fp16" if self.base == "fp16" else "")
 
@@ -177,9 +183,20 @@ class FP8TorchAO(LowPrecision):
             linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
         if plan.converted:
             self._compile(module, device)
+            if self.weight_codes == "per_step":
+                linear.keep_codes(module)
         if plan != self.plan:
             self._say(plan, device)
         self.plan = plan
+
+    @override
+    def cast_shards(self, module: Module) -> None:
+        """Also encode gathered weights at every GEMM: FSDP2 frees them after their layer ran."""
+        from lightning_lowprec.torchao import linear
+
+        super().cast_shards(module)
+        for layer in linear.fp8_linears(module):
+            layer.weight_codes = None
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")
@@ -248,6 +265,18 @@ def _of_config(
         if value != default:
             raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
     return kind, gradients, config.emulate or None
+
+
+def _codes(choice: str, recipe: Recipe, config: Any) -> Literal["per_step", "per_gemm"]:
+    check_choice("weight_codes", choice, ("auto", "per_step", "per_gemm"))
+    one_scale = recipe == "tensorwise" and config is None
+    if choice == "per_step" and not one_scale:
+        given = f"recipe={recipe!r}" if config is None else "config=Float8LinearConfig(...)"
+        raise ValueError(
+            f"`weight_codes='per_step'` is not valid with `{given}`: only one scale per weight is the same in forward"
+            " and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
+        )
+    return "per_step" if one_scale and choice != "per_gemm" else "per_gemm"
 
 
 def _check(recipe: str, base: str, fp8_format: str | None) -> None:

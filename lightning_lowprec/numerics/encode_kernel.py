@@ -1,0 +1,63 @@
+"""Encode many weights as float8 in two layouts by one Triton kernel, which reads every value once.
+
+The codes are computed with integers, so that they are the same on every device. This module imports Triton; import it
+when a kernel is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+SIDE: Final = tl.constexpr(128)
+"""Rows and columns of the tile that one program encodes."""
+COLUMNS: Final = tl.constexpr(6)
+"""Of the table, per weight: addresses of weight, codes, transposed codes and scale; rows and columns, in 16s."""
+
+
+@triton.jit
+def _code(x):  # type: ignore[no-untyped-def]
+    """Return float8_e4m3fn as int8: float32 in [-448, 448] or NaN, to the nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    shift = 16384.0  # the last place of its float32 neighbours is 2**-9, as that of float8's small numbers
+    small = (magnitude.to(tl.float32, bitcast=True) + shift).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, small, normal)  # below 2**-6
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def encode(tiles, table, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn; finite values saturate.
+
+    Args:
+        tiles: (programs, 3) int32: which weight, tile row, tile column.
+        table: (weights, 6) int64.
+        KIND: the dtype of the weights.
+    """
+    program = tl.program_id(0)
+    entry = table + tl.load(tiles + 3 * program) * COLUMNS
+    rows = tl.load(entry + 4) * 16  # as factors, so that the compiler knows that they are multiples of 16
+    columns = tl.load(entry + 5) * 16
+    row = tl.load(tiles + 3 * program + 1).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+    column = tl.load(tiles + 3 * program + 2).to(tl.int64) * SIDE + tl.arange(0, SIDE)[None, :]
+    inside = (row < rows) & (column < columns)
+    place = row * columns + column
+    weight = tl.load(entry)
+    if KIND == "fp32":
+        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float32)), 16) + place, mask=inside)
+    elif KIND == "fp16":
+        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float16)), 16) + place, mask=inside).to(tl.float32)
+    else:
+        bits = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.int16)), 16) + place, mask=inside)
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    x = x * tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)))
+    codes = _code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
+    tl.store(tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int8)), 16) + place, codes, mask=inside)
+    target = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.int8)), 16)
+    across = tl.trans(column) * rows + tl.trans(row)
+    tl.store(target + across, tl.trans(codes), mask=tl.trans(inside))

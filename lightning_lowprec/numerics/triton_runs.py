@@ -1,0 +1,33 @@
+"""Whether Triton kernels can be compiled on this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from importlib.util import find_spec
+
+
+def kernel_missing() -> str | None:
+    """Return why a Triton kernel cannot be compiled here, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = (os.environ.get("CC"), "clang", "gcc")
+    if not any(shutil.which(compiler) for compiler in compilers if compiler):
+        return "there is no C compiler, which Triton needs"
+    return None
+
+
+@functools.cache
+def kernels_run() -> bool:
+    """Return whether Triton kernels run; warn once if they do not."""
+    reason = kernel_missing()
+    if reason is not None:
+        warnings.warn(
+            f"{reason}: optimizer steps with masters, and FP8 codes of weights, are computed by torch's own operations,"
+            " with the same results, and move two to six times as many bytes. Install `triton` and a C compiler (for"
+            " example gcc).",
+            stacklevel=2,
+        )
+    return reason is None

@@ -1,0 +1,120 @@
+"""The three GEMMs of a Linear in FP8, with codes of the weight that exist already.
+
+Formulas, formats and flags are torchao's for one scale per tensor: the results are its results, bit for bit. It encodes
+a weight at every GEMM; here a weight is not read at all. Codes of an input that several layers share are written once
+when the layers are compiled together: see :func:`_stored`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
+
+from lightning_lowprec.private.torch import scaled_mm
+from lightning_lowprec.torchao.weight_codes import DTYPE
+
+
+@final
+@torch.compiler.allow_in_graph
+class CodedMatmul(torch.autograd.Function):
+    """[*, K] @ [K, N] -> [*, N] in the dtype of the input; a backward that is differentiated is in high precision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        weight_scale: Tensor,
+        gradients: torch.dtype,
+        power_of_2: bool,
+        emulate: bool,
+    ) -> Tensor:
+        """Multiply.
+
+        Args:
+            ctx: autograd's.
+            input: [*, K] bf16, fp16 or float32; the product of * is a multiple of 16.
+            weight: [N, K]; only its gradient matters.
+            rows: the codes, [N, K].
+            columns: the codes, [K, N].
+            weight_scale: [] float32.
+            gradients: the float8 format of gradients.
+            power_of_2: whether scales are rounded down to powers of two.
+            emulate: whether products are computed from decoded values.
+        """
+        ctx.save_for_backward(input, weight, columns, weight_scale)
+        ctx.options = gradients, power_of_2, emulate
+        x = input.reshape(-1, input.shape[-1])
+        scale = _scale(x, DTYPE, power_of_2)
+        out = _product(_encode(x, scale, DTYPE), rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input and weight, each in the dtype of ``grad_output``."""
+        input, weight, columns, weight_scale = ctx.saved_tensors
+        gradients, power_of_2, emulate = ctx.options
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        grad_input = grad_weight = None
+        if torch.is_grad_enabled():  # the gradients will be differentiated
+            grad_output = grad_output.to(input.dtype)
+            grad_rows = grad_output.flatten(0, -2)
+            grad_input = grad_output @ weight.to(input.dtype)
+            return (
+                grad_input,
+                (grad_rows.t() @ input.flatten(0, -2)).to(weight.dtype),
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        scale = _scale(g, gradients, power_of_2)
+        if needs_input:
+            g_codes = _encode(g, scale, gradients)
+            grad_input = _product(g_codes, columns.t(), scale, weight_scale, g.dtype, emulate).view(input.shape)
+        if needs_weight:
+            x = input.reshape(-1, input.shape[-1])
+            x_scale = _scale(x, DTYPE, power_of_2)
+            g_columns = _transposed(g, scale, gradients)
+            grad_weight = _product(g_columns, _transposed(x, x_scale, DTYPE).t(), scale, x_scale, g.dtype, emulate)
+        return grad_input, grad_weight, None, None, None, None, None, None
+
+
+def _scale(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    return amax_to_scale(tensor_to_amax(x), dtype, power_of_2)
+
+
+def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return _stored((x.float() * scale).clamp(-limit, limit).to(dtype))
+
+
+def _transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return _stored((x.float() * scale).clamp(-limit, limit).to(dtype).t().contiguous())
+
+
+def _stored(codes: Tensor) -> Tensor:
+    """Return codes that inductor writes once and reads in several products; without a view it writes them for each."""
+    return codes.as_strided(codes.shape, codes.stride())
+
+
+def _product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool, *, fast: bool = False
+) -> Tensor:
+    """[M, K] float8 row-major @ [K, N] float8 column-major -> [M, N] of ``dtype``."""
+    if emulate:
+        with torch.autocast(a.device.type, enabled=False):
+            product: Tensor = torch.mm(a.float() / a_scale, b.float() / b_scale)
+            return product.to(dtype)
+    inverse = a_scale.reciprocal(), b_scale.reciprocal()
+    out: Tensor = scaled_mm(a, b, scale_a=inverse[0], scale_b=inverse[1], out_dtype=dtype, use_fast_accum=fast)
+    return out
