@@ -76,7 +76,7 @@ def make(by_hand: bool) -> tuple[Model, Any]:
     """Return a model and the FP8 plugin; None if the model is already converted by hand."""
     model = Model(by_hand)
     if not by_hand:
-        return model, FP8TorchAO(compile=False)
+        return model, FP8TorchAO(compile=False, weight_codes="per_gemm")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=EMULATE))

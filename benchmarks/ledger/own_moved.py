@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.ledger.recorder import position
 from lightning_lowprec.masters import one_pass
+from lightning_lowprec.torchao import weight_codes
 
+Seen = Callable[[str, int, int, int], None]
 GRADIENT = 2
 """The place of the gradient among the tensors of a row, which is read only."""
 
 
-def watch(seen: Callable[[str, int, int, int], None]) -> Callable[[], None]:
+def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
-    original = one_pass.launch
+    stops = [_watch(one_pass, "step_parameters", of_a_step, seen), _watch(weight_codes, "encode", of_codes, seen)]
+
+    def stop_all() -> None:
+        for stop in stops:
+            stop()
+
+    return stop_all
+
+
+def _watch(module: ModuleType, name: str, size: Callable[[Any], int], seen: Seen) -> Callable[[], None]:
+    original = module.launch
 
     @functools.wraps(original)
-    def launch(rows: Sequence[one_pass.Row], *args: Any) -> None:
+    def launch(subjects: Sequence[Any], *args: Any) -> None:
         first = position()
-        original(rows, *args)
-        seen("step_parameters", first, position(), sum(map(moved, rows)))
+        original(subjects, *args)
+        seen(name, first, position(), sum(map(size, subjects)))
 
-    one_pass.launch = launch
-    return lambda: setattr(one_pass, "launch", original)
+    module.launch = launch  # type: ignore[attr-defined]
+    return lambda: setattr(module, "launch", original)
 
 
-def moved(row: one_pass.Row) -> int:
+def of_codes(weight: Tensor) -> int:
+    """Return the bytes that are read of a weight, and written as codes in two layouts."""
+    return weight.numel() * (weight.element_size() + 2)
+
+
+def of_a_step(row: one_pass.Row) -> int:
     """Return the bytes that a step of one parameter reads and writes."""
     total = 0
     for place, tensor in enumerate(row.tensors):

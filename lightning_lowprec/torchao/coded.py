@@ -89,7 +89,8 @@ class CodedMatmul(torch.autograd.Function):
 
 
 def _scale(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
-    return amax_to_scale(tensor_to_amax(x), dtype, power_of_2)
+    scale: Tensor = amax_to_scale(tensor_to_amax(x), dtype, power_of_2)
+    return scale
 
 
 def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,10 +112,11 @@ def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool, *, fast: bool = False
 ) -> Tensor:
     """[M, K] float8 row-major @ [K, N] float8 column-major -> [M, N] of ``dtype``."""
+    out: Tensor
     if emulate:
         with torch.autocast(a.device.type, enabled=False):
-            product: Tensor = torch.mm(a.float() / a_scale, b.float() / b_scale)
-            return product.to(dtype)
-    inverse = a_scale.reciprocal(), b_scale.reciprocal()
-    out: Tensor = scaled_mm(a, b, scale_a=inverse[0], scale_b=inverse[1], out_dtype=dtype, use_fast_accum=fast)
+            out = torch.mm(a.float() / a_scale, b.float() / b_scale).to(dtype)
+    else:
+        inverse = a_scale.reciprocal(), b_scale.reciprocal()
+        out = scaled_mm(a, b, scale_a=inverse[0], scale_b=inverse[1], out_dtype=dtype, use_fast_accum=fast)
     return out

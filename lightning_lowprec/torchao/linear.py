@@ -16,6 +16,7 @@ Importing this module imports torchao (about 3 s).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,13 +35,14 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active, before_compiled_call, is_compiled
+from lightning_lowprec.private.torch import are_transforms_active, before_compiled_call
 from lightning_lowprec.private.torchao import set_scale
 from lightning_lowprec.torchao.coded import CodedMatmul
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
 
-_CHECKS_CODES = "lowprec_checks_codes"  # an attribute of compiled modules
+_checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Compiled modules, and their compiled calls with a check of kept codes before them."""
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
@@ -206,8 +208,9 @@ def keep_codes(model: nn.Module) -> None:
     ModelCodes(layers, power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
     for compiled in _outermost_compiled(model):
         inside = fp8_linears(compiled)
-        if not hasattr(compiled, _CHECKS_CODES):
-            setattr(compiled, _CHECKS_CODES, before_compiled_call(compiled, partial(check_codes, inside)))
+        if _checked.get(compiled) is not compiled._compiled_call_impl:
+            before_compiled_call(compiled, partial(check_codes, inside))
+            _checked[compiled] = compiled._compiled_call_impl
         for layer in inside:
             assert layer.weight_codes is not None
             layer.weight_codes.checked_outside = True
@@ -222,7 +225,7 @@ def check_codes(layers: Sequence[FP8Linear]) -> None:
 
 
 def _outermost_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    if is_compiled(module):
+    if getattr(module, "_compiled_call_impl", None) is not None:
         yield module
         return
     for child in module.children():

@@ -9,7 +9,7 @@ from benchmarks.gpu_lane import contenders, models, setups
 from benchmarks.gpu_lane.running import Job, Running
 from benchmarks.ledger.entry import Entry
 from benchmarks.ledger.step import measure
-from lightning_lowprec import FP8TE
+from lightning_lowprec import FP8TE, FP8TorchAO
 
 STACK = models.SHAPES["8b"]
 
@@ -19,7 +19,14 @@ def _ours_as_by_hand(recipe: str, job: Job) -> Running:
     return setups.lightning(job, plugin=FP8TE(recipe, weight_cache=False), compiled=False)
 
 
-OWN = {f"ours {recipe}, as by hand": partial(_ours_as_by_hand, recipe) for recipe in ("delayed", "current", "block")}
+def _per_gemm(job: Job) -> Running:
+    """Weights are encoded at every product, as raw torchao does."""
+    return setups.lightning(job, plugin=FP8TorchAO(weight_codes="per_gemm"), compiled=False)
+
+
+OWN = {"ours fp8-tensorwise, codes per GEMM": _per_gemm} | {
+    f"ours {recipe}, as by hand": partial(_ours_as_by_hand, recipe) for recipe in ("delayed", "current", "block")
+}
 
 
 @functools.cache

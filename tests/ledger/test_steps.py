@@ -8,7 +8,7 @@ from tests.ledger.counted import STACK, entry
 
 COMPILED = ("ours fp8-tensorwise", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
 BY_HAND = {
-    "ours fp8-tensorwise": "torchao tensorwise, compiled",
+    "ours fp8-tensorwise, codes per GEMM": "torchao tensorwise, compiled",
     "ours fp8-rowwise": "torchao rowwise, compiled",
     "ours fp8-rowwise-gw-hp": "torchao rowwise_with_gw_hp, compiled",
     "ours current, as by hand": "te current",
@@ -23,6 +23,15 @@ EVERYONE = sorted({*BLOCK_GB, *OPTIMIZER_BYTES, *PEAK_GB})
 def test_ours_launches_what_the_same_code_by_hand_launches(ours):
     """The whole step: kernels by name and products by shape, format, layout and flags, in order."""
     assert entry(ours).kernels == entry(BY_HAND[ours]).kernels
+
+
+def test_codes_once_per_step_ask_for_no_more_than_raw_torchao():
+    """No more kernels, products, FLOPs or bytes; two bytes per parameter of the layers are kept."""
+    ours, by_hand = entry("ours fp8-tensorwise"), entry("torchao tensorwise, compiled")
+    assert len(ours.kernels) <= len(by_hand.kernels)
+    assert ours.whole().product_flops == by_hand.whole().product_flops
+    assert ours.whole().products == by_hand.whole().products
+    assert ours.whole().bytes <= by_hand.whole().bytes
 
 
 def test_delayed_scaling_differs_by_the_update_of_its_scales_only():

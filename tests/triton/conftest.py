@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-KERNELS = "lightning_lowprec.masters.kernel"
+KERNELS = ("lightning_lowprec.masters.kernel", "lightning_lowprec.numerics.encode_kernel")
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 
@@ -18,8 +18,10 @@ def interpreted(monkeypatch):
     from lightning_lowprec.masters import deferred, one_pass
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    for name in KERNELS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     for module in (deferred, one_pass):
         monkeypatch.setattr(module, "DEVICES", {"cpu"})
     yield
-    sys.modules.pop(KERNELS, None)
+    for name in KERNELS:
+        sys.modules.pop(name, None)
