@@ -14,6 +14,7 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.selection import block_stacks
@@ -112,7 +113,7 @@ class FP8TorchAO(LowPrecision):
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.config = config
         name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
-        self.precision = name + ("-fp16" if self.base == "fp16" else "")
+        self.precision = name + of_options(self.base, None if masters is None else masters.config.form)
 
     @property
     @override

@@ -22,6 +22,7 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.wire_format import TEWireFormat
+from tests.representatives import representatives
 
 DEVICE = torch.device("cuda")
 
@@ -99,7 +100,9 @@ def state_of(address):
     return next((block["state"] for block in blocks if block["address"] == address), "free")
 
 
-NAMES = [name for name in TABLE if name not in ("mxfp8", "nvfp4")]  # what the GPU that the null GPU imitates runs
+NAMES = [
+    name for name in representatives() if name not in ("mxfp8", "nvfp4")
+]  # what the GPU that the null GPU imitates runs
 
 
 @pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
