@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -89,6 +89,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.Tensor._version",
         "torch._C._current_graph_task_id",
         "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._storage_Use_Count",
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
@@ -200,6 +201,11 @@ def unscale_all_(grads: Tensors, inv_scale: float) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Return a count that grows with every in-place change of ``tensor``, except through ``tensor.data``."""
     return tensor._version
+
+
+def users_of_storage(storage: UntypedStorage) -> int:
+    """Return how many tensors look at the memory of ``storage``, which the caller holds too."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def is_compiled(module: nn.Module) -> bool:

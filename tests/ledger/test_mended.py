@@ -183,7 +183,7 @@ def test_graphs_of_compiled_blocks_end_at_transformer_engine_only(name):
     breaks = counters["graph_break"]
     if entry.plugin is FP8TE:
         assert breaks
-        assert all("_linear_eager" in reason or "norm kernels are no operations" in reason for reason in breaks)
+        assert all("_linear_eager" in reason for reason in breaks), breaks
     else:
         assert not breaks
         assert counters["stats"]["unique_graphs"] == 1
