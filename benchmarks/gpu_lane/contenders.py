@@ -31,6 +31,8 @@ BF16_WEIGHTS = f"{MAIN}, bf16 weights"
 """Without float32 weights, as Lightning's bf16-true: what compares with that."""
 FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
+SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
+"""What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
 """What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
 TE = "transformer_engine.pytorch"
@@ -90,9 +92,9 @@ ORDER = (
     BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "ours fp8-tensorwise-remainder",
     "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
-    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
-    "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
-    "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
+    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE, "ours fp8-current",
+    "te current", "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
+    "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
 )  # fmt: skip
 """The first three settle what ``fp8-hybrid`` should mean, then the targets' come.
 
@@ -180,7 +182,12 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    return [*found.values(), by_gain, *_of_fp8_hybrid(), _sharded()]
+    inside = Contender(
+        key=SCALED_INSIDE,
+        setup=partial(setups.ours, name="fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
+        needs=("torchao.float8",), linear="torchao rowwise", name="fp8-rowwise",
+    )  # fmt: skip
+    return [*found.values(), by_gain, inside, *_of_fp8_hybrid(), _sharded()]
 
 
 def _of_fp8_hybrid() -> list[Contender]:

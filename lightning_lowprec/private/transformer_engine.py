@@ -129,21 +129,22 @@ def is_sharded_by_fsdp2(module: nn.Module) -> bool:
 
 @functools.cache
 def norm_kernels() -> SimpleNamespace:
-    """Return the kernels of norms, and the table of Transformer Engine's dtypes.
+    """Return the modules that call the kernels of norms, and the table of Transformer Engine's dtypes.
 
-    ``rms_forward(x, weight, eps, out, quantizer, dtype, margin, centred)`` returns output, None, rstd;
-    ``rms_backward(grad, x, rstd, weight, margin, centred)`` grad_x, grad_weight; of LayerNorms with bias and mean.
+    ``rms.rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, centred)`` returns output, None, rstd;
+    ``rms.rmsnorm_bwd(grad, x, rstd, weight, margin, centred)`` grad_x, grad_weight;
+    ``layer.layernorm_fwd`` and ``layer.layernorm_bwd`` the same of LayerNorms, with bias and mean.
     """
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
 
-    return SimpleNamespace(
-        dtypes=TE_DType,
-        rms_forward=rmsnorm.rmsnorm_fwd,
-        rms_backward=rmsnorm.rmsnorm_bwd,
-        layer_forward=layer_norm.layernorm_fwd,
-        layer_backward=layer_norm.layernorm_bwd,
-    )
+    return SimpleNamespace(dtypes=TE_DType, rms=rmsnorm, layer=layer_norm)
+
+
+def multiprocessors_left(norm: Any) -> dict[str, int]:
+    """Return how many multiprocessors of the GPU a norm leaves to others: "forward", "backward", "inference"."""
+    margins: dict[str, int] = norm._sm_margins
+    return margins
 
 
 def scale_state(layer: Any, mode: str) -> Any:

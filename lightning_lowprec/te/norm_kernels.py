@@ -71,26 +71,26 @@ class _Normalise(torch.autograd.Function):
 
 def _rms_forward(x: Tensor, weight: Tensor, choices: NormChoices) -> tuple[Tensor, Tensor]:
     te = norm_kernels()
-    output, _, rstd = te.rms_forward(
+    output, _, rstd = te.rms.rmsnorm_fwd(
         x, weight, choices.eps, None, None, te.dtypes[x.dtype], choices.margin, choices.centred
     )
     return output, rstd
 
 
 def _rms_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, choices: NormChoices) -> Any:
-    return norm_kernels().rms_backward(grad, x, rstd, weight, choices.backward_margin, choices.centred)
+    return norm_kernels().rms.rmsnorm_bwd(grad, x, rstd, weight, choices.backward_margin, choices.centred)
 
 
 def _layer_forward(x: Tensor, weight: Tensor, bias: Tensor, choices: NormChoices) -> tuple[Tensor, Tensor, Tensor]:
     te = norm_kernels()
-    output, mean, rstd = te.layer_forward(
+    output, mean, rstd = te.layer.layernorm_fwd(
         x, weight, bias, choices.eps, None, None, te.dtypes[x.dtype], choices.margin, choices.centred
     )
     return output, mean, rstd
 
 
 def _layer_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, choices: NormChoices) -> Any:
-    return norm_kernels().layer_backward(grad, x, mean, rstd, weight, choices.backward_margin, choices.centred)
+    return norm_kernels().layer.layernorm_bwd(grad, x, mean, rstd, weight, choices.backward_margin, choices.centred)
 
 
 # ---- the same as operations of torch, for code that is compiled

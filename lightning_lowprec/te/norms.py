@@ -20,6 +20,7 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.transforms import without_second_gradient
+from lightning_lowprec.private.transformer_engine import multiprocessors_left
 from lightning_lowprec.te.linear import check_input
 from lightning_lowprec.te.norm_kernels import NormChoices, normalise
 
@@ -52,7 +53,7 @@ class _Norm:
         return normalise(input, weight, bias, self._choices())
 
     def _choices(self: Any) -> NormChoices:
-        margins = self._sm_margins
+        margins = multiprocessors_left(self)
         margin = margins["forward" if torch.is_grad_enabled() else "inference"]
         return NormChoices(self.eps, self.zero_centered_gamma, margin, margins["backward"])
 

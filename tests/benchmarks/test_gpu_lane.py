@@ -12,7 +12,16 @@ import pytest
 from benchmarks import hook_overhead
 from benchmarks.gpu_lane import figures, models, report, targets
 from benchmarks.gpu_lane.__main__ import main
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_WEIGHTS, FUSED, MAIN, SHARDED, TE_COMPILED, WITH_MASTERS
+from benchmarks.gpu_lane.contenders import (
+    BASELINE,
+    BF16_WEIGHTS,
+    FUSED,
+    MAIN,
+    SCALED_INSIDE,
+    SHARDED,
+    TE_COMPILED,
+    WITH_MASTERS,
+)
 from benchmarks.gpu_lane.part_linear import TOY_SHAPES
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.part_overhead import DEEP
@@ -86,7 +95,7 @@ def test_every_name_of_ours_is_there(data):
     identities = {f"{TABLE[name].plugin.__name__} {sorted(TABLE[name].options.items())}" for name in shown}
     assert {f"ours {name}" for name in WITH_MASTERS} <= set(items)
     ours = [key for key in items if key.startswith("ours ")]
-    more = [BF16_WEIGHTS, FUSED, SHARDED, TE_COMPILED, targets.BY_GAIN]
+    more = [BF16_WEIGHTS, FUSED, SCALED_INSIDE, SHARDED, TE_COMPILED, targets.BY_GAIN]
     assert len(ours) == len(identities) + len(more), "one per distinct plugin, and those with options"
     assert set(more) <= set(ours)
 
