@@ -93,7 +93,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
-    FP8_LAYERS: ("torch._C._are_functorch_transforms_active", "torch.compiler._is_exporting_flag"),
+    FP8_LAYERS: (
+        "torch._C._are_functorch_transforms_active",
+        "torch._scaled_mm",
+        "torch.compiler._is_exporting_flag",
+    ),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
@@ -385,6 +389,14 @@ def is_exporting() -> bool:
     same flag. Remove with torch 2.11.
     """
     return torch.compiler._is_exporting_flag
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """[M, K] @ [K, N] of float8 codes, times their scales ([M, 1] and [1, N], or one each) -> [M, N] in bf16.
+
+    The sum is exact to float32; ``b`` lies in memory column by column.
+    """
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def is_in_backward() -> bool:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, final
 
-import torch
 from torch import Tensor
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.config import ScalingType
 from torchao.float8.float8_ops import preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+from lightning_lowprec.private.torch import scaled_product
 
 
 @final
@@ -79,12 +80,4 @@ def _product(a: Any, b: Any) -> Tensor:
         return in_high_precision
     product_of: Any = preprocess_addmm
     codes_a, scale_a, codes_b, scale_b = product_of(a, b)
-    product = torch._scaled_mm(
-        codes_a,
-        codes_b,
-        scale_a=scale_a.reciprocal(),
-        scale_b=scale_b.reciprocal(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )
-    return product.to(a.dtype)
+    return scaled_product(codes_a, codes_b, scale_a.reciprocal(), scale_b.reciprocal()).to(a.dtype)
