@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
 from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO
 
@@ -21,6 +22,7 @@ _SUMMARIES: Final = {
 
 
 def _revert(model: nn.Module) -> None:
+    half_norms.release(model)
     if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
         from lightning_lowprec.torchao.linear import revert
 

@@ -33,7 +33,7 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch import is_compiled
-from lightning_lowprec.torchao import own_config
+from lightning_lowprec.torchao import half_norms, own_config
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
@@ -174,6 +174,7 @@ class FP8TorchAO(LowPrecision):
     def _prepare(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao import linear
 
+        half_norms.release(module)
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
         if self.config is not None:
@@ -188,6 +189,8 @@ class FP8TorchAO(LowPrecision):
             )
         with unchanged(module):
             linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+        if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
+            half_norms.hold(module)
         if plan.converted:
             self._compile(module, device)
         if plan != self.plan:
