@@ -133,10 +133,10 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
-        if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():
+        if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
             with recomputation(self):
                 return self._multiply(input, self._is_first_microbatch(input))
-        in_autocast = transformer_engine.manager().quantization_state.autocast_depth or is_in_onnx_export_mode()
+        in_autocast = _STATE.quantization_state.autocast_depth or is_in_onnx_export_mode()
         if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
             warnings.warn(
                 "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"

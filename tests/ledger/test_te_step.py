@@ -5,6 +5,8 @@ import gc
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -76,6 +78,22 @@ def test_a_norm_compiles_into_one_graph_and_launches_the_same_kernels(kind):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_nothing_of_ours_ends_the_graph_of_a_block(recipe, monkeypatch):
+    """``te.Linear`` ends graphs on torch 2.11; in its place stands an operation of torch, as on newer versions."""
+    monkeypatch.setattr(te.Linear, "forward", lambda layer, x, first: F.linear(x, layer.weight.to(x.dtype)))
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE(recipe))
+    model = models.build(models.TOY, DEVICE)
+    wrapped = fabric.setup_module(model)
+    for block in model.layers:
+        assert isinstance(block.attention_norm, TERMSNorm)
+        block.compile(backend="aot_eager", fullgraph=True)
+    for rows in (4, 3):
+        tokens = torch.zeros(rows, 11, dtype=torch.long, device=DEVICE)  # rows that are padded too
+        fabric.backward(wrapped(tokens, tokens))
+    assert counters["graph_break"] == {}
+
+
 def test_a_norm_takes_other_inputs_as_before():
     norm = nn.Sequential(nn.LayerNorm(64)).to(DEVICE)
     convert_norms(norm, ["0"])
@@ -136,3 +154,24 @@ def test_the_last_word_is_that_of_the_context():
     wrapped(x).sum().backward()
     with pytest.warns(UserWarning, match="trains outside of its precision's context"):
         model[0](x)
+
+
+FORMS = [
+    ("fp8-hybrid-te-remainder", {}, torch.bfloat16),
+    ("fp8-current-sr", {}, torch.bfloat16),
+    ("fp8-block-master", {}, torch.float32),  # FSDP2's float32 shards are the masters
+    ("fp8-hybrid-te-remainder", {"fp8_params": True}, torch.bfloat16),
+    ("fp8-hybrid-te-remainder", {"fuse": "auto"}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shards"), FORMS)
+def test_every_form_of_masters_trains_sharded(name, options, shards):
+    running = setups.ours(JOB, name=name, options=options, strategy="fsdp2")
+    data = models.batches(JOB.shape, 2, DEVICE, count=1)
+    for _ in range(2):
+        running.step(data)
+    with recording() as log:
+        running.step(data)
+    assert not log.waits()
+    assert {parameter.dtype for parameter in running.bare.parameters()} == {shards}
