@@ -142,7 +142,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
                 "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
                 " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric"
                 " calls other methods than `forward` (`training_step`, marked ones) without any precision.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return self._multiply(input, self._is_first_microbatch(input))
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters, main_params
 from lightning_lowprec.te.fusion.joined_weight import (
     are_beside,
     join_weights,
@@ -161,3 +163,21 @@ def test_neighbours_in_two_storages_are_not_joined_by_a_view():
     assert not are_beside(transposed)
     assert not are_beside([both[1], both[0]])
     assert not are_beside([both[0], parts()[0]])
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
+def test_masters_stay_exact_when_the_weights_move(form):
+    """The optimizer sees other memory at its next step, with the same values."""
+    found = []
+    for moves in (False, True):
+        weights = [nn.Parameter(weight.detach().bfloat16()) for weight in parts()]
+        optimizer = torch.optim.AdamW(weights, lr=1e-3)
+        add_masters(optimizer, MasterConfig(form=form))
+        for step in range(4):
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 0.01 * (step + 1))
+            optimizer.step()
+            if moves and step == 1:
+                assert place_beside(weights)
+        found.append([master.clone() for master in main_params(optimizer)] + [weight.detach() for weight in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
