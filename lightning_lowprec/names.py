@@ -13,6 +13,8 @@ from typing import Final
 from lightning_lowprec import recipes
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, in_words, split
+from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
 from lightning_lowprec.precision.base import LowPrecision
@@ -51,7 +53,7 @@ _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
-"""Names that get the suffix of a backend. Each name has a ``-fp16`` form too."""
+"""Names that get the suffix of a backend."""
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
@@ -66,7 +68,7 @@ def register_own_backends() -> None:
 
 def without_backend(name: str) -> bool:
     """Return whether a name of the table leaves the choice of the backend to this package."""
-    return name.removesuffix("-fp16") in _WITHOUT_BACKEND
+    return split(name)[0] in _WITHOUT_BACKEND
 
 
 def resolve(name: str) -> PrecisionName:
@@ -78,9 +80,9 @@ def resolve(name: str) -> PrecisionName:
     """
     if not without_backend(name):
         return TABLE[name]
-    stem, fp16 = name.removesuffix("-fp16"), "-fp16" if name.endswith("-fp16") else ""
+    stem, suffix = split(name)
     for backend in reversed(backends.registered()):
-        pinned = f"{stem}{backend.suffix}{fp16}"
+        pinned = f"{stem}{backend.suffix}{suffix}"
         if backend.suffix and pinned in TABLE and backend.preferred:
             return TABLE[pinned]
     raise ValueError(f"`precision={name!r}` has no backend here: none that is registered has it.")
@@ -100,11 +102,16 @@ def create(name: str) -> LowPrecision:
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:
-    """Return the error for an unknown name: first what to write instead, then every allowed name, Lightning's first."""
-    allowed = [*also_allowed, *TABLE]
+    """Return the error for an unknown name: first what to write instead, then what is allowed, Lightning's names first.
+
+    The message lists families with their suffixes, not every member.
+    """
     recipe = _nemo_recipe(name) if "_" in str(name) else None
-    hint = pointer(name, PRECISIONS, allowed) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
-    words = [f"Precision {name!r} is invalid.", hint, f"Allowed precision values: {', '.join(map(repr, allowed))}."]
+    hint = suffix_refusal(str(name), TABLE) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
+    hint = hint or pointer(name, PRECISIONS, [*also_allowed, *TABLE])
+    theirs = ", ".join(map(repr, also_allowed))
+    allowed = f"{theirs}, {in_words(TABLE, quoted=True)}" if theirs else in_words(TABLE, quoted=True)
+    words = [f"Precision {name!r} is invalid.", hint, f"Allowed precision values: {allowed}."]
     return ValueError(" ".join(filter(None, words)))
 
 
@@ -125,18 +132,18 @@ def _nemo_recipe(name: object) -> str | None:
 
 
 def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionName]]:
-    """Yield every name and its ``-fp16`` form; add the dtype outside of FP8 to the summary."""
+    """Yield every name, and its forms with the suffixes that its backend says it has."""
     for name, row in names.items():
-        yield name, replace(row, summary=f"{row.summary}; bf16 elsewhere")
-        if row.fp16:
-            summary = f"{row.summary}; fp16 with loss scaling elsewhere"
-            yield f"{name}-fp16", replace(row, options={**row.options, "base": "fp16"}, summary=summary)
+        for suffix, end in EVERYWHERE.items():
+            if not suffix or (row.fp16 if suffix == FP16 else row.masters):
+                options = {**row.options, **OPTIONS.get(suffix, {})}
+                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}")
 
 
 def _fill_table() -> None:
     rows = dict(row for backend in backends.registered() for row in _rows(backend.names))
     chosen = {
-        name: replace(rows[f"{name}{TORCHAO_BACKEND.suffix}"], summary=summary, fp16=True)
+        name: replace(rows[f"{name}{TORCHAO_BACKEND.suffix}"], summary=summary)
         for name, summary in _WITHOUT_BACKEND.items()
         if f"{name}{TORCHAO_BACKEND.suffix}" in rows
     }

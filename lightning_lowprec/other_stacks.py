@@ -34,6 +34,15 @@ PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
     ),
+    **{
+        word: f"Write '{name}': bf16 weights, FP8 linear layers."
+        for word, name in {
+            "fp8-master": "fp8-hybrid-master",
+            "fp8-remainder": "fp8-hybrid-remainder",
+            "fp8-sr": "fp8-hybrid-sr",
+            "fp8-stochastic": "fp8-hybrid-sr",
+        }.items()
+    },
     **dict.fromkeys(("rowwise", "float8-rowwise"), "Write 'fp8-rowwise'."),
     "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",
     **dict.fromkeys(("current", "current-scaling"), "Write 'fp8-current'."),

@@ -5,7 +5,8 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
-from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import COMMANDS
@@ -17,7 +18,22 @@ README = (ROOT / "README.md").read_text()
 def test_the_table_lists_exactly_the_registered_names():
     rows = re.findall(r"^\| (`.*?) \|", README.split("## The names")[1].split("## ")[0], flags=re.MULTILINE)
     listed = [name for row in rows if "precision=" not in row for name in re.findall(r"`([^`]+)`", row)]
-    assert sorted(listed) == sorted(TABLE)
+    suffixes = {name for name in listed if name.startswith("-")}
+    assert sorted({*listed} - suffixes) == sorted(name for stems in families(TABLE).values() for name in stems)
+    assert suffixes == {suffix for found in families(TABLE) for suffix in found}
+
+
+def test_the_lines_of_suffixes_say_which_names_have_them():
+    """`-fp16` after: names. The others: all FP8 names but those that the line excepts."""
+    text = README.split("## The names")[1].split("## ")[0]
+    line = next(line for line in text.split("\n\n") if "`NAME-fp16`" in line)
+    having = {suffix: {stem for found, stems in families(TABLE).items() if suffix in found for stem in stems}
+              for suffix in ("-fp16", "-sr")}  # fmt: skip
+    said = re.findall(r"`([^`]+)`", line.split("`NAME-fp16`")[1].split(".")[0])
+    assert set(said) == having["-fp16"]
+    fp8 = {name for name in TABLE if TABLE[name].plugin in (FP8TorchAO, FP8TE) and not split(name)[1]}
+    assert fp8 - having["-sr"] == {"mxfp8", "nvfp4"}
+    assert "every FP8 name except `mxfp8` and `nvfp4`" in " ".join(text.split())
 
 
 def test_the_table_of_fsdp2_lists_every_option_with_its_default():

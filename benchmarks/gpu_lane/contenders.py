@@ -1,7 +1,7 @@
 """Who is compared: what a user would pick instead, and every name of ours; in order of value.
 
-A name enters by itself as soon as the table of names has it; one that this machine cannot run is missing, with the
-reason that a user would be given.
+A name enters by itself as soon as the table of names has it; of the FP8 names with bf16 weights, ``WITH_MASTERS``
+enter. A name that this machine cannot run is missing, with the reason that a user would be given.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu_lane import setups
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
+from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
@@ -30,9 +31,16 @@ BF16_WEIGHTS = f"{MAIN}, bf16 weights"
 """Without float32 weights, as Lightning's bf16-true: what compares with that."""
 FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
+SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
+"""What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
 """What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
 TE = "transformer_engine.pytorch"
+WITH_MASTERS = (
+    "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-sr", "fp8-rowwise-remainder",
+    "fp8-hybrid-te-remainder", "fp8-current-remainder",
+)  # fmt: skip
+"""The FP8 names with bf16 weights that are compared; the others differ from them in the recipe only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +89,12 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "torchao tensorwise, compiled", "te delayed",
+    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "ours fp8-tensorwise-remainder",
+    "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
-    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
-    "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
-    "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
+    "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE, "ours fp8-current",
+    "te current", "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
+    "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
 )  # fmt: skip
 """The first three settle what ``fp8-hybrid`` should mean, then the targets' come.
 
@@ -155,7 +164,10 @@ def _beside_lightning() -> list[Contender]:
 def _ours() -> list[Contender]:
     found: dict[str, Contender] = {}
     for name, entry in TABLE.items():
+        stem, suffix = split(name)
         if without_backend(name):  # means one of the names with a backend
+            continue
+        if suffix in MASTERS and stem in TABLE and name not in WITH_MASTERS:
             continue
         identity = f"{entry.plugin.__name__} {sorted(entry.options.items())}"
         found.setdefault(
@@ -170,7 +182,12 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    return [*found.values(), by_gain, *_of_fp8_hybrid(), _sharded()]
+    inside = Contender(
+        key=SCALED_INSIDE,
+        setup=partial(setups.ours, name="fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
+        needs=("torchao.float8",), linear="torchao rowwise", name="fp8-rowwise",
+    )  # fmt: skip
+    return [*found.values(), by_gain, inside, *_of_fp8_hybrid(), _sharded()]
 
 
 def _of_fp8_hybrid() -> list[Contender]:

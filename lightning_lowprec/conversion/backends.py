@@ -31,6 +31,10 @@ class PrecisionName:
     """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
     fp16: bool = False
     """Whether ``NAME-fp16`` exists too, with ``base="fp16"``: fp16 with loss scaling outside of FP8."""
+    masters: bool = False
+    """Whether ``NAME-master``, ``NAME-remainder`` and ``NAME-sr`` exist too, with ``master_weights=``: bf16 weights."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16
     """The features of a converted Linear are multiples of this number."""
     gains: Recipe = "tensorwise"

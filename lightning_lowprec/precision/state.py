@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.name_suffixes import split
 from lightning_lowprec.precision.loss_scale import LossScaler
 
 SCALER_STATE: Final = "loss_scale"
@@ -90,6 +91,6 @@ def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> Non
 
 def pinned(precision: str, *names: str) -> str:
     """Return the names of ``precision`` that pin these backends: ``"'fp8-hybrid-te' or 'fp8-hybrid-torchao'"``."""
-    stem, fp16 = precision.removesuffix("-fp16"), "-fp16" if precision.endswith("-fp16") else ""
+    stem, suffix = split(precision)
     suffixes = {backend.name: backend.suffix for backend in backends.registered()}
-    return " or ".join(f"'{stem}{suffixes.get(name, f'-{name}')}{fp16}'" for name in names)
+    return " or ".join(f"'{stem}{suffixes.get(name, f'-{name}')}{suffix}'" for name in names)

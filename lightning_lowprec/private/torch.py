@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -93,10 +93,15 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.Tensor._version",
         "torch._C._current_graph_task_id",
         "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._storage_Use_Count",
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
-    FP8_LAYERS: ("torch._C._are_functorch_transforms_active", "torch.compiler._is_exporting_flag"),
+    FP8_LAYERS: (
+        "torch._C._are_functorch_transforms_active",
+        "torch._scaled_mm",
+        "torch.compiler._is_exporting_flag",
+    ),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
@@ -234,6 +239,11 @@ def version_of(tensor: Tensor) -> int:
 def increment_versions(tensors: Sequence[Tensor]) -> None:
     """Note in-place changes that torch did not see, by a kernel of our own."""
     torch.autograd.graph.increment_version(list(tensors))
+
+
+def users_of_storage(storage: UntypedStorage) -> int:
+    """Return how many tensors look at the memory of ``storage``, which the caller holds too."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -413,6 +423,14 @@ def is_exporting() -> bool:
     same flag. Remove with torch 2.11.
     """
     return torch.compiler._is_exporting_flag
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """[M, K] @ [K, N] of float8 codes, times their scales ([M, 1] and [1, N], or one each) -> [M, N] in bf16.
+
+    The sum is exact to float32; ``b`` lies in memory column by column.
+    """
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def is_in_backward() -> bool:

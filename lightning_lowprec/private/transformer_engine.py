@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,16 +27,18 @@ _NAMES: Final = {
     "Linear": ("_get_weight_tensors",),
     "Linear()": (*_ENGINE, "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
     "LayerNorm": _NORM,
-    "LayerNorm()": ("zero_centered_gamma",),
+    "LayerNorm()": ("zero_centered_gamma", "_sm_margins"),
     "RMSNorm": _NORM,
-    "RMSNorm()": ("zero_centered_gamma",),
+    "RMSNorm()": ("zero_centered_gamma", "_sm_margins"),
     "LayerNormLinear()": _ENGINE,
     "LayerNormMLP()": _ENGINE,
     "GroupedLinear()": (*_SCALES, "num_gemms", "param_init_meta"),
-    "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT",),
+    "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT", "TE_DType"),
     "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
     "export": ("is_in_onnx_export_mode",),
+    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd", "is_in_onnx_export_mode"),
+    "ops.basic.rmsnorm": ("rmsnorm_fwd", "rmsnorm_bwd"),
     "module.base.TransformerEngineBaseModule": ("get_quantizer_roles", "init_fp8_metadata"),
     "quantization": ("DelayedScalingRecipeState", "QuantizerRequest", "QuantizerRole"),
     _MANAGER: (
@@ -83,6 +86,7 @@ def check_names() -> None:
         )
 
 
+@functools.cache
 def manager() -> Any:
     """Return Transformer Engine's ``FP8GlobalStateManager``, the state of the process."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -121,6 +125,26 @@ def is_sharded_by_fsdp2(module: nn.Module) -> bool:
         return False
     finally:
         module.__dict__.pop("_te_cached_parent_fsdp_state", None)  # deepcopy and pickle would take it along
+
+
+@functools.cache
+def norm_kernels() -> SimpleNamespace:
+    """Return the modules that call the kernels of norms, and the table of Transformer Engine's dtypes.
+
+    ``rms.rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, centred)`` returns output, None, rstd;
+    ``rms.rmsnorm_bwd(grad, x, rstd, weight, margin, centred)`` grad_x, grad_weight;
+    ``layer.layernorm_fwd`` and ``layer.layernorm_bwd`` the same of LayerNorms, with bias and mean.
+    """
+    from transformer_engine.pytorch.constants import TE_DType
+    from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
+
+    return SimpleNamespace(dtypes=TE_DType, rms=rmsnorm, layer=layer_norm)
+
+
+def multiprocessors_left(norm: Any) -> dict[str, int]:
+    """Return how many multiprocessors of the GPU a norm leaves to others: "forward", "backward", "inference"."""
+    margins: dict[str, int] = norm._sm_margins
+    return margins
 
 
 def scale_state(layer: Any, mode: str) -> Any:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
-from lightning_lowprec.te.plugin import FP8TE, NAMES
+from lightning_lowprec.te.plugin import FP8TE, NAMES, WITH_MASTERS
 from lightning_lowprec.te.recipes import ALIGNMENT
 
 _SUMMARIES: Final = {
@@ -29,6 +30,21 @@ def _checkpoint() -> Callable[..., Any]:
     return support.pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
 
 
+def _lacks(kind: str) -> dict[str, str]:
+    """Return the reason or remedy for every suffix that only some names have."""
+    fp16 = (
+        "its Hadamard transform is made for bf16"
+        if kind == "nvfp4"
+        else f"write `plugins=FP8TE({kind!r}, base='fp16')`"
+    )
+    masters = {
+        suffix: f"it needs Blackwell, where bf16 weights have not been counted yet; to use them, write"
+        f" `plugins=FP8TE({kind!r}, master_weights={OPTIONS[suffix]['master_weights']!r})`"
+        for suffix in MASTERS
+    }
+    return {FP16: fp16, **masters}
+
+
 BACKEND: Final = Backend(
     name=NAME,
     title="Transformer Engine",
@@ -38,6 +54,8 @@ BACKEND: Final = Backend(
             options={"recipe": kind, "fp8_format": fp8_format},
             summary=_SUMMARIES[name],
             fp16=kind in _ONE_SCALE,
+            masters=name in WITH_MASTERS,
+            lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
         )

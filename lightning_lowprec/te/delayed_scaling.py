@@ -110,7 +110,7 @@ def drop_nonfinite(*, forward: bool) -> None:
     """
     for rows in transformer_engine.amax_of_this_step(forward=forward):
         flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        copy_all_(rows, list(torch.split(flat, [len(row) for row in rows])))
+        copy_all_(rows, list(torch.split(flat, [row.numel() for row in rows])))
 
 
 def saved_scales(layers: Layers) -> dict[str, LayerScales]:

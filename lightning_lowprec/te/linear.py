@@ -84,6 +84,10 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
     return context
 
 
+_STATE: Any = transformer_engine.manager()
+"""Holds ``quantization_state``, Transformer Engine's state of the process."""
+
+
 @final
 class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch."""
@@ -104,6 +108,21 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if (
+            not torch.compiler.is_compiling()
+            and _STATE.quantization_state.fp8_enabled  # inside of the plugin's context
+            and input.is_cuda
+            and (self.training or self.fp8_eval)
+            and not torch.is_inference_mode_enabled()
+            and input.shape[-1:] == (self.in_features,)
+            and input.is_floating_point()
+            and input.numel()
+        ):
+            return self._multiply(input, self._is_first_microbatch(input))
+        return self._unusual_forward(input)
+
+    def _unusual_forward(self, input: Tensor) -> Tensor:
+        """Compute what is no call in the plugin's context: compiled, outside of it, in high precision, or refused."""
         # the compiler does not trace this question; the plugin's `forward_context` has left inference mode before
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             # the first forward makes buffers that training writes to
@@ -114,16 +133,16 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
         if input.numel() == 0 or not (self.training or self.fp8_eval):
             return F.linear(input, self.weight, self.bias)
-        if self.fp8 and not transformer_engine.manager().is_fp8_enabled() and is_in_backward():
+        if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
             with recomputation(self):
                 return self._multiply(input, self._is_first_microbatch(input))
-        in_autocast = transformer_engine.manager().quantization_state.autocast_depth or is_in_onnx_export_mode()
+        in_autocast = _STATE.quantization_state.autocast_depth or is_in_onnx_export_mode()
         if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
             warnings.warn(
                 "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
                 " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric"
                 " calls other methods than `forward` (`training_step`, marked ones) without any precision.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return self._multiply(input, self._is_first_microbatch(input))
 
@@ -138,19 +157,21 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         return output if fits else cut_rows(output, input)
 
     def _is_first_microbatch(self, input: Tensor) -> bool | None:
-        if self.weight_cache is None or torch.compiler.is_compiling() or isinstance(self.weight, Fp8Weight):
+        cache, weight = self.weight_cache, self._weight()
+        if cache is None or torch.compiler.is_compiling() or isinstance(weight, Fp8Weight):
             return None
-        if not (torch.is_grad_enabled() or self.weight_cache.always):
+        if not (cache.always or torch.is_grad_enabled()):
             return None
         # A checkpoint that is not reentrant numbers the saved tensors. A weight that is kept is saved as one tensor, a
         # weight that is quantised for one call as several; forward and recomputation must save the same tensors.
         if saved_tensors_are_hooked():
             return None
-        if not _is_usable(self._fp8_workspaces.get("weight"), input):
-            self._fp8_workspaces.clear()
-        first = self.weight_cache.is_first_microbatch(self.weight, training=self.training)
-        if self.weight_cache.is_idle:
-            self._fp8_workspaces.clear()
+        kept = self._fp8_workspaces
+        if kept and not _is_usable(kept.get("weight"), input):
+            kept.clear()
+        first = cache.is_first_microbatch(weight, training=self.training)
+        if kept and cache.is_idle:
+            kept.clear()
         return first
 
     def _get_weight_tensors(self) -> list[Tensor]:
@@ -160,9 +181,15 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         """
         if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
-        if isinstance(self.weight, Fp8Weight):
-            return [for_gemm(self.weight, transformer_engine.weight_quantizer(self) if self.fp8 else None)]
-        return [self.weight]
+        weight = self._weight()
+        if isinstance(weight, Fp8Weight):
+            return [for_gemm(weight, transformer_engine.weight_quantizer(self) if self.fp8 else None)]
+        return [weight]
+
+    def _weight(self) -> Tensor:
+        """Return the weight without a search through the module's attributes."""
+        found = self._parameters.get("weight")
+        return self.weight if found is None else found  # weight_norm computes it
 
     def train(self, mode: bool = True) -> TELinear:
         """Set the mode; ``eval()`` has the weight quantised anew, since ``weight.data`` may have been written to."""

@@ -16,10 +16,13 @@ from typing import Any, Final, Literal, final
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.transforms import without_second_gradient
+from lightning_lowprec.private.transformer_engine import multiprocessors_left
 from lightning_lowprec.te.linear import check_input
+from lightning_lowprec.te.norm_kernels import NormChoices, normalise
 
 FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -32,17 +35,33 @@ Formula = Literal["weight", "1 + weight"]
 class _Norm:
     """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
 
+    weight: Any
+    _parameters: dict[str, Any]
+
     def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, K]; compiled code calls the kernels, which are no operations of torch, between two graphs."""
-        if torch.compiler.is_compiling():
-            output: Tensor = _between_graphs(self, input)
-            return output
-        if torch.is_inference_mode_enabled():  # the first forward makes buffers that training writes to
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(input)
+        """[*, K] -> [*, K]."""
         check_input(input)
         if input.numel() == 0:
             return input.clone()
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is None:
+            weight = _missing(self, "weight", input) if "weight" in self._parameters else self.weight
+        if bias is None and "bias" in self._parameters:
+            bias = _missing(self, "bias", input)
+        if input.shape[-1:] != weight.shape or is_in_onnx_export_mode():
+            return self._by_transformer_engine(input)
+        return normalise(input, weight, bias, self._choices())
+
+    def _choices(self: Any) -> NormChoices:
+        margins = multiprocessors_left(self)
+        margin = margins["forward" if torch.is_grad_enabled() else "inference"]
+        return NormChoices(self.eps, self.zero_centered_gamma, margin, margins["backward"])
+
+    def _by_transformer_engine(self, input: Tensor) -> Tensor:
+        """Compute by the module of Transformer Engine, which refuses other shapes and has a path for ONNX."""
+        if torch.is_inference_mode_enabled():  # the first forward makes buffers that training writes to
+            with torch.inference_mode(False), torch.no_grad():
+                return self._by_transformer_engine(input)
         return without_second_gradient(super().forward(input))  # type: ignore[misc]
 
     def pre_first_fuser_forward(self) -> None:
@@ -80,14 +99,10 @@ class TERMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
     """An RMSNorm with Transformer Engine's kernels."""
 
 
-def _uncompiled(norm: _Norm, input: Tensor) -> Tensor:
-    return norm.forward(input)
-
-
-# Without this the compiler would try and leave out every function of Transformer Engine that a norm calls.
-_between_graphs: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    _uncompiled, reason="Transformer Engine's norm kernels are no operations of torch; `FP8TE(norms=False)` has none"
-)
+def _missing(norm: Any, name: str, like: Tensor) -> Tensor:
+    """Return ones or zeros in the place of a weight or bias that the norm does not have."""
+    make = torch.ones if name == "weight" and not norm.zero_centered_gamma else torch.zeros
+    return make(norm.normalized_shape, dtype=like.dtype, device=like.device)
 
 
 @contextmanager
@@ -95,8 +110,7 @@ def _complete(norm: Any, like: Tensor) -> Iterator[list[str]]:
     """Fill in a missing weight and bias in the block; yield their names."""
     missing = [name for name in ("weight", "bias") if name in norm._parameters and norm._parameters[name] is None]
     for name in missing:
-        make = torch.ones if name == "weight" and not norm.zero_centered_gamma else torch.zeros
-        norm.__dict__[name] = make(norm.normalized_shape, dtype=like.dtype, device=like.device)
+        norm.__dict__[name] = _missing(norm, name, like)
     try:
         yield missing
     finally:

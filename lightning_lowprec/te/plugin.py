@@ -13,6 +13,7 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
+from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
@@ -37,6 +38,8 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
     ("nvfp4", "e4m3"): "nvfp4",
 }
 """The name for ``precision=`` of each kind of recipe and format."""
+WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8", "nvfp4"}
+"""The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 
 
 class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, total=False):
@@ -142,7 +145,8 @@ class FP8TE(LowPrecision):
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
-        self.precision = name + ("-fp16" if self.base == "fp16" else "")
+        form = masters.config.form if masters is not None and name in WITH_MASTERS else None
+        self.precision = name + of_options(self.base, form)
 
     @property
     def fp8_params(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
+from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import bf16_refusal, default_device, describe
 from lightning_lowprec.private import lightning as lightning_names
@@ -176,7 +177,7 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
     lines += ["", *_families(verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
-        lines += [f"{reason.rstrip('.')}:", f"    {', '.join(_short(names))}"]
+        lines += [f"{reason.rstrip('.')}:", f"    {in_words(names)}"]
     recommended = advice(verdicts, facts["bf16"])
     width = max(len(row.name) for row in recommended)
     lines += ["", "Try first on this machine:", *(f"    {row.name:<{width}}  {row.why}" for row in recommended)]
@@ -195,7 +196,7 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     for verdict in verdicts:
         rows.setdefault((_family(verdict.name), _word(verdict)), []).append(verdict.name)
     width = max(len(family) for family, _ in rows)
-    return [f"{family:<{width}}  {word:<8}  {', '.join(_short(names))}" for (family, word), names in rows.items()]
+    return [f"{family:<{width}}  {word:<8}  {in_words(names)}" for (family, word), names in rows.items()]
 
 
 def _family(name: str) -> str:
@@ -203,12 +204,6 @@ def _family(name: str) -> str:
     if backend is None:
         return "half precision"
     return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """Return the names; ``NAME(-fp16)`` stands for ``NAME`` and ``NAME-fp16``."""
-    short = [f"{name}(-fp16)" if f"{name}-fp16" in names else name for name in names]
-    return [name for name in short if not (name.endswith("-fp16") and name.removesuffix("-fp16") in names)]
 
 
 def _line(verdict: Availability) -> str:

@@ -25,6 +25,7 @@ _REMAINDER: Final = "half the bytes of the weights, float32 masters: 14 bytes pe
 _CANDIDATES: Final[Sequence[tuple[str, str]]] = (
     ("mxfp8", "FP8 GEMMs with a scale per 32 values, which this GPU has in hardware"),
     ("fp8-hybrid", "FP8 GEMMs with one scale per tensor: pays on large linear layers"),
+    ("fp8-hybrid-remainder", f"the same with bf16 weights: {_REMAINDER}"),
     (
         "fp8-rowwise-gw-hp",
         "FP8 GEMMs with one scale per row, weight gradients in bf16: less rounding than one scale per tensor",

@@ -8,6 +8,8 @@ from typing import Final
 from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
 from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO
 
@@ -20,6 +22,7 @@ _SUMMARIES: Final = {
 
 
 def _revert(model: nn.Module) -> None:
+    half_norms.release(model)
     if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
         from lightning_lowprec.torchao.linear import revert
 
@@ -31,7 +34,9 @@ _NAMES: Final = {
         plugin=FP8TorchAO,
         options={"recipe": recipe, "fp8_format": fp8_format},
         summary=_SUMMARIES[name],
-        fp16=recipe == "tensorwise",  # rowwise kernels round through bf16
+        fp16=recipe == "tensorwise",
+        masters=True,
+        lacks={} if recipe == "tensorwise" else {FP16: "its kernels round their output through bf16"},
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
     )

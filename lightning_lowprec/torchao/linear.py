@@ -37,8 +37,10 @@ from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active, before_compiled_call
 from lightning_lowprec.private.torchao import set_scale
+from lightning_lowprec.torchao import rowwise_backward
 from lightning_lowprec.torchao.coded import CodedMatmul
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+from lightning_lowprec.torchao.rowwise_backward import ScaledInside
 from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
 
 _checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -56,6 +58,8 @@ class _Matmul(matmul_with_hp_or_float8_args):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients in FP8, or in high precision where they will be differentiated."""
         if not torch.is_grad_enabled():
+            if isinstance(ctx.config, ScaledInside) and not ctx.config.emulate:  # emulated products are scaled inside
+                return rowwise_backward.backward(ctx, grad_output)
             in_fp8: Any = matmul_with_hp_or_float8_args
             return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
         input, weight_t = ctx.saved_tensors
@@ -168,6 +172,7 @@ def linear_config(
     fp8_format: Literal["hybrid", "e4m3"],
     emulate: bool,
     round_scales_to_power_of_2: bool | None,
+    rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after",
 ) -> Float8LinearConfig:
     """Return torchao's configuration of a recipe; the arguments are those of ``FP8TorchAO``."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -179,7 +184,7 @@ def linear_config(
         )
     if round_scales_to_power_of_2 is not None:
         config = replace(config, round_scales_to_power_of_2=round_scales_to_power_of_2)
-    return config
+    return ScaledInside.of(config) if rowwise_backward == "scaled_inside" else config
 
 
 def convert(model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool) -> None:

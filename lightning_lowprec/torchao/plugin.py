@@ -14,6 +14,7 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.checks import CompileOptions, check_choice
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.selection import block_stacks
@@ -32,10 +33,11 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch import is_compiled
-from lightning_lowprec.torchao import own_config
+from lightning_lowprec.torchao import half_norms, own_config
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
+RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 BACKEND: Final = "torchao"
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
@@ -72,6 +74,10 @@ class FP8TorchAO(LowPrecision):
             micro-batch, forward and backward (2 bytes per parameter of the layers). ``"per_gemm"`` encodes at every
             GEMM, as torchao does: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_step"``
             where one scale per weight allows it (``recipe="tensorwise"`` without ``config``), and not under FSDP2.
+        rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
+            torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
+            scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
+            with scales that are powers of two.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
@@ -92,15 +98,18 @@ class FP8TorchAO(LowPrecision):
         fp8_format: FP8Format | None = None,
         compile: Literal["auto"] | bool | CompileOptions = "auto",
         round_scales_to_power_of_2: bool | None = None,
+        rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
         weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
         if config is not None:
-            recipe, fp8_format, emulate = _of_config(config, recipe, fp8_format, round_scales_to_power_of_2)
+            recipe, fp8_format, emulate = _of_config(
+                config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward
+            )
             running = replace(running, emulate=running.emulate or emulate)
-        _check(recipe, running.base, None if config is not None else fp8_format)
+        _check(recipe, running.base, None if config is not None else fp8_format, rowwise_backward)
         masters = take(MasterOptions, options).resolve(running.base)
         if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
             raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
@@ -115,10 +124,12 @@ class FP8TorchAO(LowPrecision):
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
         self.compile = compile
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
+        self.rowwise_backward: RowwiseBackward = rowwise_backward
         self.config = config
         self.weight_codes = _codes(weight_codes, recipe, config)
         name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
-        self.precision = name + ("-fp16" if self.base == "fp16" else "")
+        form = masters.config.form if masters is not None and config is None else None
+        self.precision = name + of_options(self.base, form)
 
     @property
     @override
@@ -162,12 +173,14 @@ class FP8TorchAO(LowPrecision):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        return self.precision, self.layers, self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.config
+        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
+        return self.precision, self.layers, *running, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao import linear
 
+        half_norms.release(module)
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
         if self.config is not None:
@@ -178,9 +191,12 @@ class FP8TorchAO(LowPrecision):
                 fp8_format=self.fp8_format,
                 emulate=self.emulates(device),
                 round_scales_to_power_of_2=self.round_scales_to_power_of_2,
+                rowwise_backward=self.rowwise_backward,
             )
         with unchanged(module):
             linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+        if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
+            half_norms.hold(module)
         if plan.converted:
             self._compile(module, device)
             if self.weight_codes == "per_step":
@@ -252,7 +268,11 @@ class FP8TorchAO(LowPrecision):
 
 
 def _of_config(
-    config: Any, recipe: Recipe, fp8_format: FP8Format | None, power_of_2: bool | None
+    config: Any,
+    recipe: Recipe,
+    fp8_format: FP8Format | None,
+    power_of_2: bool | None,
+    rowwise_backward: RowwiseBackward,
 ) -> tuple[Recipe, FP8Format, bool | None]:
     """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
     require("torchao.float8", "FP8TorchAO(config=...)")
@@ -261,6 +281,7 @@ def _of_config(
         ("recipe", recipe, "tensorwise"),
         ("fp8_format", fp8_format, None),
         ("round_scales_to_power_of_2", power_of_2, None),
+        ("rowwise_backward", rowwise_backward, "scaled_after"),
     ):
         if value != default:
             raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
@@ -279,7 +300,12 @@ def _codes(choice: str, recipe: Recipe, config: Any) -> Literal["per_step", "per
     return "per_step" if one_scale and choice != "per_gemm" else "per_gemm"
 
 
-def _check(recipe: str, base: str, fp8_format: str | None) -> None:
+def _check(recipe: str, base: str, fp8_format: str | None, rowwise_backward: str) -> None:
+    if rowwise_backward != "scaled_after" and recipe == "tensorwise":
+        raise ValueError(
+            f"`rowwise_backward={rowwise_backward!r}` is not valid with `recipe='tensorwise'`, whose products have one"
+            " scale per operand; leave it out, or use `recipe='rowwise'` or `recipe='rowwise_with_gw_hp'`."
+        )
     if recipe != "tensorwise" and base == "fp16":
         raise ValueError(
             f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"

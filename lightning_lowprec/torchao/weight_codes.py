@@ -96,13 +96,13 @@ class ModelCodes:
                     codes.prepare(weight, training=layer.training)
                     stale.setdefault((weight.device, weight.dtype), []).append((weight.detach(), codes))
             for (device, dtype), found in stale.items():
-                self._encode([weight for weight, _ in found], [codes for _, codes in found], device, _KINDS[dtype])
+                self._encode([weight for weight, _ in found], [codes for _, codes in found], device, _KINDS.get(dtype))
 
-    def _encode(self, weights: list[Tensor], codes: list[WeightCodes], device: torch.device, kind: str) -> None:
+    def _encode(self, weights: list[Tensor], codes: list[WeightCodes], device: torch.device, kind: str | None) -> None:
         scales = amax_to_scale(largest_absolute_values(weights), DTYPE, self._power_of_2)
         copy_all_([c.scale for c in codes], list(scales.unbind()))
         aligned = all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
-        if self._kernel and device.type in DEVICES and aligned and kernels_run():
+        if kind is not None and self._kernel and device.type in DEVICES and aligned and kernels_run():
             launch(weights, codes, kind)
             return
         limit = torch.finfo(DTYPE).max

@@ -13,6 +13,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.representatives import representatives
 from tests.toy_backend import BACKEND as TOY
 
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
@@ -32,7 +33,6 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "HalfMixed-fp16": partial(HalfMixed, "fp16"),
     "FP8TorchAO": partial(FP8TorchAO),
     "FP8TorchAO-fp16": partial(FP8TorchAO, base="fp16"),
-    "FP8TorchAO-master": partial(FP8TorchAO, master_weights=True),
     "FP8TorchAO-fp16-master": partial(FP8TorchAO, base="fp16", master_weights=True),
     "bf16-master-fp32-gradients": partial(HalfMixed, "bf16", master_weights=True, **FLOAT32_GRADIENTS),
     "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
@@ -86,7 +86,7 @@ def _identity(name: str) -> str:
 
 
 backends.register(TOY)  # a backend from outside of the package: its names enter as all names do
-NAMES = (*(name for name, entry in TABLE.items() if entry.plugin is not FP8TE), *EXTRA)
+NAMES = (*(name for name in representatives() if TABLE[name].plugin is not FP8TE), *EXTRA)
 """Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA."""
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())

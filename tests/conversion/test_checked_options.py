@@ -97,6 +97,7 @@ TORCHAO = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
+    ("rowwise_backward", "exact", "one of: scaled_after, scaled_inside"),
     ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
 ]
 TE = [

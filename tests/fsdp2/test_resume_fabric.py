@@ -7,7 +7,8 @@ from tests.fsdp2.toy import assert_same, everything, setup, train
 from tests.fsdp2.worlds import run
 
 PRECISIONS = (
-    "32-true", "bf16-mixed", "fp8-hybrid-fp16", "fp8-hybrid", "bf16-remainder", "bf16-master", "bf16-sr", "16-mixed",
+    "32-true", "bf16-mixed", "fp8-hybrid-fp16", "fp8-hybrid", "fp8-hybrid-remainder", "bf16-master", "fp8-hybrid-sr",
+    "16-mixed",
 )  # fmt: skip
 KINDS = ("sharded", "full")
 pytestmark = pytest.mark.distributed

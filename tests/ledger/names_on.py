@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec.names import TABLE
+from tests.representatives import representatives
 
 SHAPE = models.SHAPES["toy"]
 STEPS = 3
@@ -43,7 +43,7 @@ def main(names: list[str]) -> None:
     """Print the outcomes by name."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    print(json.dumps({name: outcome(name) for name in names or TABLE}))
+    print(json.dumps({name: outcome(name) for name in names or representatives()}))
 
 
 if __name__ == "__main__":

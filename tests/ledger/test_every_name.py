@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from benchmarks.ledger import launch
-from lightning_lowprec.names import TABLE
 from tests.ledger import names_on
+from tests.representatives import representatives
 
 NEEDS_BLACKWELL = {"mxfp8", "nvfp4"}
-NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block"}
-FP8 = {name for name in TABLE if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
+NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-master"}
+FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
 REFUSES = {"h200": NEEDS_BLACKWELL, "b200": set(), "rtx4090": NEEDS_HOPPER, "a100": FP8}
 FLAG_READ = 2
 """Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
@@ -31,7 +31,7 @@ def outcomes(request):
 
 def test_names_train_or_raise(outcomes):
     device, found = outcomes
-    assert set(found) == set(TABLE)
+    assert set(found) == set(representatives())
     assert {name for name, outcome in found.items() if "error" in outcome} == REFUSES[device]
 
 

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowprec.names import TABLE, without_backend
+from tests.representatives import representatives
 
 SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
-NAMES = sorted(set(TABLE) - SYNONYMS - {"mxfp8", "nvfp4"})
+NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8", "nvfp4"})
 """Each plugin, recipe and base dtype once."""
 WIDTH, CLASSES = 32, 16
 

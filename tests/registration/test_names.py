@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
+from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.other_stacks import PRECISIONS
@@ -64,6 +65,16 @@ def test_the_designed_names_and_no_others_are_registered():
         *(f"{n}-fp16" for n in (*tensorwise, "fp8-hybrid-te", "fp8-e4m3-te", "fp8-current")),
         *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4"),
     }
+    bf16_based = (
+        *tensorwise,
+        "fp8-rowwise",
+        "fp8-rowwise-gw-hp",
+        "fp8-hybrid-te",
+        "fp8-e4m3-te",
+        "fp8-current",
+        "fp8-block",
+    )
+    expected |= {f"{name}{suffix}" for name in bf16_based for suffix in ("-master", "-remainder", "-sr")}
     assert set(TABLE) == expected
 
 
@@ -135,7 +146,7 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
     with pytest.raises(ValueError, match=r"Precision 'fp8-hybird' is invalid") as caught:
         make(precision="fp8-hybird", accelerator="cpu")
     message = str(caught.value)
-    assert all(repr(name) in message for name in (*TABLE, *precision_names()))
+    assert all(repr(name) in message for name in (*next(iter(families(TABLE).values())), *precision_names()))
     start = "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision values: "
     assert message.startswith(start)
     with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):

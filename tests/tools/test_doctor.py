@@ -11,6 +11,7 @@ import pytest
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
+from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.recommendation import commands, recommend
@@ -40,9 +41,14 @@ def test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed(
         "    $ lowprec compare --precisions half-auto,bf16-remainder,fp8-hybrid --model my.Model --data my.Data",
         "    $ lowprec run --precision=bf16-remainder train.py",
     ]
-    listed = set(re.findall(r"[\w.-]+(?:\(-fp16\))?", ran.stdout))
-    for name in TABLE:
-        assert name in listed or f"{name.removesuffix('-fp16')}(-fp16)" in listed, name
+    for suffixes, stems in families(TABLE).items():
+        for stem in stems:
+            line = next(line for line in lines if re.search(rf"(?<![\w-]){stem}(?![\w-])", line))
+            group = next(part for part in line.split("; ") if re.search(rf"(?<![\w-]){stem}(?![\w-])", part))
+            assert set(re.findall(r"(?<= )-[\w]+", group)) == set(suffixes), stem
+    members = {name for name in TABLE if name.partition("-")[0] == "fp8" and split(name)[1]}
+    assert members
+    assert not members & set(re.findall(r"[\w-]+", ran.stdout)), "families and suffixes, not members"
 
 
 def test_json_has_the_recommendation_too(capsys):
@@ -57,7 +63,7 @@ def test_json_has_the_recommendation_too(capsys):
     ("machine", "runs", "emulated", "bf16", "names"),
     [
         ("Blackwell, Transformer Engine", RUNS, set(), True, ["half-auto", "mxfp8", "fp8-hybrid"]),
-        ("Hopper, torchao", RUNS - {"mxfp8"}, set(), True, ["half-auto", "fp8-hybrid", "fp8-rowwise-gw-hp"]),
+        ("Hopper, torchao", RUNS - {"mxfp8"}, set(), True, ["half-auto", "fp8-hybrid", "fp8-hybrid-remainder"]),
         ("Ampere", RUNS - FP8, set(), True, ["half-auto", "bf16-remainder", "bf16-sr"]),
         ("Turing", RUNS - FP8, set(), False, ["half-auto", "fp16-master", "32-true"]),
         ("CPU", RUNS, FP8, True, ["half-auto", "bf16-remainder", "fp8-hybrid"]),

@@ -27,6 +27,7 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.tools.planning.widths import COLUMNS, all_names, text, widths
 from tests.masters.master_loops import buffers_of
+from tests.representatives import representatives
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 16, 32, 48  # all different, so that the shape of a product tells which of the three it is
@@ -145,7 +146,7 @@ def runs(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in all_names() if runs(name)])
+@pytest.mark.parametrize("name", [name for name in representatives(all_names()) if runs(name)])
 def test_the_table_says_what_is_seen(name, quiet):
     assert widths(name) == trained(name)
 

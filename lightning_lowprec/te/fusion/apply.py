@@ -48,7 +48,7 @@ def fuse(
     if fused_modules(model):
         raise RuntimeError("The model is fused already; call `unfuse(model)` first to fuse it with other arguments.")
     pytorch("`fuse='auto'`")
-    from lightning_lowprec.te.fusion.units import Options
+    from lightning_lowprec.te.fusion.units import NormUnit, Options
 
     options = Options(
         token_alignment=token_alignment, expert_alignment=expert_alignment or token_alignment, fp8_eval=fp8_eval
@@ -64,12 +64,16 @@ def fuse(
     with unchanged(model):
         for module, role, unit in changes:
             fuse_module(module, role, unit)
+            if isinstance(unit, NormUnit):
+                unit.place_beside()
     return Fusion(tuple(row for _, row in found))
 
 
 def unfuse(model: nn.Module) -> None:
     """Undo :func:`fuse`, in place; the scales of the engines are lost. A model that is not fused is left alone."""
     for module in fused_modules(model):
+        if (place_apart := getattr(module.__dict__.get(UNIT), "place_apart", None)) is not None:
+            place_apart()
         revert(module)
 
 

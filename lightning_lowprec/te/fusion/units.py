@@ -22,7 +22,7 @@ from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import is_in_backward
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
-from lightning_lowprec.te.fusion.joined_weight import join_weights, save_parts
+from lightning_lowprec.te.fusion.joined_weight import are_beside, join_weights, place_apart, place_beside, save_parts
 from lightning_lowprec.te.linear import recomputation
 
 
@@ -148,11 +148,28 @@ class NormUnit:
             self.engine = build(NormLinearEngine, first, first.in_features, out_features, **shared)
         self.engines = {"": self.engine}
 
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the weights that one GEMM joins, and the biases, if there are any."""
+        weights = [linear.weight for linear in self.linears]
+        return weights, [linear.bias for linear in self.linears if linear.bias is not None]
+
+    def place_beside(self) -> None:
+        """Place the weights beside each other in memory, and the biases, where nothing else looks at their memory."""
+        for parts in filter(None, self.parts()):
+            place_beside(parts)
+
+    def place_apart(self) -> None:
+        """Give weights and biases memory of their own again."""
+        for parts in filter(None, self.parts()):
+            place_apart(parts)
+
     @outside_of_graphs
     def __call__(self, norm: Any, x: Tensor) -> tuple[Tensor, ...]:
         """[*, K] -> [*, N] for each reader; dtype of autocast, or x's without."""
-        weights = [linear.weight for linear in self.linears]
-        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        self.engine.note_sharding()
+        weights, biases = self.parts()
+        if not (self.engine._is_fsdp2 or are_beside(weights)):
+            self.place_beside()
         joined, bias = join_weights(weights), join_weights(biases) if biases else None
         parameters = {"layer_norm_weight": norm.weight, "layer_norm_bias": getattr(norm, "bias", None)}
         if self.down is None:
@@ -170,7 +187,6 @@ class NormUnit:
             # Frozen norms behind a frozen embedding: LayerNormMLP (Transformer Engine 2.20) asks whether the bias of an
             # RMSNorm trains, which there is not, unless the input needs a gradient.
             x = x.detach().requires_grad_()
-        self.engine.note_sharding()
         # zeros would change the amax: a LayerNorm makes its bias of them
         rows = pad_rows(x, self.options.token_alignment, repeat_last=True)
         with self.options.precision(self.engine, norm.training), torch.set_grad_enabled(trains):

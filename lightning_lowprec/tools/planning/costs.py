@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 
 SEQUENCE_LENGTH = 4096
@@ -70,7 +71,7 @@ class Bytes:
         precision: the name.
         weights: of all weights.
         gradients: of all gradients.
-        optimizer: AdamW's two moments, in the dtype of the weights; under MS-AMP its moments and masters.
+        optimizer: AdamW's two moments, and masters where the precision has some.
         gathered: all weights once, in the dtype in which ``strategy="fsdp2"`` gathers them; 0 where it does not run.
     """
 
@@ -120,7 +121,9 @@ def footprints(
     weights = sum(row.in_features * row.out_features for row in converted)
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]
-    last = replace(mixed, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
+    suffix = split(precision)[1]
+    state = next(row for row in rows if row.precision == f"bf16{suffix}") if suffix in MASTERS else mixed
+    last = replace(state, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes
         last = Bytes(

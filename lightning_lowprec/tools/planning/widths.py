@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_lowprec import names
+from lightning_lowprec.conversion.name_suffixes import MASTERS, families, split
 from lightning_lowprec.tools.table import format_table
 
 LIGHTNINGS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-COLUMNS: Final = ("output", "grad_input", "grad_weight", "weight", "gradient", "master", "moments", "ddp", "fsdp2")
+GEMMS: Final = ("output", "grad_input", "grad_weight")
+STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
+COLUMNS: Final = (*GEMMS, *STATE, "fsdp2")
 _E5M2: Final = "e5m2, e4m3"
 _MSAMP: Final = "e4m3, fp16"
 # fmt: off
@@ -47,6 +50,8 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # fmt: on
 NOTES: Final = (
+    "...-master, ...-remainder, ...-sr: an FP8 name with this suffix; `...` is the format of the name without. A name"
+    " with -fp16 has the formats of the name without.",
     "Bits: e2m1 4; e4m3 and e5m2 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
     "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
@@ -64,17 +69,28 @@ def widths(name: str) -> dict[str, str]:
     """Return the format for every column, such as ``fp32``, ``bf16`` or ``e4m3``; ``reason`` if nothing is known.
 
     A name with ``-fp16`` at its end has the formats of the name without: fp16 instead of bf16 changes the layers that
-    do not run in FP8, which this table leaves out.
+    do not run in FP8, which this table leaves out. ``-master``, ``-remainder`` and ``-sr`` change the state as the
+    suffixes of ``bf16-master``, ``bf16-remainder`` and ``bf16-sr`` do.
     """
-    row = _ROWS.get(name, _ROWS.get(name.removesuffix("-fp16")))
+    stem, suffix = split(name)
+    row = _ROWS.get(name, _ROWS.get(stem))
     if row is None:
         return {"precision": name, "reason": "its backend is not part of lightning_lowprec"}
-    return {"precision": name, **dict(zip(COLUMNS, row, strict=True))}
+    found = {"precision": name, **dict(zip(COLUMNS, row, strict=True))}
+    if name not in _ROWS and suffix in MASTERS:
+        state = dict(zip(COLUMNS, _ROWS[f"bf16{suffix}"], strict=True))
+        found |= {column: state[column] for column in STATE}
+    return found
 
 
 def text(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return the table for a terminal, with notes below."""
-    known = [list(row.values()) for row in rows if "reason" not in row]
+    """Return the table for a terminal, with notes below; families of names, not every member."""
+    stems = {name for names in families([row["precision"] for row in rows]).values() for name in names}
+    known = [list(row.values()) for row in rows if "reason" not in row and row["precision"] in stems]
+    known += [
+        [f"...{suffix}", *("..." for _ in GEMMS), *(_ROWS[f"bf16{suffix}"][COLUMNS.index(c)] for c in STATE), "..."]
+        for suffix in MASTERS
+    ]
     lines = format_table([["precision", *(column.replace("_", " ") for column in COLUMNS)], *known])
     lines += [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
     return "\n".join([*lines, "", *NOTES])

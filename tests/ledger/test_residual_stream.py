@@ -1,0 +1,82 @@
+"""With bf16 weights, what flows from block to block is bf16: embeddings, norms, residual additions."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from benchmarks.gpu_lane import models
+from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.conversion import backends
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+MODELS = {
+    "Llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "Gemma 2": lambda: Gemma2ForCausalLM(Gemma2Config(num_key_value_heads=4, head_dim=16, **SIZES)),
+    "GPT-NeoX": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+    "BERT, norms behind the blocks": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    "the GPU lane's": lambda: models.Llama(models.TOY),
+}
+TOKENS = torch.zeros(2, models.TOY.sequence, dtype=torch.long)
+
+
+def dtypes_between(model, fabric):
+    """The dtypes of what blocks and norms read and return in a step."""
+    wrapped = fabric.setup_module(model)
+    found = set()
+
+    def note(module, args, output):
+        tensors = [*args[:1], *(output if isinstance(output, tuple) else (output,))]
+        found.update(t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point())
+
+    blocks = [block for stack in model.modules() if isinstance(stack, nn.ModuleList) for block in stack]
+    assert len(blocks) >= 2
+    for module in (*blocks, *(m for m in model.modules() if type(m).__name__.endswith("Norm"))):
+        module.register_forward_hook(note)
+    tokens = TOKENS[:, :16].to(fabric.device)
+    if isinstance(model, models.Llama):
+        loss = wrapped(tokens, tokens)
+    else:
+        loss = wrapped(input_ids=tokens).logits.float().mean()
+    fabric.backward(loss)
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["fp8-tensorwise-remainder", "fp8-rowwise-master", "fp8-hybrid-te-remainder"])
+def test_the_residual_stream_is_bf16(kind, name):
+    fabric = L.Fabric(accelerator="cuda", devices=1, precision=name)
+    if hasattr(fabric.strategy.precision, "compile"):
+        fabric.strategy.precision.compile = False
+    assert dtypes_between(MODELS[kind](), fabric) == {torch.bfloat16}
+
+
+def test_float32_weights_have_float32_norms_as_before():
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TorchAO(compile=False))
+    assert torch.float32 in dtypes_between(MODELS["BERT, norms behind the blocks"](), fabric)
+
+
+def test_a_model_is_handed_on_without_the_hooks():
+    model = MODELS["BERT, norms behind the blocks"]()
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TorchAO(compile=False, master_weights=True))
+    fabric.setup_module(model)
+    norms = [module for module in model.modules() if type(module) is nn.LayerNorm]
+    assert all(len(norm._forward_hooks) == 1 for norm in norms)
+    backends.revert_all(model)
+    assert not any(norm._forward_hooks for norm in norms)

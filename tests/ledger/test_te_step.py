@@ -1,0 +1,177 @@
+"""Steps through Transformer Engine on CUDA tensors: norms in one graph, fusion without copies, the host's work."""
+
+import gc
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from torch import nn
+from torch._dynamo.utils import counters
+
+from benchmarks import host_overhead
+from benchmarks.gpu_lane import models, setups
+from benchmarks.gpu_lane.running import Job
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec import FP8TE
+from lightning_lowprec.te.fusion import fused_modules
+from lightning_lowprec.te.fusion.joined_weight import are_beside
+from lightning_lowprec.te.fusion.modules import UNIT
+from lightning_lowprec.te.norms import TELayerNorm, TERMSNorm, convert_norms
+
+DEVICE = torch.device("cuda")
+JOB = Job(shape=models.TOY, device=DEVICE, compile=False)
+NORMS = {
+    "LayerNorm": (lambda: nn.LayerNorm(64), TELayerNorm, "ln"),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(64, bias=False), TELayerNorm, "ln"),
+    "LayerNorm without weight": (lambda: nn.LayerNorm(64, elementwise_affine=False), TELayerNorm, "ln"),
+    "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), TERMSNorm, "rmsnorm"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def launched(body):
+    with recording() as log:
+        body()
+    return [record.name for record in log.of("kernel")]
+
+
+def copies(body):
+    """The launches of ``torch.cat``; those of the model's rotary positions are among them."""
+    return sum("CatArrayBatchedCopy" in name for name in launched(body))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_compiles_into_one_graph_and_launches_the_same_kernels(kind):
+    """As an operation of torch; a graph break would raise (`fullgraph`)."""
+    make, cls, _ = NORMS[kind]
+    model = nn.Sequential(make()).to(DEVICE)
+    convert_norms(model, ["0"])
+    assert type(model[0]) is cls
+    x = torch.zeros(3, 16, 64, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def step(norm):
+        with torch.autocast("cuda", torch.bfloat16):
+            output = norm(x)
+        assert (output.dtype, output.shape) == (torch.bfloat16, x.shape)
+        output.sum().backward()
+        found = {name: p.grad.shape for name, p in model.named_parameters()}
+        assert found == {name: p.shape for name, p in model.named_parameters()}
+        assert (x.grad.shape, x.grad.dtype) == (x.shape, torch.float32)
+
+    step(compiled)
+    eager, in_graph = (
+        sorted(name for name in launched(lambda norm=norm: step(norm)) if "transformer_engine" in name)
+        for norm in (model, compiled)
+    )
+    assert eager == in_graph
+    assert len(eager) >= 2
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_nothing_of_ours_ends_the_graph_of_a_block(recipe, monkeypatch):
+    """``te.Linear`` ends graphs on torch 2.11; in its place stands an operation of torch, as on newer versions."""
+    monkeypatch.setattr(te.Linear, "forward", lambda layer, x, first: F.linear(x, layer.weight.to(x.dtype)))
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE(recipe))
+    model = models.build(models.TOY, DEVICE)
+    wrapped = fabric.setup_module(model)
+    for block in model.layers:
+        assert isinstance(block.attention_norm, TERMSNorm)
+        block.compile(backend="aot_eager", fullgraph=True)
+    for rows in (4, 3):
+        tokens = torch.zeros(rows, 11, dtype=torch.long, device=DEVICE)  # rows that are padded too
+        fabric.backward(wrapped(tokens, tokens))
+    assert counters["graph_break"] == {}
+
+
+def test_a_norm_takes_other_inputs_as_before():
+    norm = nn.Sequential(nn.LayerNorm(64)).to(DEVICE)
+    convert_norms(norm, ["0"])
+    assert norm(torch.zeros(0, 64, device=DEVICE)).shape == (0, 64)
+    with pytest.raises(ValueError, match="not compatible"):
+        norm(torch.zeros(4, 32, device=DEVICE))
+    with pytest.raises(RuntimeError, match="got an input on cpu"):
+        norm(torch.zeros(4, 64))
+    with torch.inference_mode():
+        assert norm(torch.zeros(4, 64, device=DEVICE)).shape == (4, 64)
+    x = torch.zeros(4, 64, device=DEVICE, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"a gradient of a gradient \(`create_graph=True`"):
+        torch.autograd.grad(norm(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-current-remainder"])
+def test_fused_weights_are_joined_without_a_copy(name):
+    """Also after a cast to bf16 and after the move to the GPU; another model's memory does not matter."""
+    running = setups.ours(JOB, name=name, options={"fuse": "auto"})
+    data = models.batches(JOB.shape, 2, DEVICE, count=1)
+    for _ in range(2):
+        running.step(data)
+    units = [module.__dict__[UNIT] for module in fused_modules(running.bare) if UNIT in module.__dict__]
+    assert len(units) == 2 * JOB.shape.layers
+    assert all(are_beside(unit.parts()[0]) for unit in units)
+    beside = copies(lambda: running.backward(running.forward(data[0])))
+    running.bare.double().to(torch.float32 if name == "fp8-current" else torch.bfloat16)
+    assert not any(are_beside(unit.parts()[0]) for unit in units)
+    looks = [part.detach() for unit in units for part in unit.parts()[0]]  # so that they stay apart
+    apart = copies(lambda: running.backward(running.forward(data[0])))
+    assert not any(are_beside(unit.parts()[0]) for unit in units)
+    assert apart >= beside + 2 * len(units), "once forward, once backward"
+    del looks
+    running.step(data)
+    assert all(are_beside(unit.parts()[0]) for unit in units)
+
+
+def test_weights_that_fsdp2_gathers_are_joined_by_a_copy():
+    running = setups.ours(JOB, name="fp8-current", options={"fuse": "auto"}, strategy="fsdp2")
+    data = models.batches(JOB.shape, 2, DEVICE, count=1)
+    running.step(data)
+    assert copies(lambda: running.backward(running.forward(data[0]))) >= 2 * 2 * JOB.shape.layers
+
+
+@pytest.mark.parametrize("pair", ["te delayed=ours fp8-hybrid-te", "te current=ours current"])
+def test_a_step_calls_no_more_python_than_the_same_layers_by_hand(pair):
+    """What the host does besides; `python -m benchmarks.host_overhead` has the times."""
+    _, (by_hand, ours) = host_overhead.compare(pair, JOB, 1)
+    assert ours.total() <= by_hand.total()
+
+
+def test_the_last_word_is_that_of_the_context():
+    """A layer outside of its precision's context is not taken for one inside, whatever ran before."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current"))
+    wrapped = fabric.setup_module(model)
+    x = torch.zeros(16, 64, device=DEVICE)
+    wrapped(x).sum().backward()
+    with pytest.warns(UserWarning, match="trains outside of its precision's context"):
+        model[0](x)
+
+
+FORMS = [
+    ("fp8-hybrid-te-remainder", {}, torch.bfloat16),
+    ("fp8-current-sr", {}, torch.bfloat16),
+    ("fp8-block-master", {}, torch.float32),  # FSDP2's float32 shards are the masters
+    ("fp8-hybrid-te-remainder", {"fp8_params": True}, torch.bfloat16),
+    ("fp8-hybrid-te-remainder", {"fuse": "auto"}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shards"), FORMS)
+def test_every_form_of_masters_trains_sharded(name, options, shards):
+    running = setups.ours(JOB, name=name, options=options, strategy="fsdp2")
+    data = models.batches(JOB.shape, 2, DEVICE, count=1)
+    for _ in range(2):
+        running.step(data)
+    with recording() as log:
+        running.step(data)
+    assert not log.waits()
+    assert {parameter.dtype for parameter in running.bare.parameters()} == {shards}

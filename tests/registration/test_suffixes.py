@@ -1,0 +1,155 @@
+"""Names with ``-master``, ``-remainder`` and ``-sr``: one rule makes them; everything that takes a name takes them."""
+
+import re
+from collections import Counter
+from importlib.util import find_spec
+from typing import get_args
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_lowprec import FP8TE, FP8TorchAO
+from lightning_lowprec.conversion.name_suffixes import families, in_words, split
+from lightning_lowprec.names import TABLE, create, resolve, without_backend
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.planning.widths import widths
+
+FORMS = {"-master": True, "-remainder": "remainder", "-sr": "stochastic"}
+BF16_BASED = [
+    name
+    for name, row in TABLE.items()
+    if row.plugin in (FP8TorchAO, FP8TE) and split(name)[1] == "" and name not in ("mxfp8", "nvfp4")
+]
+HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_spec("transformer_engine")]
+
+
+def test_the_rule_covers_every_bf16_based_name_of_fp8():
+    assert len(BF16_BASED) == 11
+    for name in BF16_BASED:
+        for suffix, form in FORMS.items():
+            row = TABLE[f"{name}{suffix}"]
+            assert row.options == {**TABLE[name].options, "master_weights": form}
+            assert (row.plugin, row.gathers_fp8, row.gains) == (
+                TABLE[name].plugin, TABLE[name].gathers_fp8, TABLE[name].gains,
+            )  # fmt: skip
+    suffixed = [name for name in TABLE if split(name)[1] in FORMS and split(name)[0] in TABLE]
+    assert len(suffixed) == 3 * len(BF16_BASED), "no other name has such a form"
+    assert Counter(split(name)[1] for name in suffixed) == dict.fromkeys(FORMS, len(BF16_BASED))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
+    for suffix, form in {"-master": "fp32", "-remainder": "remainder", "-sr": "stochastic"}.items():
+        plugin = create(f"{name}{suffix}")
+        assert plugin.precision == f"{name}{suffix}"
+        assert plugin.masters.config.form == form
+        assert plugin.autocast_dtype is torch.bfloat16
+        assert plugin.scaler is None
+        made = resolve(f"{name}{suffix}")
+        same = made.plugin(**made.options).precision
+        assert TABLE[same].options == made.options, "a plugin made by hand is called by a name that means the same"
+
+
+def test_the_flag_of_lightning_cli_offers_every_name():
+    for owner in (L.Trainer, L.Fabric):
+        offered = {value for part in get_args(owner.__init__.__annotations__["precision"]) for value in get_args(part)}
+        assert set(TABLE) <= offered
+
+
+def test_lt_precision_takes_them(monkeypatch):
+    monkeypatch.setenv("LT_PRECISION", "fp8-hybrid-remainder")
+    assert L.Fabric(accelerator="cpu").strategy.precision.masters.config.form == "remainder"
+
+
+REFUSED = {
+    "fp8-tensorwise-fp16-remainder": (
+        "`-fp16` and `-remainder` do not go together: `-remainder` needs bf16 weights, because bf16 is the upper half"
+        " of float32 and fp16 is not. Write 'fp8-tensorwise-remainder' for bf16, or `plugins=FP8TorchAO(recipe="
+        "'tensorwise', fp8_format='hybrid', base='fp16', master_weights=True)` for fp16 weights with float32 masters."
+    ),
+    "fp8-hybrid-remainder-fp16": "`-fp16` and `-remainder` do not go together: `-remainder` needs bf16 weights",
+    "fp8-current-fp16-sr": "`-fp16` and `-sr` do not go together: `-sr` needs bf16 weights",
+    "fp8-hybrid-te-fp16-master": "`-fp16` and `-master` do not go together: names with `-fp16` keep float32 weights.",
+    "mxfp8-remainder": "'mxfp8' has no `-remainder`: it needs Blackwell",
+    "nvfp4-sr": "'nvfp4' has no `-sr`: it needs Blackwell",
+    "nvfp4-fp16": "'nvfp4' has no `-fp16`: its Hadamard transform is made for bf16.",
+    "fp8-block-fp16": "'fp8-block' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
+    "fp8-rowwise-fp16": "'fp8-rowwise' has no `-fp16`: its kernels round their output through bf16.",
+    "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
+    "msamp-o3-fp16": "'msamp-o3' has no `-fp16`: its backend has no such name.",
+    "fp8-tensorwise-remainder-sr": "A name has one suffix: write 'fp8-tensorwise-remainder'.",
+    "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
+    "fp8-remainder": "Write 'fp8-hybrid-remainder'",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_form_that_does_not_exist_raises_with_the_reason_and_a_remedy(name):
+    for make in (L.Fabric, L.Trainer):
+        with pytest.raises(ValueError, match=f"^Precision '{name}' is invalid") as caught:
+            make(precision=name, accelerator="cpu")
+        assert str(caught.value).startswith(f"Precision {name!r} is invalid. {REFUSED[name]}")
+
+
+def test_the_remedies_run():
+    for base in ("bf16", "fp16"):
+        assert FP8TorchAO(recipe="tensorwise", fp8_format="hybrid", base=base, master_weights=True).masters
+    if find_spec("transformer_engine"):
+        for kind in ("mxfp8", "nvfp4"):
+            for form in FORMS.values():
+                assert FP8TE(kind, master_weights=form).precision == kind
+        assert FP8TE("block", base="fp16").scaler is not None
+
+
+def test_an_error_lists_families_and_suffixes_not_members():
+    with pytest.raises(ValueError, match="Allowed precision values") as caught:
+        L.Fabric(precision="zzz", accelerator="cpu")
+    listed = str(caught.value).split("Allowed precision values: ")[1]
+    quoted = set(re.findall(r"'([^']+)'", listed))
+    members = {name for name in TABLE if split(name)[1] and split(name)[0] in TABLE}
+    assert quoted >= {*TABLE} - members
+    assert not quoted & members
+    assert quoted >= {"-fp16", *FORMS}
+    assert listed.endswith("'fp8-block', each also with '-master', '-remainder' or '-sr'.")
+
+
+def test_a_family_says_exactly_what_exists():
+    found = families(TABLE)
+    members = [f"{stem}{suffix}" for suffixes, stems in found.items() for stem in stems for suffix in ("", *suffixes)]
+    assert Counter(members) == Counter(list(TABLE))
+    assert in_words(["a", "a-sr", "b-sr", "c", "c-sr", "c-fp16"]) == "a, also with -sr; b-sr; c, also with -fp16 or -sr"
+
+
+@pytest.mark.parametrize(("suffix", "bytes_of_state"), [("", 16), ("-master", 16), ("-remainder", 14), ("-sr", 12)])
+def test_plan_counts_the_bytes_of_the_state(suffix, bytes_of_state, capsys):
+    import json
+
+    assert main(["plan", "torch.nn.Linear", "--args", '{"in_features": 64, "out_features": 64, "bias": false}',
+                 f"--precision=fp8-hybrid{suffix}", "--json"]) == 0  # fmt: skip
+    row = json.loads(capsys.readouterr().out)["bytes"][-1]
+    assert row["precision"] == f"fp8-hybrid{suffix}"
+    assert (row["weights"] + row["gradients"] + row["optimizer"]) / 64**2 == bytes_of_state
+    assert row["gathered"] / 64**2 == 1
+
+
+def test_the_formats_of_the_state_are_those_of_half_precision_with_the_same_suffix():
+    state = ("weight", "gradient", "master", "moments", "ddp")
+    for name in BF16_BASED:
+        for suffix in FORMS:
+            ours, stem, half = widths(f"{name}{suffix}"), widths(name), widths(f"bf16{suffix}")
+            assert {column: ours[column] for column in state} == {column: half[column] for column in state}
+            assert {k: v for k, v in ours.items() if k not in state} == {
+                **{k: v for k, v in stem.items() if k not in state},
+                "precision": f"{name}{suffix}",
+            }
+
+
+def test_a_checkpoint_of_another_backend_names_the_pinned_names_with_the_suffix():
+    for suffix in FORMS:
+        plugin = create(f"fp8-hybrid{suffix}")
+        assert without_backend(plugin.precision)
+        message = f"use 'fp8-hybrid-te{suffix}'; to change over, 'fp8-hybrid-torchao{suffix}'"
+        with pytest.raises(RuntimeError, match=message):
+            plugin.load_state_dict({"backend": "transformer_engine"})
+        create(f"fp8-hybrid-torchao{suffix}").load_state_dict({"backend": "transformer_engine"})

@@ -1,0 +1,28 @@
+"""The names that stand for others in tests that cost more than milliseconds."""
+
+from collections.abc import Iterable
+
+from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.names import TABLE
+
+WITH_MASTERS = {
+    "fp8-rowwise-master",
+    "fp8-tensorwise-remainder",
+    "fp8-rowwise-gw-hp-sr",
+    "fp8-block-master",
+    "fp8-hybrid-te-remainder",
+    "fp8-current-sr",
+}
+"""Of FP8TorchAO and of FP8TE, each form of masters once, and each over another recipe."""
+
+
+def representatives(names: Iterable[str] | None = None) -> list[str]:
+    """Return the names of the table, but of the FP8 names with ``-master``, ``-remainder`` and ``-sr`` only a few.
+
+    ``tests/registration/test_suffixes.py`` tests the rule that makes all of them: their plugins differ from these in
+    ``recipe`` and ``fp8_format`` only.
+    """
+    table = TABLE if names is None else names
+    return [
+        name for name in table if name in WITH_MASTERS or not (split(name)[1] in MASTERS and split(name)[0] in TABLE)
+    ]
