@@ -110,6 +110,41 @@ def random_bits(count: int, seed: int, step: int, start: int, device: torch.devi
     return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(_LOWER)
 
 
+def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple[int, int]]:
+    """Return the keys of the ``count`` random values by which :func:`stochastic_round_fp16_` rounds.
+
+    One pair of int32 for every 2**22 values, in their order; the arguments are those of that function.
+    """
+    return [_keys(seed, step, start + offset) for offset in range(0, count, _CHUNK)]
+
+
+def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
+    """Return ``count`` of the values of :func:`random_bits`: (count,) int32. Pure, so that a compiler can fuse it.
+
+    Args:
+        count: the number of values.
+        keys: the pairs of :func:`keys_of_bits`, of one or several runs of values: (pairs, 2) int32.
+        place: the position of the first value in its run, and the index of the first pair of this run: (2,) int64.
+    """
+    position = torch.arange(count, device=keys.device) + place[0]
+    pair = keys[position // _CHUNK + place[1]]
+    x = (position % _CHUNK // 2).to(torch.int32) + pair[:, 0]
+    x = _xor_shift(x, 16) * 0x7FEB352D
+    x = (_xor_shift(x, 15) + pair[:, 1]) * (0x846CA68B - (1 << 32))
+    x = _xor_shift(x, 16)
+    return torch.where(position % 2 == 0, x, x >> 16) & _LOWER
+
+
+def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
+    """Return what :func:`stochastic_round_fp16_` writes, for random values of 16 bits: (N,) float32, (N,) int32."""
+    per_grid = power_of_two(11 - torch.frexp(values).exponent.clamp(-13, 16))
+    return (values * per_grid + (bits >> 3).float() * 2.0**-13).floor() / per_grid
+
+
+def _xor_shift(x: Tensor, shift: int) -> Tensor:
+    return x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
+
+
 def _xor_shift_(x: Tensor, shift: int) -> Tensor:
     # >> on int32 copies the sign; the mask makes it a logical shift
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.msamp import flat_step
+from lightning_lowprec.msamp import fused_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from tests.msamp.scaled_cases import OPTIONS, bits, every_level, run, same, scaled_params
 
@@ -16,11 +16,11 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def aot_eager(monkeypatch):
-    monkeypatch.setattr(flat_step, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(fused_step, "_BACKEND", "aot_eager")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    flat_step._compiled.cache_clear()
+    fused_step._compiled.cache_clear()
 
 
 def trained(form, level, steps=5, **options):
@@ -42,7 +42,8 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(level, form, stochastic):
     weights, states = trained(form, level, stochastic_rounding=stochastic)
     assert not torch._dynamo.utils.counters["stats"]
     compiled, compiled_states = trained(form, level, stochastic_rounding=stochastic, compile=True)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (3 if level == "O3" else 2)
+    passes = 2 + (level == "O3") * (1 + stochastic)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * passes, "any size, and one element"
     assert not torch._dynamo.utils.counters["graph_break"]
     assert same(weights, compiled)
     for a, b in zip(states, compiled_states, strict=True):
