@@ -24,7 +24,7 @@ from lightning_lowprec.msamp.weight import (
     values_of,
 )
 from lightning_lowprec.msamp.weight_state import Level
-from lightning_lowprec.numerics.padding import pad_rows
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 
 _ALIGNMENT: Final = 16
@@ -52,12 +52,12 @@ class ScaledLinear(nn.Linear):
             check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        rows = pad_rows(input, _ALIGNMENT)
-        tokens = input.numel() // self.in_features
-        output: Tensor = ScaledMatmul.apply(rows, self.weight, self.emulate, self.float32_gradients)[:tokens]  # type: ignore[no-untyped-call]
+        fits = input.numel() // self.in_features % _ALIGNMENT == 0  # a slice of all rows would be copied in backward
+        rows = input.reshape(-1, self.in_features) if fits else pad_rows(input, _ALIGNMENT)
+        output: Tensor = ScaledMatmul.apply(rows, self.weight, self.emulate, self.float32_gradients)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return output.reshape(*input.shape[:-1], self.out_features) if fits else cut_rows(output, input)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

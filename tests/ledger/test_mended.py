@@ -140,6 +140,30 @@ def test_the_compiled_step_of_codes_does_not_wait(optimizer):
     assert not [record for record in log.of("memcpy") if "pageable" in record.info]
 
 
+def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
+    """In forward, backward, a second micro-batch and clipping: few kernels of any size, no float32 values in memory."""
+    layer = torch.nn.Linear(256, 512, bias=False, device=DEVICE)
+    scale_linears(layer, [""], "O2")
+
+    def micro_batch(rows):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            layer(torch.zeros(rows, 256, device=DEVICE, requires_grad=True)).sum().backward()
+
+    for rows in (1024, 1024, 2048):
+        micro_batch(rows)
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    graphs = counters["stats"]["unique_graphs"]
+    with recording() as log:
+        micro_batch(512)
+    with recording() as clipping:
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    assert counters["stats"]["unique_graphs"] == graphs == 7, "one of each function"
+    assert len([r for r in log.of("kernel") if r.name.startswith("triton_")]) <= 20
+    assert log.count("kernel") <= 32
+    (norm,) = [r for r in clipping.of("kernel") if r.name.startswith("triton_") and "vector_norm" in r.name]
+    assert not [r for r in clipping.of("kernel") if "copy" in r.name and r is not norm]
+
+
 def test_a_mixture_waits_once_for_the_number_of_rows():
     experts = torch.zeros(64, 2, dtype=torch.int64, device=DEVICE)
     with recording() as log:
