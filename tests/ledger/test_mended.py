@@ -160,8 +160,8 @@ def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     assert counters["stats"]["unique_graphs"] == graphs == 7, "one of each function"
     assert len([r for r in log.of("kernel") if r.name.startswith("triton_")]) <= 20
     assert log.count("kernel") <= 32
-    (norm,) = [r for r in clipping.of("kernel") if r.name.startswith("triton_") and "vector_norm" in r.name]
-    assert not [r for r in clipping.of("kernel") if "copy" in r.name and r is not norm]
+    assert any("vector_norm" in r.name for r in clipping.of("kernel"))
+    assert not [r for r in clipping.of("kernel") if "direct_copy" in r.name], "values were decoded into memory"
 
 
 def test_a_mixture_waits_once_for_the_number_of_rows():
