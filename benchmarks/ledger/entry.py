@@ -129,11 +129,15 @@ def format_of(record: Record) -> str:
 
 
 def amounts(
-    records: Sequence[Record], operations: Sequence[Operation], triton: Mapping[str, int]
+    records: Sequence[Record],
+    operations: Sequence[Operation],
+    triton: Mapping[str, int],
+    launches: Mapping[int, int] | None = None,
 ) -> tuple[dict[str, dict[str, Amount]], Counter[str]]:
     """Sort records into phases and blocks, by the marks among them; returns the amounts, and kernels of unknown bytes.
 
-    A mark "phase forward" begins a phase, "block 3" or "block outside" a part of it.
+    A mark "phase forward" begins a phase, "block 3" or "block outside" a part of it. ``triton`` has the bytes of a
+    kernel by its name, ``launches`` those of a launch of a kernel of any size by the index of the record.
     """
     found: dict[str, dict[str, Amount]] = {}
     loose: Counter[str] = Counter()
@@ -161,7 +165,7 @@ def amounts(
         _count(amount, record)
         if record.what == "kernel" and index not in known:
             if record.name in triton:
-                amount.bytes += triton[record.name]
+                amount.bytes += (launches or {}).get(index, triton[record.name])
             else:
                 amount.unknown_bytes += 1
                 loose[record.name] += 1

@@ -40,7 +40,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
     peaks = _peaks(running, data[0])
     host_ms = min(_host_ms(running, data) for _ in range(3))
     log, moved = _recorded(running, data)
-    stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS)
+    stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS, triton_bytes.LAUNCHES)
     entry = Entry(
         contender=contender,
         device=torch.cuda.get_device_name(device),
@@ -71,6 +71,7 @@ def _recorded(running: Running, data: Sequence[Batch]) -> tuple[Log, Moved]:
     stops = [watch(moved.from_outside) for watch in (te_moved.watch, own_moved.watch)]
     try:
         running.step(data)
+        triton_bytes.forget_launches()
         with torch.autograd.set_multithreading_enabled(False), recording() as log, moved:
             _marked_step(running, data[0])
     finally:

@@ -105,8 +105,10 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
         self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         states = [self._state_of(p, _ADAMW_MOMENTS) for p in params]
-        for state in states:  # torch's function needs a tensor
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        for p, state in zip(params, states, strict=True):  # torch's function needs a tensor, fused on the device
+            device = p.device if group.get("fused") else None
+            step = state.get("step")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step.to(device)
         adamw(
             weights,
             grads,
@@ -114,6 +116,8 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
+            foreach=group.get("foreach"),
+            fused=group.get("fused"),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -170,6 +174,8 @@ class ScaledSGD(ScaledOptimizer, SGD):
             weights,
             grads,
             buffers,
+            foreach=group.get("foreach"),
+            fused=group.get("fused"),
             lr=group["lr"],
             momentum=group["momentum"],
             dampening=group["dampening"],
@@ -211,7 +217,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         check_options(optimizer)
     elif type(optimizer) in _CLASSES:
         check_options(optimizer)
-        _convert(optimizer, level=level, stochastic_rounding=stochastic_rounding, seed=seed, compile=False)
+        _convert(optimizer, level=level, stochastic_rounding=stochastic_rounding, seed=seed, compile="auto")
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(

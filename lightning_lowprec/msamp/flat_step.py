@@ -2,17 +2,14 @@
 
 Every operation below is one or two kernels, however many parameters there are. The operations are single additions,
 products, quotients and roots, which IEEE 754 defines to the last bit: a flat buffer gives the same bits as each tensor
-alone. The flat memory is allocated for the step and freed after it.
-
-A compiled step has two fused passes over the elements: decode and update; then, when the amaxes are known, encode. O3
-has a third pass, which rounds the float16 master to the e4m3 weight.
+alone. The flat memory is allocated for the step and freed after it. A step that is compiled needs no such memory:
+:class:`~lightning_lowprec.msamp.fused_step.FusedStep`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -26,7 +23,6 @@ from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import copy_all_, largest_absolute_values
 
-_BACKEND: Final = "inductor"
 Flats = Mapping[str, Tensor]
 Rule = Callable[[Flats, Mapping[str, Any]], None]
 """The update of an optimizer, in place, of flat (N,) float32 tensors: "grad" (may be overwritten), moments, "weight".
@@ -42,18 +38,14 @@ class FlatStep:
         params: at least one; sharded parameters step their shards, with scales that all ranks agree on.
         moments: the moments of the optimizer with their formats; None: in float32, without a scale.
         rule: the update.
-        compile: run the passes through ``torch.compile``.
     """
 
-    def __init__(
-        self, params: Sequence[Tensor], moments: Mapping[str, Format | None], rule: Rule, compile: bool
-    ) -> None:
+    def __init__(self, params: Sequence[Tensor], moments: Mapping[str, Format | None], rule: Rule) -> None:
         self._params = list(params)
         weights = [required_state_of(p) for p in params]
         self._shards = weights[0].shards
         self._moments = moments
         self._rule = rule
-        self._compile = compile
         formats = {"grad": E4M3, **moments, "weight": FP16}
         self._formats = {name: format for name, format in formats.items() if format is not None}
         like = [weight.codes for weight in weights]
@@ -62,7 +54,7 @@ class FlatStep:
         memory = self._full["grad"]
         ends = [*(int(view.storage_offset()) for view in memory.views[1:]), memory.flat.numel()]
         last = tensor_on(memory.flat.device, ends, torch.int64)
-        self._runs = torch.stack([last.diff(prepend=last.new_zeros(1)), last])
+        self._runs = last.diff(prepend=last.new_zeros(1))
         self._buffers = [*self._full.values(), *self._codes.values()]
         for buffer in self._buffers:
             buffer.free()
@@ -101,7 +93,7 @@ class FlatStep:
             self._round(fresh["weight"], rounding)
             if has_master:
                 (amaxes["weight"],) = self._amaxes(["weight"])
-        self._pass(_encode)(_flat(self._full), _flat(self._codes), fresh, self._runs)
+        _encode(_flat(self._full), _flat(self._codes), fresh, self._runs)
         for name, tensors in stored.items():
             copy_all_(tensors, (self._codes if name in scales else self._full)[name].views)
         for name, olds in scales.items():
@@ -128,12 +120,7 @@ class FlatStep:
             gradients = [local(cast(Tensor, p.grad)) for p in self._params]
         for name, tensors in {**stored, "grad": gradients}.items():
             copy_all_((self._codes if name in inv_scales else self._full)[name].views, tensors)
-        given: Mapping[str, Any] = numbers
-        if self._compile:  # as tensors, so that another learning rate does not compile another graph
-            floats = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
-            scalars = tensor_on(self._runs.device, list(floats.values()), torch.float32).unbind()
-            given = {**numbers, **dict(zip(floats, scalars, strict=True))}
-        self._pass(_update)(_flat(self._full), _flat(self._codes), inv_scales, self._runs, self._rule, given)
+        _update(_flat(self._full), _flat(self._codes), inv_scales, self._runs, self._rule, numbers)
 
     def _amaxes(self, names: Sequence[str]) -> Tensor:
         """Return (names, parameters) float32; for shards the maximum over all ranks, by one reduction."""
@@ -155,13 +142,9 @@ class FlatStep:
         scales = [weight.scale for weight in weights]
         fresh = power_of_two_scale(amaxes, E4M3, torch.stack(scales))
         memory, codes = self._full["weight"].flat, self._codes["grad"]  # not needed any more
-        # a separate pass: in one pass a compiler leaves out the rounding between two casts
-        self._pass(_encode_masters)(memory, self._codes["weight"].flat, codes.flat, master_scales, fresh, self._runs)
+        _encode_masters(memory, self._codes["weight"].flat, codes.flat, master_scales, fresh, self._runs)
         copy_all_([weight.codes for weight in weights], codes.views)
         copy_all_(scales, list(fresh.unbind()))
-
-    def _pass(self, function: Callable[..., None]) -> Callable[..., None]:
-        return _compiled(function, _BACKEND) if self._compile else function
 
 
 def _update(full: Flats, codes: Flats, inv_scales: Flats, runs: Tensor, rule: Rule, numbers: Mapping[str, Any]) -> None:
@@ -193,17 +176,9 @@ def _encode_masters(
 def _expander(runs: Tensor, total: int) -> Callable[[Tensor], Tensor]:
     """Return a function that expands one value per parameter to one value per element: (parameters,) -> (total,).
 
-    ``runs`` has the number of elements of every parameter and the position after its last: (2, parameters).
+    ``runs`` has the number of elements of every parameter: (parameters,).
     """
-    if torch.compiler.is_compiling():
-        index = torch.bucketize(torch.arange(total, device=runs.device), runs[1], right=True)
-        return lambda values: values[index]  # read in the fused kernel
-    return lambda values: values.repeat_interleave(runs[0], output_size=total)
-
-
-@functools.cache
-def _compiled(function: Callable[..., None], backend: str) -> Callable[..., None]:
-    return torch.compile(function, backend=backend, fullgraph=True)
+    return lambda values: values.repeat_interleave(runs, output_size=total)
 
 
 def _flat(buffers: Mapping[str, FlatBuffer]) -> dict[str, Tensor]:

@@ -77,7 +77,6 @@ def check_options(options: Any, model: nn.Module) -> None:
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,
-        "compile": options.compile is not False,
         "sync_module_states": options.sync_module_states,
     }
     for name in (name for name, given in wrong.items() if given):

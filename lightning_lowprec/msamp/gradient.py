@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private import torch as private
 
@@ -107,7 +108,27 @@ class ScaledGradient(Tensor):
         return _HANDLERS.get(func, _on_values)(func, args, kwargs or {})
 
 
+@compiled_on_cuda
 def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and inv_scale: (...) float32 -> (...) float8_e4m3fn, scalar float32."""
+    return _codes_of(values)
+
+
+@compiled_on_cuda
+def _accumulate_(codes: Tensor, inv_scale: Tensor, other: Tensor, other_inv_scale: Tensor) -> None:
+    """Add other codes to codes, in place."""
+    new_codes, new_inv_scale = _codes_of(codes.float() * inv_scale + other.float() * other_inv_scale)
+    codes.copy_(new_codes)
+    inv_scale.copy_(new_inv_scale)
+
+
+@compiled_on_cuda
+def _norm_of(codes: Tensor, inv_scale: Tensor, order: float = 2.0) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(codes.float() * inv_scale, order)
+    return norm
+
+
+def _codes_of(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = amax(values)
     scale = torch.where(largest.isfinite(), power_of_two_scale(largest, E4M3), torch.nan)
     return saturating_cast(values * scale, E4M3), scale.reciprocal()
@@ -177,6 +198,9 @@ def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for gradient in _gradients_in(args[0]):
         if gradient.stage is Stage.OWN:
             gradient.stage = Stage.MEASURED
+    gradient, options = args[0], (*args[2:], *kwargs.values())
+    if func is _aten.linalg_vector_norm.default and gradient.is_cuda and not any(options):
+        return _norm_of(gradient.codes, gradient.inv_scale, *args[1:])  # without memory for values
     return _on_values(func, args, kwargs)
 
 
@@ -185,6 +209,16 @@ def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
         return _on_values(func, args, kwargs)
     return ScaledGradient.of(args[0].decode() + args[1].decode(), max(args[0].stage, args[1].stage, Stage.OWN))
+
+
+def _add_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Add a gradient to another one in place, as autograd does in the second micro-batch."""
+    if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
+        return _on_values(func, args, kwargs)
+    target, other = args
+    _accumulate_(target.codes, target.inv_scale, other.codes, other.inv_scale)
+    target.stage = max(target.stage, Stage.OWN)
+    return target
 
 
 def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -206,6 +240,7 @@ _HANDLERS: Final = {
     _aten.detach.default: _on_codes_and_scale,
     _aten.clone.default: _on_codes_and_scale,
     _aten.add.Tensor: _add,
+    _aten.add_.Tensor: _add_,
     _aten.zero_.default: _zero_,
     private.ATEN_FOREACH_ZERO: _zero_,
     _aten.linalg_vector_norm.default: _norm,

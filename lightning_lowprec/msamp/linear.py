@@ -1,11 +1,8 @@
 """Linear layers whose weight is kept as codes and whose three GEMMs run in FP8 (MS-AMP, arXiv 2310.18313).
 
-    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]    e4m3 x e4m3
-    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]    e5m2 x e4m3
-    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]    e5m2 x e4m3
-
 Every tensor has one power-of-two scale, from its amax. Between forward and backward a layer keeps the codes of the
-input, one byte per element. The gradient of the weight is a ``ScaledGradient``, also one byte per element.
+input, one byte per element. The gradient of the weight is a ``ScaledGradient``, also one byte per element. The products
+are in :mod:`~lightning_lowprec.msamp.matmul`.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.transforms import KEEP, check_backward, check_call
-from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.conversion.transforms import KEEP, check_call
+from lightning_lowprec.msamp.matmul import ScaledMatmul
 from lightning_lowprec.msamp.weight import (
     move_,
     msamp_state_of,
@@ -26,10 +23,9 @@ from lightning_lowprec.msamp.weight import (
     scale_weight_,
     values_of,
 )
-from lightning_lowprec.msamp.weight_state import Level, encode
-from lightning_lowprec.numerics.formats import E4M3, E5M2
-from lightning_lowprec.numerics.padding import pad_rows
-from lightning_lowprec.private.torch import are_transforms_active, is_tracing, scaled_mm
+from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 
 _ALIGNMENT: Final = 16
 """FP8 kernels need inner dimensions that are multiples of 16."""
@@ -56,12 +52,12 @@ class ScaledLinear(nn.Linear):
             check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        rows = pad_rows(input, _ALIGNMENT)
-        tokens = input.numel() // self.in_features
-        output: Tensor = _matmul(rows, self.weight, self.emulate, self.float32_gradients)[:tokens]
+        fits = input.numel() // self.in_features % _ALIGNMENT == 0  # a slice of all rows would be copied in backward
+        rows = input.reshape(-1, self.in_features) if fits else pad_rows(input, _ALIGNMENT)
+        output: Tensor = ScaledMatmul.apply(rows, self.weight, self.emulate, self.float32_gradients)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return output.reshape(*input.shape[:-1], self.out_features) if fits else cut_rows(output, input)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -168,53 +164,3 @@ def _check_ties(model: nn.Module, fqns: Sequence[str]) -> None:
 def scaled_linears(model: nn.Module) -> dict[str, ScaledLinear]:
     """The layers of ``model`` that are converted, by fqn."""
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, ScaledLinear)}
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _matmul(*args: Any) -> Tensor:
-    return _ScaledMatmul.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-
-
-@final
-class _ScaledMatmul(torch.autograd.Function):
-    """[M, K] @ [K, N] -> [M, N]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
-        codes, scale = encode(rows.float(), E4M3)
-        state = required_state_of(weight)
-        # the stored codes are saved, so autograd notices when a step changes them before this backward
-        ctx.save_for_backward(codes, scale, state.codes, state.scale)
-        ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
-        weight_codes, weight_scale = _in_e4m3(state.codes, state.scale)
-        return _multiply(codes, weight_codes.t(), scale * weight_scale, rows.dtype, emulate)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        check_backward("ScaledLinear (MS-AMP)")
-        codes, scale, *stored = ctx.saved_tensors
-        grad_codes, grad_scale = encode(grad_output.float(), E5M2)
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            weight_codes, weight_scale = _in_e4m3(*stored)
-            grad_input = _multiply(grad_codes, weight_codes, grad_scale * weight_scale, ctx.dtype, ctx.emulate)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _multiply(grad_codes.t(), codes, grad_scale * scale, torch.float32, ctx.emulate)
-            return grad_input, grad_weight if ctx.float32_gradient else ScaledGradient.of(grad_weight), None, None
-        return grad_input, None, None, None
-
-
-def _in_e4m3(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes of the weight and their scale; at O3 those that are stored."""
-    return (codes, scale) if codes.dtype == E4M3.dtype else encode(codes.float() / scale, E4M3)
-
-
-def _multiply(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
-    """Multiply codes [m, k] @ codes [k, n] and divide by the product of their scales: -> [m, n] of ``dtype``."""
-    inv_scale = scale.reciprocal()
-    if emulate:
-        with torch.autocast(a.device.type, enabled=False):
-            return torch.mm(a.float(), b.float()).mul_(inv_scale).to(dtype)
-    columns = b.t().contiguous().t()  # kernels need the first operand row-major, the second column-major
-    product: Tensor = scaled_mm(a.contiguous(), columns, inv_scale, torch.ones_like(inv_scale), out_dtype=dtype)
-    return product

@@ -26,6 +26,7 @@ from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
@@ -59,6 +60,10 @@ class MSAMP(LowPrecision):
         seed: of the stochastic rounding; the same on every rank.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
+        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
+            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
+            one class, of an ``nn.ModuleList`` that holds FP8 layers. Codes outside of compiled blocks and the step of
+            the optimizer are compiled on CUDA in any case.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -78,6 +83,7 @@ class MSAMP(LowPrecision):
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_accumulation_dtype: torch.dtype | None = None,
+        compile: Compile = "auto",
         **options: Unpack[MSAMPChoices],
     ) -> None:
         if grad_accumulation_dtype not in (None, torch.float32):
@@ -94,6 +100,7 @@ class MSAMP(LowPrecision):
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         self.grad_accumulation_dtype = grad_accumulation_dtype
+        self.compile = compile
         self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
         self._replicas = DDPModels(self.precision)
 
@@ -154,6 +161,14 @@ class MSAMP(LowPrecision):
         for linear in scaled_linears(module).values():
             linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
             linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
+        compile_blocks(
+            module,
+            scaled_linears(module).values(),
+            self.compile,
+            device,
+            precision=self.precision,
+            advice="FP8 is slow without `torch.compile`: compile the model yourself.",
+        )
         if self.modules.sharded is None:
             self._replicas.exclude_codes(module, will_train=self._will_train)
         if plan != self.plan:

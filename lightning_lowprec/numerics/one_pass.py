@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+R = TypeVar("R")
 
 
 def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: Any) -> Tensor:
@@ -36,3 +38,30 @@ def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
+    """Decorate a function of tensors, possibly with reductions: on CUDA run it compiled, elsewhere run it eagerly.
+
+    The first argument decides. Sizes are dynamic: no shape compiles anew. Inside of code that is being compiled the
+    function becomes a part of that code. Call without gradients.
+    """
+
+    @functools.wraps(function)
+    def run(first: Tensor, *rest: Any) -> R:
+        if torch.compiler.is_compiling() or not _is_on_cuda(first):
+            return function(first, *rest)
+        compiled: Callable[..., R] = _compiled_any(function)
+        return compiled(first, *rest)
+
+    return run
+
+
+def _is_on_cuda(tensor: Tensor) -> bool:
+    """Return whether kernels run: not for empty tensors, and not for the tensors of a compiler that traces."""
+    return tensor.is_cuda and type(tensor) is Tensor and tensor.numel() > 0
+
+
+@functools.cache
+def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
+    return torch.compile(function, dynamic=True)

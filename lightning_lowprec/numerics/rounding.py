@@ -90,10 +90,11 @@ def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0
     The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round_`. The grid is 2**(e - 10)
     wide where 2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
     """
-    for part, chunk, first in _chunks(flat, start):
+    for offset in range(0, flat.numel(), _CHUNK):
+        part = flat[offset : offset + _CHUNK]
         exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
         per_grid = power_of_two(11 - exponent)
-        bits = random_bits(part.numel(), seed, step, chunk, flat.device, first)
+        bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
         # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
         part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
 
@@ -123,6 +124,41 @@ def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
         part = flat[offset : offset + _CHUNK - first]
         yield part, start + offset - first, first
         offset += part.numel()
+
+
+def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple[int, int]]:
+    """Return the keys of the ``count`` random values by which :func:`stochastic_round_fp16_` rounds.
+
+    One pair of int32 for every 2**22 values, in their order; the arguments are those of that function.
+    """
+    return [_keys(seed, step, start + offset) for offset in range(0, count, _CHUNK)]
+
+
+def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
+    """Return ``count`` of the values of :func:`random_bits`: (count,) int32. Pure, so that a compiler can fuse it.
+
+    Args:
+        count: the number of values.
+        keys: the pairs of :func:`keys_of_bits`, of one or several runs of values: (pairs, 2) int32.
+        place: the position of the first value in its run, and the index of the first pair of this run: (2,) int64.
+    """
+    position = torch.arange(count, device=keys.device) + place[0]
+    pair = keys[position // _CHUNK + place[1]]
+    x = (position % _CHUNK // 2).to(torch.int32) + pair[:, 0]
+    x = _xor_shift(x, 16) * 0x7FEB352D
+    x = (_xor_shift(x, 15) + pair[:, 1]) * (0x846CA68B - (1 << 32))
+    x = _xor_shift(x, 16)
+    return torch.where(position % 2 == 0, x, x >> 16) & _LOWER
+
+
+def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
+    """Return what :func:`stochastic_round_fp16_` writes, for random values of 16 bits: (N,) float32, (N,) int32."""
+    per_grid = power_of_two(11 - torch.frexp(values).exponent.clamp(-13, 16))
+    return (values * per_grid + (bits >> 3).float() * 2.0**-13).floor() / per_grid
+
+
+def _xor_shift(x: Tensor, shift: int) -> Tensor:
+    return x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
 
 
 def _xor_shift_(x: Tensor, shift: int) -> Tensor:

@@ -11,17 +11,17 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import CompileOptions, check_choice
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     EmulationChoices,
@@ -31,8 +31,6 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.private.lightning import is_compiled_whole
-from lightning_lowprec.private.torch import is_compiled
 from lightning_lowprec.torchao import half_norms, own_config
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -96,7 +94,7 @@ class FP8TorchAO(LowPrecision):
         recipe: Recipe = "tensorwise",
         *,
         fp8_format: FP8Format | None = None,
-        compile: Literal["auto"] | bool | CompileOptions = "auto",
+        compile: Compile = "auto",
         round_scales_to_power_of_2: bool | None = None,
         rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
@@ -231,35 +229,17 @@ class FP8TorchAO(LowPrecision):
             )
 
     def _compile(self, module: Module, device: torch.device) -> None:
-        """Compile every block in place: equal blocks share code, and all fqns stay.
-
-        FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
-        """
         from lightning_lowprec.torchao.linear import fp8_linears
 
-        if self.compile is False:
-            return
-        if self.compile == "auto" and (
-            device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
-        ):
-            return
-        stacks = block_stacks(module, having=fp8_linears(module)).values()
-        blocks = [block for stack in stacks for block in stack]
-        for block in blocks:
-            block.compile(**(self.compile if isinstance(self.compile, Mapping) else {}))
-        if blocks:
-            rank_zero_info(f"{self.precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
-        elif self.compile == "auto":
-            rank_zero_info(
-                f"{self.precision}: found no blocks to compile (children of an nn.ModuleList). FP8 is slow without"
-                " `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine), which needs"
-                " no compiler."
-            )
-        else:
-            raise ValueError(
-                f"`compile={self.compile!r}` found no blocks (children of one class in an nn.ModuleList that hold FP8"
-                " layers); compile the model yourself with `torch.compile` and pass `compile=False`."
-            )
+        compile_blocks(
+            module,
+            fp8_linears(module),
+            self.compile,
+            device,
+            precision=self.precision,
+            advice="FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te'"
+            " (Transformer Engine), which needs no compiler.",
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:

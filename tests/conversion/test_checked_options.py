@@ -120,6 +120,7 @@ MSAMP_LEVEL = [
     ("seed", "abc", "an integer"),
     ("seed", 1.5, "an integer"),
     ("grad_accumulation_dtype", "fp32", "None or a dtype"),
+    ("compile", 1, "'auto', True, False or a mapping"),
 ]
 CONFIG = [
     ("form", "fp23", "one of: fp32, remainder, stochastic"),

@@ -75,6 +75,8 @@ def test_records_are_sorted_into_phases_and_blocks():
     assert found["forward"]["outside"] == Amount(kernels=2, bytes=100, unknown_bytes=1)
     assert found["optimizer"]["outside"] == Amount(kernels=1, copies=1, bytes=28)
     assert loose == {"nobody knows": 1}
+    found, _ = amounts(records, operations, {"triton_a": 7}, {3: 70})
+    assert found["forward"]["0"].bytes == 70, "of this launch, of a kernel of any size"
 
 
 def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
 from lightning_lowprec.fsdp2.traffic import Traffic
+from lightning_lowprec.msamp import fused_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
@@ -22,8 +23,8 @@ from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like,
 
 STEPS = 20
 OPTIMIZERS = {
-    "adamw": lambda params: ScaledAdamW(params, lr=1e-2, level="O3"),
-    "sgd": lambda params: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3"),
+    "adamw": lambda params, **options: ScaledAdamW(params, lr=1e-2, level="O3", **options),
+    "sgd": lambda params, **options: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3", **options),
 }
 
 
@@ -56,6 +57,8 @@ class Net(nn.Module):
 
 
 def sharded(kind="adamw", seed=0):
+    """With a compiled step of SGD, whose bits are those of an eager one."""
+    fused_step._BACKEND = "eager"
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = Net(seed)
     code_shards(model, mesh.size())
@@ -64,7 +67,7 @@ def sharded(kind="adamw", seed=0):
     fully_shard(model, mesh=mesh)
     traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model})
     collect(model, mesh)
-    return model, OPTIMIZERS[kind](model.parameters()), traffic
+    return model, OPTIMIZERS[kind](model.parameters(), compile=kind == "sgd"), traffic
 
 
 def batch(step, rank=0, ranks=1):

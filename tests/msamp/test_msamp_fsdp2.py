@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.weight import codes_of
+from lightning_lowprec.private.torch import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
 from tests.fsdp2.test_fsdp2_trainer import Module, loader, trainer_for, wire
 from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
 
+GRAPHS = {"backend": "aot_eager"}
 pytestmark = pytest.mark.distributed
 
 
@@ -85,9 +88,20 @@ def crossed(folder):
     return found
 
 
+def compiled():
+    """Trained with compiled blocks, by the strategy's option and by the precision's, and without."""
+    found = []
+    for options, precision in (({}, {"compile": False}), ({"compile": GRAPHS}, {}), ({}, {"compile": GRAPHS})):
+        fabric, model, optimizer = setup(MSAMP("O3", **precision), 2, **options)
+        assert all(is_compiled(block) == bool(options or precision["compile"]) for block in model.blocks)
+        train(fabric, model, optimizer, range(2), 2)
+        found.append(everything(model, optimizer, fabric.strategy.precision))
+    return [differences(found[0], other) for other in found[1:]]
+
+
 def refused():
     errors = []
-    for options in ({"cpu_offload": True}, {"compile": True}, {"sync_module_states": True}):
+    for options in ({"cpu_offload": True}, {"sync_module_states": True}):
         with pytest.raises(ValueError, match="does not go with weights that are kept as codes") as error:
             setup("msamp-o3", 2, **options)
         errors.append(str(error.value))
@@ -103,6 +117,7 @@ def worker(rank, folder):
         "trainer": in_trainer(folder),
         **{kind: in_fabric(folder, kind) for kind in ("sharded", "full")},
         "crossed": crossed(folder),
+        "compiled": compiled(),
         "refused": refused(),
     }
 
@@ -158,8 +173,12 @@ def test_float32_checkpoints_load_into_o3_and_back(results):
     assert max(losses) < 3
 
 
+def test_compiled_blocks_train_to_the_same_bits(results):
+    assert results[0]["compiled"] == results[1]["compiled"]
+    assert not any(results[0]["compiled"])
+
+
 def test_what_does_not_go_with_codes_is_refused(results):
-    offload, compile, sync = results[0]["refused"]
+    offload, sync = results[0]["refused"]
     assert offload.startswith("`cpu_offload=True`")
-    assert compile.startswith("`compile=True`")
     assert sync.startswith("`sync_module_states=True`")

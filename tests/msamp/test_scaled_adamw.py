@@ -55,11 +55,13 @@ def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_parameters_get_torchs_adamw(dtype):
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
+def test_plain_parameters_get_torchs_adamw(dtype, implementation):
     ours = [nn.Parameter(v.to(dtype)) for v in starts()]
     # half precision: float32 moments and update, rounded after each step
     theirs = [nn.Parameter(p.detach().float()) for p in ours]
-    optimizer, reference = ScaledAdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    options = {**OPTIONS, **implementation}
+    optimizer, reference = ScaledAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
     for step in range(5):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad, q.grad = g.to(dtype), g.to(dtype).float()
