@@ -33,6 +33,20 @@ def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, 
     return _compiled(function)(flat, scale, *constants).view(values.shape)
 
 
+def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
+    """Return ``function(rows, *arguments)``: ``rows`` is (M, N), M may differ between calls. Call without gradients.
+
+    Args:
+        function: a function of a module, of reductions along N and elementwise operations, which a compiler can fuse.
+        rows: kernels run if they are on CUDA.
+        arguments: tensors, and numbers.
+    """
+    if not rows.is_cuda:
+        return function(rows, *arguments)
+    # no views any more: the compiler would look at the shape of what a view shows
+    return _compiled(function)(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
+
+
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, fullgraph=True, dynamic=True)

@@ -19,7 +19,15 @@ from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.options import BASE_DTYPES, FP8Choices, FP8Options, LossScaleChoices, LossScaleOptions
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    FP8Choices,
+    FP8Options,
+    HeadChoices,
+    HeadOptions,
+    LossScaleChoices,
+    LossScaleOptions,
+)
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
@@ -39,13 +47,14 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
 """The name for ``precision=`` of each kind of recipe and format."""
 
 
-class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, total=False):
+class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
-    LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, without=("min_gain", "tokens", "emulate")
+    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions),
+    without=("min_gain", "tokens", "emulate"),
 )
 class FP8TE(LowPrecision):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
@@ -123,6 +132,7 @@ class FP8TE(LowPrecision):
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
+        self.head = take(HeadOptions, options).head
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms
