@@ -28,6 +28,10 @@ MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
 """What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
 BF16_WEIGHTS = f"{MAIN}, bf16 weights"
 """Without float32 weights, as Lightning's bf16-true: what compares with that."""
+CHUNKED, FP8_HEAD = "chunked loss", "fp8 head"
+"""The loss from hidden states, with a bf16 and with an FP8 head."""
+REMAINDER = f"{MAIN}, remainder"
+"""bf16 weights, with exact float32 masters in two more bytes."""
 FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
@@ -170,7 +174,7 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
         needs=("torchao.float8",),
     )
-    return [*found.values(), by_gain, *_of_fp8_hybrid(), _sharded()]
+    return [*found.values(), by_gain, *_of_fp8_hybrid(), _sharded(), *_with_losses()]
 
 
 def _of_fp8_hybrid() -> list[Contender]:
@@ -184,6 +188,26 @@ def _of_fp8_hybrid() -> list[Contender]:
         Contender(key=TE_COMPILED, setup=compiled, **by_te),
         Contender(key=FUSED, setup=fused, **by_te),
         Contender(key=BF16_WEIGHTS, setup=kept, needs=("torchao.float8",), linear="torchao tensorwise", name=torchao),
+    ]
+
+
+def _with_losses() -> list[Contender]:
+    """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
+    torchao = MAIN.removeprefix("ours ")
+    exact = partial(setups.ours, name=torchao, options={"master_weights": "remainder"})
+    kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
+    bf16: dict[str, partial[Running]] = {
+        BASELINE: partial(setups.lightning, precision="bf16-mixed", compiled=True),
+        BF16_TRUE: partial(setups.lightning, precision="bf16-true", compiled=True),
+    }
+    fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact}
+    ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
+    chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in (bf16 | fp8).items()}
+    in_fp8 = {key: partial(setups.with_loss, setup=setup, loss="fp8") for key, setup in fp8.items()}
+    return [
+        Contender(key=REMAINDER, setup=exact, **ours),
+        *(Contender(key=f"{k}, {CHUNKED}", setup=s, **(ours if k in fp8 else {})) for k, s in chunked.items()),
+        *(Contender(key=f"{k}, {FP8_HEAD}", setup=s, **ours) for k, s in in_fp8.items()),
     ]
 
 
