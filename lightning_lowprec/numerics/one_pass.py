@@ -34,7 +34,9 @@ def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, 
 
 
 def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
-    """Return ``function(rows, *arguments)``: ``rows`` is (M, N), M may differ between calls. Call without gradients.
+    """Return ``function(rows, *arguments)``: ``rows`` is (M, N). Call without gradients.
+
+    There is one graph for the first M, and one for all others, because kernels that know N read the rows less often.
 
     Args:
         function: a function of a module, of reductions along N and elementwise operations, which a compiler can fuse.
@@ -44,9 +46,16 @@ def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any
     if not rows.is_cuda:
         return function(rows, *arguments)
     # no views any more: the compiler would look at the shape of what a view shows
-    return _compiled(function)(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
+    return _compiled_for_rows(function)(
+        *(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments))
+    )
 
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+@functools.cache
+def _compiled_for_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
