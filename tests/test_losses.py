@@ -214,9 +214,9 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
     h, w, t, _ = tensors(torch.float32)
     loss = linear_cross_entropy(h, w, t)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="ran its backward pass before.*reduction='none'"):
+    with pytest.raises(RuntimeError, match=r"ran its backward pass before.*reduction='none'"):
         loss.backward()
-    with pytest.raises(RuntimeError, match="no second gradient.*cross_entropy"):
+    with pytest.raises(RuntimeError, match=r"no second gradient.*cross_entropy"):
         torch.autograd.grad(linear_cross_entropy(h, w, t), h, create_graph=True)
     twice = linear_cross_entropy(h, w, t, reduction="none").sum()
     first, second = (torch.autograd.grad(twice, h, retain_graph=True) for _ in range(2))

@@ -85,7 +85,8 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "torchao tensorwise, compiled", "te delayed",
+    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, f"{REMAINDER}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}",
+    f"{MAIN}, {FP8_HEAD}", "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
     "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", "ours fp8-current", "te current",
     "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp", "lightning bf16-true",
@@ -202,7 +203,8 @@ def _with_losses() -> list[Contender]:
     }
     fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact}
     ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
-    chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in (bf16 | fp8).items()}
+    with_bf16_head = bf16 | {key: fp8[key] for key in (MAIN, REMAINDER)}
+    chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in with_bf16_head.items()}
     in_fp8 = {key: partial(setups.with_loss, setup=setup, loss="fp8") for key, setup in fp8.items()}
     return [
         Contender(key=REMAINDER, setup=exact, **ours),

@@ -11,6 +11,7 @@ for calls under autocast and one for others, and none per shape: after one train
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,10 @@ def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any
     """
     if not rows.is_cuda:
         return function(rows, *arguments)
+    kinds = tuple((part.dtype, part.ndim) if isinstance(part, Tensor) else part for part in arguments)
+    compiled = _compiled_for_rows(function, rows.dtype, rows.shape[1], kinds)
     # no views any more: the compiler would look at the shape of what a view shows
-    return _compiled_for_rows(function)(
-        *(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments))
-    )
+    return compiled(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
 
 
 @functools.cache
@@ -57,5 +58,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _compiled_for_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
+    """Compile a copy of ``function`` for one ``kind``: the compiler allows few graphs per code object."""
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(copied, fullgraph=True)
