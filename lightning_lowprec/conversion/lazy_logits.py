@@ -59,12 +59,17 @@ class LazyLogits:
         """The device of the logits."""
         return self.hidden.device
 
-    def cast_to(self, dtype: torch.dtype) -> LazyLogits:
-        """Return logits that will be cast to ``dtype`` when they are computed."""
-        if self._computed is not None:
-            self._computed = self._computed.to(dtype)
-        self._cast_to = dtype
-        return self
+    def is_floating_point(self) -> bool:
+        """Return True."""
+        return True
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return logits that will be cast when they are computed, for a dtype; else what the tensor returns."""
+        if self._computed is not None or kwargs or len(args) != 1 or not isinstance(args[0], torch.dtype):
+            return self.tensor().to(*args, **kwargs)
+        cast = LazyLogits.__new__(LazyLogits)
+        vars(cast).update(vars(self), _cast_to=args[0])
+        return cast
 
     def contiguous(self) -> LazyLogits:
         """Return the logits, which will be contiguous."""

@@ -72,10 +72,4 @@ def device_of(module: Module) -> torch.device:
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
-    return apply_to_collection(data, (Tensor, LazyLogits), lambda value: _cast(value, dtype))
-
-
-def _cast(value: Tensor | LazyLogits, dtype: torch.dtype) -> Tensor | LazyLogits:
-    if isinstance(value, LazyLogits):
-        return value.cast_to(dtype)
-    return value.to(dtype) if value.is_floating_point() else value
+    return apply_to_collection(data, (Tensor, LazyLogits), lambda t: t.to(dtype) if t.is_floating_point() else t)
