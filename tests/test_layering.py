@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_lowprec"
 OWN = "lightning_lowprec"
 FLOORS = [
-    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "private"},
+    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "losses", "private"},
     {"conversion"},
     {"masters"},
     {"precision"},
@@ -21,7 +21,7 @@ FLOORS = [
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 MAY_IMPORT_EACH_OTHER = [
     {"names", "registration", "recipes", "strategies", "from_accelerate"},
-    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "private"},
+    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "losses", "private"},
 ]
 LIGHTNING_FROM = FLOOR["precision"]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -29,6 +29,10 @@ MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
 """What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
 BF16_WEIGHTS = f"{MAIN}, bf16 weights"
 """Without float32 weights, as Lightning's bf16-true: what compares with that."""
+CHUNKED, FP8_HEAD = "chunked loss", "fp8 head"
+"""The loss from hidden states, with a bf16 and with an FP8 head."""
+REMAINDER = f"{MAIN}-remainder"
+"""bf16 weights, with exact float32 masters in two more bytes."""
 FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
 SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
@@ -89,8 +93,8 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, "ours fp8-tensorwise-remainder",
-    "torchao tensorwise, compiled", "te delayed",
+    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
+    f"{BASELINE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}", "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
     "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE, "ours fp8-current",
     "te current", "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
@@ -187,7 +191,7 @@ def _ours() -> list[Contender]:
         setup=partial(setups.ours, name="fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
         needs=("torchao.float8",), linear="torchao rowwise", name="fp8-rowwise",
     )  # fmt: skip
-    return [*found.values(), by_gain, inside, *_of_fp8_hybrid(), _sharded()]
+    return [*found.values(), by_gain, inside, *_of_fp8_hybrid(), _sharded(), *_with_losses()]
 
 
 def _of_fp8_hybrid() -> list[Contender]:
@@ -201,6 +205,26 @@ def _of_fp8_hybrid() -> list[Contender]:
         Contender(key=TE_COMPILED, setup=compiled, **by_te),
         Contender(key=FUSED, setup=fused, **by_te),
         Contender(key=BF16_WEIGHTS, setup=kept, needs=("torchao.float8",), linear="torchao tensorwise", name=torchao),
+    ]
+
+
+def _with_losses() -> list[Contender]:
+    """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
+    torchao = MAIN.removeprefix("ours ")
+    exact = partial(setups.ours, name=torchao, options={"master_weights": "remainder"})
+    kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
+    bf16: dict[str, partial[Running]] = {
+        BASELINE: partial(setups.lightning, precision="bf16-mixed", compiled=True),
+        BF16_TRUE: partial(setups.lightning, precision="bf16-true", compiled=True),
+    }
+    fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact}
+    ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
+    with_bf16_head = bf16 | {key: fp8[key] for key in (MAIN, REMAINDER)}
+    chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in with_bf16_head.items()}
+    in_fp8 = {key: partial(setups.with_loss, setup=setup, loss="fp8") for key, setup in fp8.items()}
+    return [
+        *(Contender(key=f"{k}, {CHUNKED}", setup=s, **(ours if k in fp8 else {})) for k, s in chunked.items()),
+        *(Contender(key=f"{k}, {FP8_HEAD}", setup=s, **ours) for k, s in in_fp8.items()),
     ]
 
 

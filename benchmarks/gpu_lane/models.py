@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_lowprec.losses import linear_cross_entropy
+
+Loss = Literal["logits", "chunked", "fp8"]
+"""All logits and torch's cross-entropy, or ours from hidden states, with a bf16 or FP8 head."""
 ROPE_BASE = 500_000.0  # Llama 3's
 INIT_STD = 0.02
 
@@ -143,6 +148,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The decoder; returns the loss, so that no wrapper casts 128k logits per token on its way out."""
 
+    loss: Loss = "logits"
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -165,6 +172,9 @@ class Llama(nn.Module):
         turn = self.turn[:, : tokens.shape[1]]
         for block in self.layers:
             x = block(x, turn)
+        if self.loss != "logits":
+            hidden, head = self.norm(x), self.lm_head.weight
+            return linear_cross_entropy(hidden, head, targets, fp8=self.loss == "fp8")
         logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

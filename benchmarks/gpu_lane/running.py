@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.models import Llama, Shape, build
+from benchmarks.gpu_lane.models import Llama, Loss, Shape, build
 from lightning_lowprec.te.fusion import fused_modules
 
 Batch = tuple[Tensor, Tensor]
@@ -33,8 +33,12 @@ class Job:
     weights: torch.dtype = torch.float32
     """Of the model before anyone sets it up."""
 
+    loss: Loss = "logits"
+
     def model(self) -> Llama:
-        return build(self.shape, self.device).to(self.weights)
+        model = build(self.shape, self.device).to(self.weights)
+        model.loss = self.loss
+        return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "AdamW":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.models import Llama
+from benchmarks.gpu_lane.models import Llama, Loss
 from benchmarks.gpu_lane.process_group import stand_in_for_nccl
 from benchmarks.gpu_lane.running import Job, Running, compile_blocks
 
@@ -187,6 +188,11 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
     # half precision as Lightning's, by the user; Transformer Engine's layers are not compiled
     by_hand = not compiles_itself and not name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))
     return lightning(job, precision=name, plugin=plugin, compiled=by_hand, strategy=strategy)
+
+
+def with_loss(job: Job, *, setup: Callable[[Job], Running], loss: Loss) -> Running:
+    """Another contender, with a loss that is computed from hidden states."""
+    return setup(replace(job, loss=loss))
 
 
 def fusion_knows_the_block() -> None:

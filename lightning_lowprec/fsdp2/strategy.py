@@ -259,7 +259,9 @@ def _comparable(value: Any) -> Any:
 
 def _identity(plugin: Any) -> tuple[Any, ...]:
     """Return everything about a precision that is built into a model when the model is sharded."""
-    return plugin.sharded_identity() if isinstance(plugin, LowPrecision) else (getattr(plugin, "precision", None),)
+    if isinstance(plugin, LowPrecision):
+        return *plugin.sharded_identity(), plugin.head
+    return (getattr(plugin, "precision", None),)
 
 
 def param_dtype(plugin: Any) -> torch.dtype | None:

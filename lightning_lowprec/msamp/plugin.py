@@ -33,6 +33,8 @@ from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,
     FP8Options,
+    HeadChoices,
+    HeadOptions,
     LossScaleChoices,
     LossScaleOptions,
 )
@@ -41,12 +43,14 @@ from lightning_lowprec.precision.refusals import refuse_averaging
 BACKEND: Final = "msamp"
 
 
-class MSAMPChoices(LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, total=False):
+class MSAMPChoices(
+    LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, HeadChoices, total=False
+):
     """The options of :class:`MSAMP` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions)
 class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
@@ -95,6 +99,7 @@ class MSAMP(LowPrecision):
         super().__init__(take(LossScaleOptions, options).resolve(running.base), None, take(WeightOptions, options))
         self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
         self.layers = take(LayerOptions, options)
+        self.head = take(HeadOptions, options).head
         self.level: Level = level
         self.shards_codes = level == "O3"
         self.stochastic_rounding = stochastic_rounding

@@ -11,6 +11,7 @@ for calls under autocast and one for others, and none per shape: after one train
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,24 @@ def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, 
         return function(values, scale, *constants)
     flat = values.reshape(-1).data  # no view any more: the compiler would look at the shape of what a view shows
     return _compiled(function)(flat, scale, *constants).view(values.shape)
+
+
+def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
+    """Return ``function(rows, *arguments)``: ``rows`` is (M, N). Call without gradients.
+
+    There is one graph for the first M, and one for all others, because kernels that know N read the rows less often.
+
+    Args:
+        function: a function of a module, of reductions along N and elementwise operations, which a compiler can fuse.
+        rows: kernels run if they are on CUDA.
+        arguments: tensors, and numbers.
+    """
+    if not rows.is_cuda:
+        return function(rows, *arguments)
+    kinds = tuple((part.dtype, part.ndim) if isinstance(part, Tensor) else part for part in arguments)
+    compiled = _compiled_for_rows(function, rows.dtype, rows.shape[1], kinds)
+    # no views any more: the compiler would look at the shape of what a view shows
+    return compiled(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
 
 
 @functools.cache
@@ -65,3 +84,10 @@ def _is_on_cuda(tensor: Tensor) -> bool:
 @functools.cache
 def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
     return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
+    """Compile a copy of ``function`` for one ``kind``: the compiler allows few graphs per code object."""
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(copied, fullgraph=True)

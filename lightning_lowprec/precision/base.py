@@ -41,10 +41,12 @@ from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision import left_over, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.foreign_attribute import ForeignAttribute
+from lightning_lowprec.precision.heads import replace_heads
 from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
+from lightning_lowprec.precision.options import Head
 from lightning_lowprec.precision.refusals import check_runs, refuse_sharded, refuse_uncast, warn_of_averaging
 
 
@@ -62,6 +64,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
     backend_is_chosen: bool = False
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
+    head: Head = "bf16"
+    """The option ``head``: how the output head of a causal language model and its loss are computed."""
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     keeps_codes: bool = False
@@ -180,6 +184,7 @@ class LowPrecision(TrainerPrecision, ABC):
             if self.masters is None:
                 self._set_dtypes(module)
             self._prepare(module, device)
+            replace_heads(self, module, device)
             if self.masters is not None:
                 self._set_dtypes(module)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
@@ -411,11 +416,8 @@ class LowPrecision(TrainerPrecision, ABC):
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if clip_val > 0:
-            by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
-            if by_norm and step.clip_by_norm(self.scaler, optimizer, clip_val) is not None:
-                return
-            step.unscale(self.scaler, optimizer)
+        if clip_val > 0 and step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
+            return
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state: see `state.py`

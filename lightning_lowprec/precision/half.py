@@ -14,7 +14,13 @@ from lightning_lowprec.hardware import bf16_refusal, default_device
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
-from lightning_lowprec.precision.options import BASE_DTYPES, LossScaleChoices, LossScaleOptions
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    HeadChoices,
+    HeadOptions,
+    LossScaleChoices,
+    LossScaleOptions,
+)
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _NAMES: dict[tuple[str, str | None], str] = {
@@ -29,12 +35,12 @@ _NAMES: dict[tuple[str, str | None], str] = {
 }
 
 
-class HalfChoices(LossScaleChoices, MasterChoices, WeightChoices, total=False):
+class HalfChoices(LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
     """Every option of :class:`HalfMixed` except ``dtype``, for type checkers."""
 
 
 @final
-@shows(LossScaleOptions, MasterOptions, WeightOptions)
+@shows(LossScaleOptions, MasterOptions, WeightOptions, HeadOptions)
 class HalfMixed(LowPrecision):
     """Half precision by ``torch.autocast``, with float32 weights or with half-precision weights and float32 masters.
 
@@ -53,6 +59,7 @@ class HalfMixed(LowPrecision):
         self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
         masters = take(MasterOptions, options).resolve(dtype)
         super().__init__(None if dtype == "auto" else scale, masters, take(WeightOptions, options))
+        self.head = take(HeadOptions, options).head
         self.precision = _NAMES[dtype, None if masters is None else masters.config.form]
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowprec.conversion.lazy_logits import LazyLogits
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.private.lightning import check_precision_plugin
 
@@ -71,4 +72,4 @@ def device_of(module: Module) -> torch.device:
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
-    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return apply_to_collection(data, (Tensor, LazyLogits), lambda t: t.to(dtype) if t.is_floating_point() else t)

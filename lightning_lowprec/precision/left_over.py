@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.head import LossHead
 from lightning_lowprec.masters.half_weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import is_compiled
@@ -59,10 +60,12 @@ def warn_at_first_forward(model: Module, run: str) -> None:
         run: how the model runs, for the message: ``"under `precision='32-true'`"``.
     """
     forget(model)
-    layers = [module for module in model.modules() if backends.owner(module) is not None]
+    layers = [
+        m for m in model.modules() if backends.owner(m) is not None or (isinstance(m, LossHead) and m.kind == "fp8")
+    ]
     if not layers:
         return
-    titles = {backend.title for layer in layers if (backend := backends.owner(layer)) is not None}
+    titles = {"`head='fp8'`" if (owner := backends.owner(layer)) is None else owner.title for layer in layers}
     warn = Warn(
         f"{len(layers)} layers of {type(model).__name__} are those of {' and '.join(sorted(titles))}, from an earlier"
         f" set-up. They still compute in low precision, and here the model runs {run}. {REMEDY}."

@@ -14,6 +14,7 @@ from lightning_lowprec.checks import check_fields
 from lightning_lowprec.precision.loss_scale import LossScale, StaticScale
 
 Base = Literal["bf16", "fp16"]
+Head = Literal["bf16", "chunked", "fp8"]
 BASE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
 
@@ -94,3 +95,28 @@ class EmulationChoices(TypedDict, total=False):
     """The field of :class:`FP8Options` for backends that can emulate FP8, for type checkers."""
 
     emulate: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """Options of the output head of a causal language model, and of its loss.
+
+    Args:
+        head: ``"bf16"`` leaves the head and the loss of the model alone; they run under autocast. ``"chunked"``
+            computes the loss from hidden states in training, some tokens at a time, and never all logits at once; the
+            logits of the model's output are computed if they are read. ``"fp8"`` does so with matrix products in FP8.
+            Both are for causal models of ``transformers`` that are recognised exactly, and raise for others. For them
+            there is ``lightning_lowprec.losses.linear_cross_entropy``.
+    """
+
+    head: Head = "bf16"
+
+    def __post_init__(self) -> None:
+        """Check every field; nothing is changed here."""
+        check_fields(self)
+
+
+class HeadChoices(TypedDict, total=False):
+    """The fields of :class:`HeadOptions`, for type checkers."""
+
+    head: Head

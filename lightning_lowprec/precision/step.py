@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -60,6 +61,14 @@ def clip_by_norm(
         scaler.unscale(optimizer, defer=True)
     norm = deferred.clip_by_norm(optimizer, max_norm, norm_type)
     return torch.zeros_like(norm) if scaler is not None and scaler.found_inf(optimizer) else norm
+
+
+def clips(scaler: LossScaler | None, optimizer: Optimizer, clip_val: float, algorithm: GradClipAlgorithmType) -> bool:
+    """Unscale; return whether the gradients are clipped too, else Lightning clips them in place."""
+    if algorithm == GradClipAlgorithmType.NORM and clip_by_norm(scaler, optimizer, clip_val) is not None:
+        return True
+    unscale(scaler, optimizer)
+    return False
 
 
 def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.private.names import missing
 
 CHECKPOINT_FUNCTION: Final = "_gradient_checkpointing_func"
 """Where a module keeps its checkpoint function (since 4.35) after ``gradient_checkpointing_enable()``."""
+_LOSS: Final = "_loss_function"
+"""Where a model keeps the loss that was set by ``model.loss_function = ...`` (since 4.46)."""
 _NAMES: Final = (
+    f"transformers.modeling_utils.PreTrainedModel.{_LOSS[1:]}",
     f"transformers.modeling_utils.PreTrainedModel().{CHECKPOINT_FUNCTION}",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate",
 )
@@ -38,3 +42,50 @@ def activate(experts: Any, doubled: Tensor) -> Tensor:
     """Apply the activation of stacked experts to the output of their first GEMM: [P, 2I] -> [P, I]."""
     activated: Tensor = experts._apply_gate(doubled)
     return activated
+
+
+# ---- the loss of causal language models
+
+
+def is_model(module: nn.Module) -> bool:
+    """Return whether ``module`` is a model of transformers; imports nothing."""
+    bases = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
+    return ("transformers.modeling_utils", "PreTrainedModel") in bases
+
+
+def causal_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the loss of causal language models; the arguments are those of ``model.loss_function``."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: Tensor = ForCausalLMLoss(*args, **kwargs)
+    return loss
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Return whether the loss of ``model`` is that of causal language models, and nobody has set another one.
+
+    Raises:
+        ImportError: transformers keeps the loss elsewhere.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(getattr(type(model), "loss_function", None), property):
+        raise ImportError(
+            f"transformers {version('transformers')} has no `loss_function` in its models (used by `head=`). Install a"
+            f" version that has: `{INSTALL['transformers']}`.",
+            name="transformers",
+        )
+    return _LOSS not in vars(model) and model.loss_function is ForCausalLMLoss
+
+
+def set_loss(model: Any, loss: Callable[..., Tensor] | None) -> None:
+    """Let ``model`` compute its loss by ``loss``; None: by its own again."""
+    if loss is not None:
+        model.loss_function = loss
+    else:
+        vars(model).pop(_LOSS, None)
+
+
+def loss_of(model: Any) -> Any:
+    """Return what :func:`set_loss` has set, or None."""
+    return vars(model).get(_LOSS)

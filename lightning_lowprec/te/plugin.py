@@ -20,7 +20,15 @@ from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.options import BASE_DTYPES, FP8Choices, FP8Options, LossScaleChoices, LossScaleOptions
+from lightning_lowprec.precision.options import (
+    BASE_DTYPES,
+    FP8Choices,
+    FP8Options,
+    HeadChoices,
+    HeadOptions,
+    LossScaleChoices,
+    LossScaleOptions,
+)
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
@@ -42,13 +50,14 @@ WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 
 
-class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, total=False):
+class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
-    LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, without=("min_gain", "tokens", "emulate")
+    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions),
+    without=("min_gain", "tokens", "emulate"),
 )
 class FP8TE(LowPrecision):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
@@ -126,6 +135,7 @@ class FP8TE(LowPrecision):
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
+        self.head = take(HeadOptions, options).head
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms

@@ -27,6 +27,8 @@ from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,
     FP8Options,
+    HeadChoices,
+    HeadOptions,
     LossScaleChoices,
     LossScaleOptions,
 )
@@ -50,13 +52,20 @@ NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
 
 
 class TorchAOChoices(
-    LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, MasterChoices, WeightChoices, total=False
+    LayerChoices,
+    FP8Choices,
+    EmulationChoices,
+    LossScaleChoices,
+    MasterChoices,
+    WeightChoices,
+    HeadChoices,
+    total=False,
 ):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions)
 class FP8TorchAO(LowPrecision):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -116,6 +125,7 @@ class FP8TorchAO(LowPrecision):
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe = recipe
         self.layers = take(LayerOptions, options)
+        self.head = take(HeadOptions, options).head
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.emulate = running.emulate

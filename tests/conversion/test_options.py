@@ -15,6 +15,8 @@ from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,
     FP8Options,
+    HeadChoices,
+    HeadOptions,
     LossScaleChoices,
     LossScaleOptions,
 )
@@ -24,12 +26,13 @@ GROUPS = {
     MasterOptions: [MasterChoices],
     LossScaleOptions: [LossScaleChoices],
     FP8Options: [FP8Choices, EmulationChoices],
+    HeadOptions: [HeadChoices],
 }
 PLUGINS = {
     FP8TorchAO: (GROUPS, set()),
     FP8TE: (GROUPS, {"min_gain", "tokens", "emulate"}),
-    MSAMP: ((LayerOptions, FP8Options, LossScaleOptions), set()),
-    HalfMixed: ((MasterOptions, LossScaleOptions), set()),
+    MSAMP: ((LayerOptions, FP8Options, LossScaleOptions, HeadOptions), set()),
+    HalfMixed: ((MasterOptions, LossScaleOptions, HeadOptions), set()),
 }
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS)
 

@@ -51,3 +51,17 @@ PEAK_GB = {
     "ours msamp-o2": Budget(63.7, before=67.5),
 }
 """The most GB that torch's allocator held during a step."""
+
+HEAD_PEAK_GB = 1.5
+"""GB that head and loss of the 8B shape may take beyond hidden states, the weight's gradient and its float32 sum."""
+
+ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB = 42.0, 12.6
+"""GB that torch's own head and cross-entropy move and hold there, bf16 weights and their gradient included."""
+
+HEAD_GB = {
+    ("chunked", "torch.bfloat16"): Budget(9.7),
+    ("chunked", "torch.float32"): Budget(13.9),
+    ("fp8", "torch.bfloat16"): Budget(12.2),
+    ("fp8", "torch.float32"): Budget(16.8),
+}
+"""GB that head and loss of the 8B shape read and write outside of matrix products, by loss and dtype of the weight."""

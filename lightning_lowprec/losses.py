@@ -1,0 +1,313 @@
+"""The cross-entropy of a linear output head, without the whole matrix of logits.
+
+    from lightning_lowprec.losses import linear_cross_entropy
+
+    loss = linear_cross_entropy(hidden, self.lm_head.weight, targets)   # cross_entropy(self.lm_head(hidden), targets)
+
+With a vocabulary of 128k, 8,192 tokens have logits of 2 GB in bf16; ``cross_entropy`` reads and writes them in float32
+many times. This loss holds the logits of a part of the tokens and computes their gradients at once: three matrix
+products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.linear_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from lightning_lowprec.hardware import fp8_refusal
+from lightning_lowprec.numerics.fp8_products import ALIGNMENT
+from lightning_lowprec.numerics.linear_cross_entropy import Results, Wanted, gradient_scale, in_fp8, in_half
+from lightning_lowprec.numerics.row_losses import LossTerms
+
+Reduction = Literal["mean", "sum", "none"]
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    fp8: bool = False,
+    emulate: bool | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """Return ``cross_entropy(linear(input, weight, bias).float(), target)``, some tokens at a time.
+
+    The matrix products take the dtype of autocast, or of ``input`` without autocast, and round the logits to this
+    dtype, as ``linear`` does. Everything else is float32, and so is the loss. The gradient of ``weight`` is summed in
+    float32 and rounded once. With ``reduction="none"`` the backward pass computes the logits again.
+
+    Args:
+        input: hidden states, (..., K).
+        weight: of the output head, (V, K). A ``DTensor`` is gathered, and its gradient averaged over its mesh, as FSDP
+            does.
+        target: classes, (...) int64.
+        bias: (V,).
+        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``: (...), with 0 for ignored
+            targets.
+        ignore_index: targets without a loss.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        z_loss: add ``z_loss * logsumexp(logits)**2`` to the loss of each target.
+        fp8: compute the three matrix products in FP8: ``input`` and ``weight`` in e4m3, each with the scale of its
+            amax, and the gradient of the logits in e5m2. K must be a multiple of 16.
+        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. None: on a CPU only.
+        rows: tokens at a time; None chooses. The result differs by the order of float32 sums alone.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit.
+        RuntimeError: the device has no FP8; a second backward pass; a gradient that is to be differentiated.
+    """
+    dtype = _checked(input, weight, target, bias, reduction, label_smoothing, z_loss, fp8, rows)
+    flat = input.reshape(-1, input.shape[-1]).to(dtype)
+    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat,
+        _whole(weight),
+        None if bias is None else _whole(bias),
+        target.reshape(-1),
+        reduction,
+        (ignore_index, float(label_smoothing), float(z_loss)),
+        (rows or 0, fp8, input.device.type == "cpu" if emulate is None else emulate),
+    )
+    return losses.view(target.shape) if reduction == "none" else losses
+
+
+@final
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of (T, K) hidden states. All gradients but those of single losses are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        reduction: str,
+        terms: tuple[int, float, float],
+        settings: tuple[int, bool, bool],
+    ) -> Tensor:
+        """Return the losses (T,), their sum or their mean, float32."""
+        ctx.terms, ctx.settings, ctx.reduction, ctx.used = terms, settings, reduction, False
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        single = reduction == "none"
+        wanted = (False, False, False) if single else tuple(ctx.needs_input_grad[:3])
+        one = torch.ones((), device=hidden.device)
+        losses, *gradients = _computed(hidden, weight, bias, target, one, terms, settings, wanted)
+        if single:
+            ctx.save_for_backward(hidden, weight, bias, target)
+            return losses
+        count = (target != terms[0]).sum().float() if reduction == "mean" else one
+        ctx.save_for_backward(*gradients, count)
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply the gradients by ``grad_output`` in float32; for single losses compute them."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy has no second gradient, and `create_graph=True` asks for one. Use"
+                " `cross_entropy(linear(input, weight), target)` there."
+            )
+        grad_output = grad_output.float()
+        if ctx.reduction == "none":
+            hidden, weight, bias, target = ctx.saved_tensors
+            top = grad_output.abs().amax() if len(grad_output) else grad_output.new_zeros(())
+            factors = grad_output / torch.where(top > 0, top, 1)  # between -1 and 1, as small formats need it
+            wanted = tuple(ctx.needs_input_grad[:3])
+            _, *gradients = _computed(hidden, weight, bias, target, factors, ctx.terms, ctx.settings, wanted)
+        else:
+            if ctx.used:
+                raise RuntimeError(
+                    "linear_cross_entropy ran its backward pass before, which used its gradients up. Compute the loss"
+                    " again, or use `reduction='none'`, which computes the gradients anew."
+                )
+            ctx.used = not torch.compiler.is_compiling()
+            *gradients, count = ctx.saved_tensors
+            top = torch.where(count > 0, grad_output / count, 0)
+        top = top / gradient_scale(ctx.dtypes[0], fp8=ctx.settings[1])
+        of_inputs = (
+            _times(gradient, top, dtype) if needed else None
+            for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        )
+        return (*of_inputs, None, None, None, None)
+
+
+def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``gradient * factor``, computed in float32 and rounded once; in the memory of ``gradient`` if it fits."""
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _computed(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factors: Tensor,
+    terms: tuple[int, float, float],
+    settings: tuple[int, bool, bool],
+    wanted: tuple[bool, ...],
+) -> list[Tensor]:
+    """Return losses and gradients; a compiler sees one operation."""
+    run = torch.ops.lightning_lowprec.linear_cross_entropy if torch.compiler.is_compiling() else _run
+    made: list[Tensor] = run(hidden, weight, bias, target, factors, *terms, *settings, *wanted)
+    return made
+
+
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    rows: int,
+    fp8: bool,
+    emulate: bool,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> list[Tensor]:
+    """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
+    terms = LossTerms(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    wanted = Wanted(hidden=of_hidden, weight=of_weight, bias=of_bias)
+    arguments = hidden, weight, bias, target, factors, terms, wanted, rows or None
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        if not len(hidden):
+            made: list[Tensor] = [*map(torch.zeros_like, _fake(hidden, weight, bias, target, factors, *terms.constants,
+                                       rows, fp8, emulate, of_hidden, of_weight, of_bias))]  # fmt: skip
+            return made
+        if not fp8:
+            found = in_half(*arguments)
+        else:
+            _check_device(hidden.device, emulate)
+            found = in_fp8(*arguments, emulate=emulate)
+    return _listed(found, hidden)
+
+
+def _listed(found: Results, like: Tensor) -> list[Tensor]:
+    gradients = found.hidden, found.weight, found.bias
+    return [found.losses, *(like.new_empty(0) if gradient is None else gradient for gradient in gradients)]
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    rows: int,
+    fp8: bool,
+    emulate: bool,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> list[Tensor]:
+    float32 = torch.float32
+    dtype = float32 if fp8 and hidden.dtype == torch.float16 else hidden.dtype
+    found = Results(
+        losses=hidden.new_empty(hidden.shape[:1], dtype=float32),
+        hidden=torch.empty_like(hidden, dtype=dtype) if of_hidden else None,
+        weight=weight.new_empty(weight.shape, dtype=float32) if of_weight else None,
+        bias=weight.new_empty(weight.shape[:1], dtype=float32) if of_bias else None,
+    )
+    return _listed(found, hidden)
+
+
+_OPERATION: Final = torch.library.custom_op("lightning_lowprec::linear_cross_entropy", _run, mutates_args=())
+_OPERATION.register_fake(_fake)
+
+
+@final
+class _Gathered(torch.autograd.Function):
+    """The whole of a parameter that a user's FSDP2 shards, or tensor parallelism cuts."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        """Return the whole parameter."""
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        whole: Tensor = parameter.full_tensor()
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        """Return the shard of the average over all ranks."""
+        everyone = [Partial()] * ctx.mesh.ndim
+        total = DTensor.from_local(gradient.float() / ctx.mesh.size(), ctx.mesh, everyone, run_check=False)
+        shard: Any = total.redistribute(placements=ctx.placements).to(gradient.dtype)
+        return shard  # type: ignore[no-any-return]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole: Tensor = _Gathered.apply(parameter)  # type: ignore[no-untyped-call]
+    return whole
+
+
+@functools.cache
+def _check_device(device: torch.device, emulate: bool) -> None:
+    reason = None if emulate else fp8_refusal(device)
+    if reason is not None and device.type != "cpu":
+        raise RuntimeError(f"`fp8=True` cannot run: {reason}. Leave it out, or emulate FP8, slowly, by `emulate=True`.")
+
+
+def _checked(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    fp8: bool,
+    rows: int | None,
+) -> torch.dtype:
+    """Check the arguments; return the dtype of the matrix products."""
+    if isinstance(input, DTensor) or isinstance(target, DTensor):
+        raise ValueError("`input` and `target` must be the tensors of this rank, got a DTensor; pass `.to_local()`.")
+    if weight.ndim != 2 or input.shape[-1:] != weight.shape[1:] or input.shape[:-1] != target.shape:
+        raise ValueError(
+            "`input` (..., K), `weight` (V, K) and `target` (...) do not fit: got"
+            f" {tuple(input.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"`bias` must be (V,), here ({len(weight)},), got {tuple(bias.shape)}.")
+    if target.dtype != torch.int64:
+        raise ValueError(f"`target` must be int64, the indices of classes, got {target.dtype}.")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"`reduction={reduction!r}` is not valid; expected one of: {', '.join(get_args(Reduction))}.")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"`label_smoothing={label_smoothing!r}` is not valid; expected a number from 0 to 1.")
+    if z_loss < 0:
+        raise ValueError(f"`z_loss={z_loss!r}` is not valid; expected a number of 0 or more.")
+    if rows is not None and rows < 1:
+        raise ValueError(f"`rows={rows!r}` is not valid; expected None or a number of tokens, 1 or more.")
+    if fp8 and weight.shape[1] % ALIGNMENT:
+        raise ValueError(
+            f"`fp8=True` needs a multiple of {ALIGNMENT} hidden features, got {weight.shape[1]}; leave `fp8` out."
+        )
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if input.dtype != weight.dtype:
+        raise ValueError(
+            f"`input` is {input.dtype} and `weight` {weight.dtype}; cast one of them, or use `torch.autocast`."
+        )
+    return input.dtype

@@ -1,0 +1,297 @@
+"""Losses and gradients of ``cross_entropy(linear(hidden, weight), target)`` without the whole matrix of logits.
+
+Some tokens at a time, with three matrix products per token and none of them computed twice:
+
+    logits      = hidden @ weight.T           # [M, K] @ [K, V] -> [M, V]
+    gradient    = d losses / d logits         # [M, V], in the memory of the logits
+    grad_hidden = gradient @ weight           # [M, V] @ [V, K] -> [M, K]
+    grad_weight = gradient.T @ hidden         # [V, M] @ [M, K] -> [V, K], added up in float32
+
+The gradients are those of the *sum* of the losses, times a ``gradient_scale``: their size does not depend on the number
+of tokens, and fp16 holds them. The caller multiplies them by the rest (mean, loss scale) in float32.
+
+Logits are rounded to the dtype of ``hidden``, as those of a Linear are; the rest of the loss is float32.
+
+In FP8 the three products take codes. The weight is encoded once per call, and the gradient of the logits with a scale
+that is known in advance. The products of the weight's gradient add up over up to ``SPAN_BYTES`` of such codes inside of
+one FP8 product, because FP8 products cannot add to a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowprec.numerics.fp8_products import ALIGNMENT, Codes, padded, product, transposed
+from lightning_lowprec.numerics.row_losses import (
+    CODE_SCALE,
+    LossTerms,
+    losses_alone,
+    losses_and_codes,
+    losses_and_gradient_,
+)
+
+MEMORY: Final = 1_400_000_000
+"""Bytes that a copy of the weight and the logits of one chunk may take together."""
+MOST_ROWS: Final = 2048
+"""Tokens at a time: above this number, matrix products get no faster."""
+FEWEST_ROWS: Final = 256
+"""Tokens at a time: below this number, matrix products get slow."""
+SPAN_BYTES: Final = 1_100_000_000
+"""Bytes of codes of the gradient that are kept for one FP8 product of the weight's gradient."""
+_BLOCK: Final = 8192
+"""Rows of the weight's gradient that are added at a time."""
+FP16_GRADIENT_SCALE: Final = 2.0**7
+"""Small gradients of logits stay above fp16's subnormal numbers, and products with weights of up to 250 stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The gradients to compute."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    def __bool__(self) -> bool:
+        """Whether any is."""
+        return self.hidden or self.weight or self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Losses and gradients; a gradient that was not wanted is None."""
+
+    losses: Tensor
+    """(T,) float32; 0 for ignored tokens."""
+    hidden: Tensor | None = None
+    """(T, K) in the dtype of ``hidden``, times ``gradient_scale``; of FP8 products in fp16 float32."""
+    weight: Tensor | None = None
+    """(V, K) float32, times ``gradient_scale``."""
+    bias: Tensor | None = None
+    """(V,) float32, times ``gradient_scale``."""
+
+
+def gradient_scale(dtype: torch.dtype, *, fp8: bool) -> float:
+    """Return the power of two that the gradients are multiplied by."""
+    return FP16_GRADIENT_SCALE if dtype == torch.float16 and not fp8 else 1.0
+
+
+def rows_at_a_time(vocabulary: int, dtype: torch.dtype, copied: int) -> int:
+    """Return how many tokens to compute at a time.
+
+    Args:
+        vocabulary: V.
+        dtype: of the logits.
+        copied: bytes of copies of the weight.
+    """
+    fitting = (MEMORY - copied) // (vocabulary * dtype.itemsize)
+    return max(FEWEST_ROWS, min(MOST_ROWS, fitting // FEWEST_ROWS * FEWEST_ROWS))
+
+
+def in_half(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factors: Tensor,
+    terms: LossTerms,
+    wanted: Wanted,
+    rows: int | None,
+) -> Results:
+    """Compute with products in the dtype of ``hidden``.
+
+    Args:
+        hidden: (T, K) bf16, fp16 or float32.
+        weight: (V, K) any float; cast to the dtype of ``hidden``.
+        bias: (V,) any float; cast to the dtype of ``hidden``.
+        target: (T,) int64.
+        factors: (T,) or () float32, which multiply the gradients.
+        terms: of the loss.
+        wanted: the gradients to compute.
+        rows: tokens at a time; None chooses.
+    """
+    dtype = hidden.dtype
+    cast = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    factors = factors * gradient_scale(dtype, fp8=False)
+    results = _empty_results(hidden, weight, wanted)
+    if rows is None:
+        rows = rows_at_a_time(len(weight), dtype, 0 if cast is weight else cast.nbytes)
+    for part in _parts(len(hidden), rows):
+        x, t = hidden[part], target[part]
+        logits = F.linear(x, cast, bias)
+        if wanted:
+            results.losses[part] = losses_and_gradient_(logits, t, _of(factors, part), terms)
+        else:
+            results.losses[part] = losses_alone(logits, t, terms)
+        if results.hidden is not None:
+            torch.mm(logits, cast, out=results.hidden[part])
+        if results.weight is not None:
+            _add_product(results.weight, logits, x, first=part.start == 0)
+        if results.bias is not None:
+            results.bias.add_(logits.sum(0, dtype=torch.float32))
+        del logits  # before the next ones are made
+    return results
+
+
+def in_fp8(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factors: Tensor,
+    terms: LossTerms,
+    wanted: Wanted,
+    rows: int | None,
+    *,
+    emulate: bool,
+) -> Results:
+    """Compute with products of float8 codes: e4m3 for ``hidden`` and ``weight``, e5m2 for the gradient of the logits.
+
+    K must be a multiple of 16. The other arguments are those of :func:`in_half`.
+    """
+    results = _empty_results(hidden, weight, wanted, fp8=True)
+    coded = Codes.of(hidden)
+    if (missing := len(coded.rows) - len(target)) > 0:
+        target = F.pad(target, (0, missing), value=terms.ignore_index)
+        factors = F.pad(factors, (0, missing)) if factors.ndim else factors
+    run = _Fp8Run(hidden.dtype, coded, Codes.of(weight), len(weight), emulate)
+    spread = run.rows(rows)
+    span = max(SPAN_BYTES // len(run.weight.rows) // spread, 1) * spread
+    grad_weight = None
+    for outer in _parts(len(target), span):
+        columns = run.columns(outer) if wanted.weight else None
+        for part in _parts(outer.stop - outer.start, spread, outer.start):
+            here = slice(part.start, min(part.stop, len(hidden)))
+            logits = run.logits(part, bias)
+            if not wanted:
+                losses = losses_alone(logits, target[part], terms)
+                results.losses[here] = losses[: here.stop - here.start]
+                continue
+            losses, codes = losses_and_codes(logits, target[part], _of(factors, part), terms)
+            results.losses[here] = losses[: here.stop - here.start]
+            del logits
+            if results.bias is not None:
+                results.bias.add_(codes.to(hidden.dtype).sum(0, dtype=torch.float32) / CODE_SCALE)
+            codes = padded(codes)
+            if results.hidden is not None:
+                results.hidden[here] = run.grad_hidden(codes)[: here.stop - here.start]
+            if columns is not None:
+                transposed(codes, out=columns[:, part.start - outer.start : part.stop - outer.start])
+            del codes
+        if columns is not None:
+            if outer.stop == len(target):
+                run.forget_weight()
+            grad_weight = run.add_grad_weight(grad_weight, columns, outer)
+    return Results(
+        losses=results.losses,
+        hidden=results.hidden,
+        weight=None if grad_weight is None else grad_weight[: len(weight)],
+        bias=results.bias,
+    )
+
+
+@final
+class _Fp8Run:
+    """The products of one call in FP8."""
+
+    def __init__(self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, emulate: bool) -> None:
+        self.dtype = dtype
+        self.hidden = hidden
+        self.weight: Codes = weight
+        self.vocabulary = vocabulary
+        self.emulate = emulate
+        self._of_codes = torch.full((), 1 / CODE_SCALE, device=weight.rows.device)
+
+    def rows(self, chosen: int | None) -> int:
+        """Return how many tokens to compute at a time: a multiple of 16."""
+        rows = rows_at_a_time(self.vocabulary, self.dtype, 0) if chosen is None else chosen
+        return -(-rows // ALIGNMENT) * ALIGNMENT
+
+    def columns(self, part: slice) -> Tensor:
+        """Return memory for the transposed codes of the gradient of some tokens' logits."""
+        shape = len(self.weight.rows), part.stop - part.start
+        return torch.empty(shape, dtype=torch.float8_e5m2, device=self.weight.rows.device)
+
+    def logits(self, part: slice, bias: Tensor | None) -> Tensor:
+        """Return the logits of some tokens."""
+        made = product(
+            self.hidden.rows[part],
+            self.weight.rows,
+            (self.hidden.inv_scale, self.weight.inv_scale),
+            self.dtype,
+            fast=True,
+            emulate=self.emulate,
+        )[:, : self.vocabulary]
+        return made if bias is None else made + bias.to(made.dtype)
+
+    def grad_hidden(self, codes: Tensor) -> Tensor:
+        """Return the gradient of the hidden states of the tokens that ``codes`` belong to."""
+        return product(
+            codes,
+            self.weight.columns,
+            (self._of_codes, self.weight.inv_scale),
+            _range_of(self.dtype),
+            fast=False,
+            emulate=self.emulate,
+        )
+
+    def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice) -> Tensor:
+        """Return ``total`` with the gradient of the weight from some tokens added."""
+        whole = len(self.hidden.rows) == part.stop - part.start
+        hidden = self.hidden.columns if whole else self.hidden.columns[:, part].contiguous()
+
+        def made(rows: Tensor) -> Tensor:
+            scales = self._of_codes, self.hidden.inv_scale
+            return product(rows, hidden, scales, torch.float32, fast=False, emulate=self.emulate)
+
+        if total is None:
+            return made(columns)
+        for block in _parts(len(columns), _BLOCK):
+            total[block] += made(columns[block])
+        return total
+
+    def forget_weight(self) -> None:
+        """Free the codes of the weight, which no product needs any more."""
+        del self.weight
+
+
+def _range_of(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype for gradients without a scale: fp16 has too small a range."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _empty_results(hidden: Tensor, weight: Tensor, wanted: Wanted, *, fp8: bool = False) -> Results:
+    float32: Any = {"dtype": torch.float32, "device": hidden.device}
+    of_hidden = torch.empty_like(hidden, dtype=_range_of(hidden.dtype) if fp8 else hidden.dtype)
+    return Results(
+        losses=torch.empty(len(hidden), **float32),
+        hidden=of_hidden if wanted.hidden else None,
+        weight=torch.empty(weight.shape, **float32) if wanted.weight and not fp8 else None,
+        bias=torch.zeros(len(weight), **float32) if wanted.bias else None,
+    )
+
+
+def _parts(total: int, size: int, start: int = 0) -> Iterator[slice]:
+    for begin in range(start, start + total, size):
+        yield slice(begin, min(begin + size, start + total))
+
+
+def _of(factors: Tensor, part: slice) -> Tensor:
+    return factors[part] if factors.ndim else factors
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, first: bool) -> None:
+    """total += gradient.T @ hidden: (V, K) float32, [V, M] @ [M, K]; the first product overwrites ``total``."""
+    if gradient.dtype == torch.float32 or not total.is_cuda:
+        torch.addmm(total, gradient.t().float(), hidden.float(), beta=0 if first else 1, out=total)
+    elif first:
+        torch.mm(gradient.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)

@@ -1,0 +1,206 @@
+"""Heads and losses of causal models: which are recognised, and that a model with ours is the model it was."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec.conversion import head
+from lightning_lowprec.conversion.backends import revert_all
+from lightning_lowprec.conversion.head_recognition import causal_models
+from lightning_lowprec.conversion.lazy_logits import LazyLogits
+from tests.quality import sqnr
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+COMMON = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+ROTARY = {**COMMON, "num_key_value_heads": 1, "intermediate_size": 64, "head_dim": 16, "attention_dropout": 0.0}
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32} | dict.fromkeys(
+    ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
+)
+KNOWN = {
+    "llama": ROTARY, "qwen3": ROTARY, "mistral": ROTARY, "gemma": ROTARY, "gemma3_text": ROTARY, "gpt2": GPT2,
+    "mixtral": {**ROTARY, "num_local_experts": 2}, "gpt_neox": {**COMMON, "intermediate_size": 64},
+}  # fmt: skip
+UNKNOWN = {
+    "gemma2": "logits = logits / self.config.final_logit_softcapping",
+    "granite": "logits = logits / self.config.logits_scaling",
+    "cohere": "logits = logits * self.logit_scale",
+}
+
+
+def build(family="llama", **changes):
+    config = transformers.AutoConfig.for_model(family, **{**KNOWN.get(family, ROTARY), **changes})
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def batch():
+    tokens = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def stepped(model, *, dtype=None, **options):
+    """Output and gradients of a training step."""
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        out = model(**batch(), **options)
+    out.loss.backward()
+    return out, [p.grad.clone() for p in model.parameters()]
+
+
+def as_exact(ours, true, least):
+    return all(sqnr(a, b) >= least for a, b in zip(true, ours, strict=True))
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_loss_and_gradients_are_those_of_the_model(family):
+    model = build(family)
+    runs = [{}, {"dtype": torch.bfloat16}, {"num_items_in_batch": torch.tensor(50)}]
+    stock = [stepped(model, **run) for run in runs]
+    keys = list(model.state_dict())
+    head.replace(model, "chunked", emulate=None)
+    for run, (out, gradients) in zip(runs, stock, strict=True):
+        ours, found = stepped(model, **run)
+        torch.testing.assert_close(ours.loss, out.loss, rtol=1e-6, atol=0)
+        assert as_exact(found, gradients, 38 if "dtype" in run else 115)
+        assert isinstance(ours.logits, LazyLogits)
+        assert torch.equal(ours.logits.tensor(), out.logits)
+    assert list(model.state_dict()) == keys
+    head.revert(model)
+    head.replace(model, "fp8", emulate=None)
+    _, found = stepped(model)
+    assert as_exact(found, stock[0][1], 20)
+    revert_all(model)
+    assert type(model.get_output_embeddings()) is nn.Linear
+    out, gradients = stepped(model)
+    assert torch.equal(out.loss, stock[0][0].loss)
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_a_forward_that_computes_with_the_logits_is_refused(family):
+    with torch.device("meta"):
+        model = build(family)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the message is compared below)
+        head.replace(model, "chunked", emulate=None)
+    assert UNKNOWN[family] in str(raised.value)
+    assert "lightning_lowprec.losses.linear_cross_entropy" in str(raised.value)
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *args: None)
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+
+
+def own_head(model):
+    model.lm_head = type("MyHead", (nn.Linear,), {})(32, 300, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(hooked, "its head has hooks"), (own_loss, "its loss is not that"), (own_head, "no Linear but a MyHead")],
+)
+def test_a_changed_model_is_refused_with_the_reason(change, reason):
+    model = build()
+    change(model)
+    with pytest.raises(ValueError, match=reason):
+        list(causal_models(model))
+
+
+def test_other_models_and_widths_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"Sequential holds none.*lightning_lowprec\.losses\.linear_cross_entropy"):
+        head.replace(nn.Sequential(nn.Linear(16, 16)), "chunked", emulate=None)
+    narrow = build("gpt2", n_embd=24)
+    with pytest.raises(ValueError, match=r"multiple of 16 hidden features.*has 24; use `head='chunked'`"):
+        head.replace(nn.ModuleDict({"lm": narrow}), "fp8", emulate=None)
+
+
+def test_logits_that_were_read_before_the_loss_raise():
+    model = build()
+    head.replace(model, "chunked", emulate=None)
+    lazy = model.lm_head(torch.randn(2, 20, 32, requires_grad=True))
+    with pytest.warns(UserWarning, match="`head='chunked'` has no effect on this forward"):
+        read = lazy * 2
+    with pytest.raises(RuntimeError, match=r"has read its logits before.*linear_cross_entropy"):
+        model.loss_function(read, batch()["labels"], 300)
+
+
+def test_evaluation_generation_and_forwards_without_labels_are_untouched():
+    model = build()
+    head.replace(model, "chunked", emulate=None)
+    with pytest.warns(UserWarning, match="Pass `labels=...` to the model"):
+        logits = model(input_ids=batch()["input_ids"]).logits[:, -1]
+    logits.sum().backward()
+    with torch.no_grad():
+        assert type(model(**batch()).logits) is torch.Tensor
+    model.eval()
+    out = model(**batch())
+    assert type(out.logits) is torch.Tensor
+    torch.testing.assert_close(out.loss, build().eval()(**batch()).loss)
+    assert model.generate(batch()["input_ids"], max_new_tokens=2).shape == (2, 22)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.train()(**batch(), logits_to_keep=4)
+
+
+def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
+    model = build(tie_word_embeddings=True)
+    head.replace(model, "chunked", emulate=None)
+    expected, gradients = stepped(model)
+    copied = copy.deepcopy(model)
+    assert copied.loss_function.head is copied.lm_head is not model.lm_head
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        out, found = stepped(other)
+        assert torch.equal(out.loss, expected.loss)
+        assert as_exact(found, gradients, float("inf"))
+        assert other.lm_head.weight is other.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(loaded.lm_head) is nn.Linear
+    torch.testing.assert_close(loaded(**batch()).loss, expected.loss, rtol=1e-6, atol=0)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the name since 5
+    out, found = stepped(model)
+    assert torch.equal(out.loss, expected.loss)
+    assert as_exact(found, gradients, float("inf"))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
+def test_a_compiler_traces_the_whole_model():
+    model = build()
+    head.replace(model, "chunked", emulate=None)
+    expected, gradients = stepped(model)
+    model.zero_grad()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch())
+    out.loss.backward()
+    assert torch.equal(out.loss, expected.loss)
+    assert as_exact([p.grad for p in model.parameters()], gradients, 120)
+
+
+def test_lazy_logits_are_read_as_a_tensor():
+    model = build()
+    head.replace(model, "chunked", emulate=None)
+    lazy = model(**batch()).logits
+    assert (lazy.shape, lazy.dtype, lazy.device.type, len(lazy)) == ((2, 20, 300), torch.float32, "cpu", 2)
+    assert repr(lazy) == "LazyLogits(shape=(2, 20, 300), dtype=torch.float32)"
+    plain = lazy.tensor()
+    assert plain.requires_grad
+    for found, same in (
+        (lazy.argmax(-1), plain.argmax(-1)),
+        (torch.softmax(lazy, -1), plain.softmax(-1)),
+        (lazy[0, 1:], plain[0, 1:]),
+        (2 - lazy, 2 - plain),
+        (lazy * lazy, plain * plain),
+        (torch.cat([lazy, lazy]), torch.cat([plain, plain])),
+        (copy.deepcopy(lazy), plain),
+    ):
+        assert torch.equal(found, same)

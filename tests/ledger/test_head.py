@@ -1,0 +1,81 @@
+"""The head and the loss of the 8B shape: 8,192 tokens, 128,256 classes, 4,096 features."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.ledger import triton_bytes
+from benchmarks.ledger.entry import amounts
+from benchmarks.ledger.moved import Moved
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec.losses import linear_cross_entropy
+from tests.ledger.budgets import ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB, HEAD_GB, HEAD_PEAK_GB
+from tests.ledger.counted import STACK
+
+TOKENS = 2 * STACK.sequence
+PRODUCT = 2 * TOKENS * STACK.vocab * STACK.hidden
+
+
+def all_logits(h, w, t):
+    return F.cross_entropy(F.linear(h, w).float(), t)
+
+
+def chunked(h, w, t):
+    return linear_cross_entropy(h, w, t)
+
+
+def fp8(h, w, t):
+    return linear_cross_entropy(h, w, t, fp8=True)
+
+
+def counted(loss_of, weights):
+    """Return what forward and backward launch, and the peak in GB beyond all inputs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    triton_bytes.start()
+    h = torch.zeros(TOKENS, STACK.hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    w = torch.zeros(STACK.vocab, STACK.hidden, dtype=weights, device="cuda", requires_grad=True)
+    t = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
+
+    def step():
+        h.grad = w.grad = None
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_of(h, w, t)
+        loss.backward()
+
+    step()
+    h.grad = w.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    moved = Moved()
+    with torch.autograd.set_multithreading_enabled(False), recording() as log, moved:
+        step()
+    stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS)
+    assert (log.waits(), log.of("refused", "unknown"), loose) == ([], [], {})
+    return stretches["forward"]["outside"], peak / 1e9
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("loss_of", [chunked, fp8])
+def test_head_and_loss_stay_within_memory_and_bytes(loss_of, weights):
+    amount, peak = counted(loss_of, weights)
+    elements = STACK.vocab * STACK.hidden
+    gradient = elements * weights.itemsize / 1e9
+    accumulator = elements * 4 / 1e9 if weights == torch.bfloat16 else 0
+    assert peak <= gradient + accumulator + HEAD_PEAK_GB
+    assert amount.bytes / 1e9 <= HEAD_GB[loss_of.__name__, str(weights)].most
+    assert sum(amount.product_flops.values()) == 3 * PRODUCT  # nothing is computed twice
+    if loss_of is fp8:
+        assert amount.product_flops == {"float8 fast": PRODUCT, "float8 exact": 2 * PRODUCT}
+    else:
+        assert amount.product_flops == {"bfloat16": 3 * PRODUCT}
+
+
+def test_all_logits_cost_what_the_documents_say():
+    amount, peak = counted(all_logits, torch.bfloat16)
+    assert (peak, amount.bytes / 1e9) == pytest.approx((ALL_LOGITS_PEAK_GB, ALL_LOGITS_GB), abs=0.05)

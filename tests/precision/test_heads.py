@@ -1,0 +1,133 @@
+"""The option `head` of every plugin, in Trainer and Fabric."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec.conversion.head import LossHead
+from lightning_lowprec.conversion.lazy_logits import LazyLogits
+from lightning_lowprec.precision.heads import replace_heads
+from tests.quality import sqnr
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+CONFIG = {
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+PLUGINS = {
+    "bf16": lambda head: HalfMixed("bf16", head=head),
+    "fp16": lambda head: HalfMixed("fp16", head=head),
+    "bf16-remainder": lambda head: HalfMixed("bf16", master_weights="remainder", head=head),
+    "fp16-master": lambda head: HalfMixed("fp16", master_weights=True, head=head),
+    "torchao": lambda head: FP8TorchAO(head=head),
+    "msamp": lambda head: MSAMP("O2", head=head),
+}
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).train()
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.lm = llama()
+        self.losses = []
+
+    def training_step(self, batch, index):
+        out = self.lm(input_ids=batch, labels=batch)
+        self.losses.append(out.loss.item())
+        return out.loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        tokens = torch.randint(1, 300, (8, 12), generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.DataLoader(tokens, batch_size=2)
+
+
+def fit(plugin, folder=None, epochs=2, ckpt_path=None):
+    module = Module()
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "enable_checkpointing": False}
+    trainer = L.Trainer(plugins=plugin, max_epochs=epochs, default_root_dir=folder, **QUIET, **options)
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("head", ["chunked", "fp8"])
+def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(name, head, tmp_path):
+    plain, _ = fit(PLUGINS[name]("bf16"))
+    ours, _ = fit(PLUGINS[name](head))
+    assert type(ours.lm.lm_head) is LossHead
+    assert ours.losses == pytest.approx(plain.losses, rel=3e-3 if head == "chunked" else 1e-2)
+    _, trainer = fit(PLUGINS[name](head), tmp_path, epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = fit(PLUGINS[name](head), tmp_path, ckpt_path=tmp_path / "half.ckpt")
+    for a, b in zip(resumed.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.detach().float(), b.detach().float())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "torchao"])
+def test_fabric_trains_and_hands_logits_out_in_float32(name):
+    found = {}
+    for head in ("bf16", "chunked"):
+        fabric = L.Fabric(plugins=PLUGINS[name](head), accelerator="cpu", devices=1)
+        model = llama()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        tokens = torch.randint(1, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+        out = model(input_ids=tokens, labels=tokens)
+        fabric.backward(out.loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        found[head] = out, [p.detach() for p in model.parameters()]
+    (plain, weights), (ours, same) = found.values()
+    torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-6, atol=0)
+    assert isinstance(ours.logits, LazyLogits)
+    assert ours.logits.dtype == plain.logits.dtype == torch.float32
+    assert all(sqnr(a, b) >= 45 for a, b in zip(weights, same, strict=True))
+
+
+def test_the_default_leaves_head_and_loss_alone():
+    for plugin in (HalfMixed("bf16"), FP8TorchAO(), MSAMP("O2")):
+        assert plugin.head == "bf16"
+    module, _ = fit(HalfMixed("bf16"), epochs=1)
+    assert type(module.lm.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("plugin", [HalfMixed, FP8TorchAO, FP8TE, MSAMP])
+def test_an_unknown_head_raises(plugin):
+    with pytest.raises(ValueError, match="`head='fused'` is not valid; expected one of: bf16, chunked, fp8"):
+        plugin(head="fused")
+
+
+def test_a_model_without_a_known_head_raises_and_names_the_function():
+    fabric = L.Fabric(plugins=HalfMixed("bf16", head="chunked"), accelerator="cpu", devices=1)
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"`head` knows.*lightning_lowprec\.losses\.linear_cross_entropy"):
+        fabric.setup(model)
+
+
+def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: NVIDIA A100.*Use `head='chunked'`"):
+        replace_heads(HalfMixed("bf16", head="fp8"), llama(), torch.device("cuda", 0))
+
+
+def test_the_next_precision_and_plain_after_fit_take_the_head_back():
+    module, _ = fit(HalfMixed("bf16", head="fp8"), epochs=1)
+    with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*revert_all"):
+        L.Trainer(max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
+    L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
+    assert type(module.lm.lm_head) is nn.Linear
+    assert not isinstance(module.lm(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits, LazyLogits)
+    plain, _ = fit(HalfMixed("bf16", head="chunked", plain_after_fit=True), epochs=1)
+    assert type(plain.lm.lm_head) is nn.Linear

@@ -1,0 +1,105 @@
+"""Heads from hidden states on two gloo ranks: DDP, FSDP2, a head that FSDP2 gathers alone, and a user's own FSDP2."""
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from lightning_lowprec import FabricFSDP2Strategy, HalfMixed
+from lightning_lowprec.losses import linear_cross_entropy
+from tests.fsdp2.ranks import run
+from tests.quality import sqnr
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+CONFIG = {
+    "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+CASES = {"ddp": False, "ddp, tied": True, "fsdp2": False, "fsdp2, tied": True, "fsdp2, head alone": False}
+
+
+def llama(tied=False):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, tie_word_embeddings=tied)).train()
+
+
+def batch(rank, micro):
+    tokens = torch.randint(1, 320, (2, 12), generator=torch.Generator().manual_seed(10 * micro + rank))
+    labels = tokens.clone()
+    labels[:, :2] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def strategy(case):
+    if case.startswith("ddp"):
+        return "ddp"
+    if case.endswith("alone"):
+        wrap = ("lm_head", "model.layers.0", "model.layers.1")
+        return FabricFSDP2Strategy(wrap=lambda fqn, module: fqn in wrap)
+    return FabricFSDP2Strategy()
+
+
+def trained(rank, case, head):
+    """Losses of two micro-batches, and the weights after a clipped step, by Fabric."""
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(case), plugins=HalfMixed("bf16", head=head))
+    fabric.launch()
+    model = llama(CASES[case])
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for micro in range(2):
+        with fabric.no_backward_sync(model, enabled=micro == 0):
+            loss = model(**batch(rank, micro)).loss
+            fabric.backward(loss / 2)
+        losses.append(loss.detach())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses), [full(p.detach()) for p in model.module.parameters()]
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def by_hand(rank):
+    """Gradients where the user shards, and computes the loss outside of the layer that holds the weight."""
+    model = llama()
+    for part in (*model.model.layers, model.model, model.lm_head):
+        fully_shard(part)
+    data = batch(rank, 0)
+    hidden = model.model(data["input_ids"]).last_hidden_state
+    linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, data["labels"][:, 1:]).backward()
+    return [full(p.grad) for p in model.parameters()]
+
+
+def on_each_rank(rank):
+    transformers.logging.set_verbosity_error()
+    heads = dict.fromkeys(CASES, ("bf16", "chunked")) | {"fsdp2": ("bf16", "chunked", "fp8")}
+    found = {(case, head): trained(rank, case, head) for case in CASES for head in heads[case]}
+    return found, by_hand(rank)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run(on_each_rank, 2, tmp_path_factory.mktemp("heads"))
+
+
+@pytest.mark.parametrize(("case", "head"), [*((case, "chunked") for case in CASES), ("fsdp2", "fp8")])
+def test_ranks_train_as_with_all_logits(ranks, case, head):
+    (losses, weights), (plain, expected) = ranks[0][0][case, head], ranks[0][0][case, "bf16"]
+    torch.testing.assert_close(losses, plain, rtol=1e-6 if head == "chunked" else 2e-3, atol=0)
+    start = list(llama(CASES[case]).parameters())
+    for made, wanted, before in zip(weights, expected, start, strict=True):
+        moved = wanted - before.detach()
+        assert sqnr(moved, made - before.detach()) >= (38 if head == "chunked" else 20)
+    for one, other in zip(weights, ranks[1][0][case, head][1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_sharded_weight_outside_of_its_layer_gets_the_average_gradient(ranks):
+    model = llama()
+    for rank in range(2):
+        (model(**batch(rank, 0)).loss / 2).backward()
+    for parameter, gradient in zip(model.parameters(), ranks[0][1], strict=True):
+        assert sqnr(parameter.grad, gradient) >= 100

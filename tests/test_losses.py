@@ -1,0 +1,243 @@
+"""The cross-entropy from hidden states: as exact as all logits at once, and never all logits at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_lowprec.losses import linear_cross_entropy
+from lightning_lowprec.numerics import linear_cross_entropy as numerics
+from tests.quality import sqnr
+
+T, K, V = 70, 64, 1000  # neither a multiple of 16
+LEAST_DB = {torch.float32: 120, torch.float16: 65, torch.bfloat16: 50, "fp8": 25}
+
+
+def tensors(dtype, *, tokens=T, bias=False, ignored=7):
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(tokens, K, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(V, K, generator=generator) * 0.1).to(dtype).requires_grad_()
+    b = (torch.randn(V, generator=generator) * 0.1).to(dtype).requires_grad_() if bias else None
+    t = torch.randint(0, V, (tokens,), generator=generator)
+    t[:ignored] = -100
+    return h, w, t, b
+
+
+def expected(h, w, t, b=None, *, reduction="mean", label_smoothing=0.0, z_loss=0.0, factors=1.0):
+    """The losses and gradients by float64 autograd over all logits."""
+    leaves = [None if x is None else x.detach().double().requires_grad_() for x in (h, w, b)]
+    logits = F.linear(*leaves)
+    losses = F.cross_entropy(logits, t, reduction="none", label_smoothing=label_smoothing)
+    counts = t != -100
+    losses = losses + z_loss * counts * logits.logsumexp(-1) ** 2
+    loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counts.sum()}[reduction]
+    (loss * factors).sum().backward()
+    return loss.detach(), [leaf.grad for leaf in leaves if leaf is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, "fp8"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("label_smoothing", "z_loss", "bias"), [(0.0, 0.0, False), (0.1, 1e-3, True)])
+def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_smoothing, z_loss, bias):
+    fp8 = dtype == "fp8"
+    h, w, t, b = tensors(torch.bfloat16 if fp8 else dtype, bias=bias)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    factors = torch.linspace(-1, 3, T) if reduction == "none" else torch.tensor(1.7)
+    loss = linear_cross_entropy(h, w, t, bias=b, fp8=fp8, rows=17, **options)
+    (loss * factors).sum().backward()
+    assert loss.dtype == torch.float32
+    true, gradients = expected(h, w, t, b, factors=factors, **options)
+    for leaf, gradient in zip((h, w, b), gradients, strict=False):
+        assert leaf.grad.dtype == leaf.dtype
+        assert sqnr(gradient, leaf.grad) >= LEAST_DB[dtype]
+    if not fp8 and not z_loss:  # the same rounding of logits as by a Linear
+        logits = F.linear(h, w, b).float()
+        same = F.cross_entropy(logits, t, reduction=reduction, label_smoothing=label_smoothing)
+        torch.testing.assert_close(loss, same, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.double(), true, rtol=2e-2 if reduction == "none" else 2e-3, atol=2e-2)
+
+
+def test_a_bf16_head_of_32k_classes_loses_nothing():
+    """torch 2.13's own `F.linear_cross_entropy` returns 9.125 here."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(512, 32, generator=generator).bfloat16()
+    w = (torch.randn(32768, 32, generator=generator) * 0.1).bfloat16()
+    t = torch.randint(0, 32768, (512,), generator=generator)
+    same = F.cross_entropy(F.linear(h, w).float(), t)
+    assert float(linear_cross_entropy(h, w, t) / same) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_tensor_is_as_large_as_all_logits(fp8):
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    h, w, t, _ = tensors(torch.bfloat16, tokens=160)
+    with Watch(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "SPAN_BYTES", 48 * V)
+        linear_cross_entropy(h, w, t, rows=16, fp8=fp8).backward()
+    assert max(sizes) == len(w) * K if not fp8 else max(sizes) <= 1008 * K
+    assert max(sizes) < 160 * V / 2
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_token_ignored_is_nan_without_gradients_as_in_torch(fp8):
+    h, w, t, _ = tensors(torch.bfloat16, ignored=T)
+    loss = linear_cross_entropy(h, w, t, fp8=fp8)
+    loss.backward()
+    assert loss.isnan()
+    assert F.cross_entropy(F.linear(h, w).float(), t).isnan()
+    assert not h.grad.any()
+    assert not w.grad.any()
+    assert linear_cross_entropy(h[:0], w, t[:0], reduction="sum", fp8=fp8) == 0
+
+
+def test_float32_weights_under_autocast_are_multiplied_in_bf16():
+    h, w, t, _ = tensors(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(h, w, t)
+        same = F.cross_entropy(F.linear(h, w).float(), t)
+    assert float((loss / same).detach()) == pytest.approx(1, abs=1e-6)
+    loss.backward()
+    assert w.grad.dtype == h.grad.dtype == torch.float32
+    _, (of_hidden, of_weight) = expected(h, w, t)
+    assert sqnr(of_hidden, h.grad) >= 45
+    assert sqnr(of_weight, w.grad) >= 45
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fp16_gradients_of_a_scaled_mean_keep_their_bits(fp8):
+    """The mean over many tokens divides gradients by their number: without a scale in fp16, most would be 0."""
+    h, w, t, _ = tensors(torch.float16, tokens=4096)
+    t = F.linear(h, w * 4).argmax(-1)  # well predicted: small gradients
+    w = (w.detach() * 4).requires_grad_()
+    linear_cross_entropy(h, w, t, fp8=fp8).mul(2.0**14).backward()
+    _, (of_hidden, of_weight) = expected(h, w, t)
+    assert sqnr(of_hidden, h.grad.double() / 2**14) >= (19 if fp8 else 50)
+    assert sqnr(of_weight, w.grad.double() / 2**14) >= (19 if fp8 else 50)
+
+
+def test_micro_batches_and_a_tied_embedding_add_to_one_gradient():
+    _, w, t, _ = tensors(torch.float32, ignored=0)
+    tokens = torch.arange(T)
+    for part in (slice(0, 30), slice(30, T)):
+        loss = linear_cross_entropy(F.embedding(tokens[part], w), w, t[part], reduction="sum")
+        (loss / T).backward()
+    true = w.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(F.embedding(tokens, true), true), t).backward()
+    assert sqnr(true.grad, w.grad) >= 120
+
+
+def test_frozen_parts_get_no_gradient_and_cost_no_product():
+    h, w, t, _ = tensors(torch.bfloat16)
+    products = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.extend(["mm"] * (func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)))
+            return func(*args, **(kwargs or {}))
+
+    for needs, count in (((True, True), 3), ((True, False), 2), ((False, False), 1)):
+        products.clear()
+        with Watch():
+            inputs = [x.detach().requires_grad_(need) for x, need in zip((h, w), needs, strict=True)]
+            loss = linear_cross_entropy(*inputs, t, rows=T)
+            if any(needs):
+                loss.backward()
+        assert len(products) == count
+        assert [x.grad is not None for x in inputs] == list(needs)
+
+
+def test_fp8_multiplies_codes_with_scales_of_powers_of_two():
+    """The formula of the documentation, written out: loss and gradients agree to float32."""
+    h, w, t, _ = tensors(torch.float32, ignored=0)
+
+    def values(x, scale, dtype):
+        return (x * scale).to(dtype).float() / scale
+
+    def scale(x):
+        return 2.0 ** torch.floor(torch.log2(448 / x.abs().max()))
+
+    hq, wq = (values(x.detach(), scale(x.detach()), torch.float8_e4m3fn) for x in (h, w))
+    logits = hq @ wq.t()
+    same = F.cross_entropy(logits, t)
+    gradient = logits.softmax(-1)
+    gradient[torch.arange(T), t] -= 1
+    gradient = values(gradient, 2.0**14, torch.float8_e5m2)
+    loss = linear_cross_entropy(h, w, t, fp8=True, rows=32)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(same), rel=1e-6)
+    # a value of the softmax between two codes may round the other way
+    assert sqnr(gradient @ wq / T, h.grad) >= 60
+    assert sqnr(gradient.t() @ hq / T, w.grad) >= 60
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_number_of_rows_changes_sums_alone(fp8):
+    h, w, t, _ = tensors(torch.float32, tokens=96)
+    found = []
+    for rows, span in ((None, 10**9), (16, 10**9), (16, 40 * V)):  # the last: several spans of FP8 codes
+        h.grad = w.grad = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(numerics, "SPAN_BYTES", span)
+            linear_cross_entropy(h, w, t, rows=rows, fp8=fp8).backward()
+        found.append((h.grad, w.grad))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_compiler_sees_one_operation(fp8):
+    h, w, t, _ = tensors(torch.float32)
+
+    def f(h, w, t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear_cross_entropy(torch.tanh(h), w, t, fp8=fp8) * 3
+
+    eager = torch.autograd.grad(f(h, w, t), (h, w))
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(h, w, t)
+    torch.testing.assert_close(torch.autograd.grad(compiled, (h, w)), eager, rtol=0, atol=0)
+    settings = (-100, 0.0, 0.0, 32, fp8, True, True, True, False)
+    operation = torch.ops.lightning_lowprec.linear_cross_entropy
+    arguments = (h.detach(), w.detach(), None, t, torch.ones(()), *settings)
+    assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
+
+
+def test_a_second_backward_pass_and_a_second_gradient_raise():
+    h, w, t, _ = tensors(torch.float32)
+    loss = linear_cross_entropy(h, w, t)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"ran its backward pass before.*reduction='none'"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"no second gradient.*cross_entropy"):
+        torch.autograd.grad(linear_cross_entropy(h, w, t), h, create_graph=True)
+    twice = linear_cross_entropy(h, w, t, reduction="none").sum()
+    first, second = (torch.autograd.grad(twice, h, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": torch.zeros(3, dtype=torch.int64)}, r"do not fit: got \(70, 64\), \(1000, 64\) and \(3,\)"),
+        ({"target": torch.zeros(T)}, "`target` must be int64.*float32"),
+        ({"bias": torch.zeros(3)}, r"`bias` must be \(V,\), here \(1000,\), got \(3,\)"),
+        ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),
+        ({"label_smoothing": 1.5}, "`label_smoothing=1.5` is not valid"),
+        ({"z_loss": -1.0}, "`z_loss=-1.0` is not valid"),
+        ({"rows": 0}, "`rows=0` is not valid"),
+        ({"weight": torch.zeros(V, K).bfloat16()}, "`input` is torch.float32 and `weight` torch.bfloat16; cast"),
+        ({"input": torch.zeros(T, 60), "weight": torch.zeros(V, 60), "fp8": True}, "multiple of 16.*got 60; leave"),
+    ],
+)
+def test_what_does_not_fit_raises(change, message):
+    h, w, t, _ = tensors(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{"input": h, "weight": w, "target": t, **change})
