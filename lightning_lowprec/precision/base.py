@@ -40,7 +40,7 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision import left_over, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
-from lightning_lowprec.precision.foreign_attribute import ForeignAttribute
+from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
 from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
@@ -446,6 +446,4 @@ class LowPrecision(TrainerPrecision, ABC):
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
 
 
-for _name, _answer in NEMO.items():
-    if not hasattr(LowPrecision, _name):
-        setattr(LowPrecision, _name, ForeignAttribute(_name, _answer))
+refuse_foreign(LowPrecision, NEMO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn, final
 
 
@@ -24,3 +25,10 @@ class ForeignAttribute:
             f"`{self._name}={value!r}` cannot be set on a {type(instance).__name__}: the attribute is that of NeMo's"
             f" plugin, and would do nothing here. {self._answer}"
         )
+
+
+def refuse_foreign(cls: type, answers: Mapping[str, str]) -> None:
+    """Put a :class:`ForeignAttribute` for every name of ``answers`` that ``cls`` does not have itself."""
+    for name, answer in answers.items():
+        if not hasattr(cls, name):
+            setattr(cls, name, ForeignAttribute(name, answer))
