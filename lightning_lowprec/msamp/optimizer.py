@@ -30,6 +30,7 @@ from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode_into
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits, stochastic_round_fp16_
 from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
@@ -56,8 +57,8 @@ class ScaledOptimizer(Optimizer):
             replicas, nothing to save.
         seed: of the stochastic rounding.
         compile: update each parameter of codes by compiled passes over its codes, without memory for float32 values
-            (``torch.compile``). ``"auto"``: on CUDA; True: on every device. False updates all parameters in flat
-            float32 memory, by one kernel per operation.
+            (``torch.compile``). ``"auto"``: on GPUs with FP8; True: on every device. False updates all parameters in
+            flat float32 memory, by one kernel per operation.
         options: as in torch's class.
 
     Raises:
@@ -151,7 +152,7 @@ class ScaledOptimizer(Optimizer):
         return kinds.values()
 
     def _is_compiled_on(self, device: torch.device) -> bool:
-        return device.type == "cuda" if self.compile == "auto" else self.compile
+        return compiles(device) if self.compile == "auto" else self.compile
 
     def _step_fused(self, group: dict[str, Any], params: list[Tensor]) -> None:
         numbers, states = self._begin(group, params)

@@ -24,6 +24,7 @@ from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_l
 from lightning_lowprec.msamp.revert import revert
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
@@ -64,10 +65,10 @@ class MSAMP(LowPrecision):
         seed: of the stochastic rounding; the same on every rank.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
-        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
-            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
-            one class, of an ``nn.ModuleList`` that holds FP8 layers. Codes outside of compiled blocks and the step of
-            the optimizer are compiled on CUDA in any case.
+        compile: ``"auto"`` compiles blocks in place on GPUs with FP8 unless some are compiled already; True compiles
+            them on any device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or
+            several of one class, of an ``nn.ModuleList`` that holds FP8 layers. On GPUs with FP8, codes outside of
+            compiled blocks and the step of the optimizer are compiled in any case.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -169,7 +170,7 @@ class MSAMP(LowPrecision):
         compile_blocks(
             module,
             scaled_linears(module).values(),
-            self.compile,
+            False if self.compile == "auto" and not compiles(device) else self.compile,
             device,
             precision=self.precision,
             advice="FP8 is slow without `torch.compile`: compile the model yourself.",

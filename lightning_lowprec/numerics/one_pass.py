@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_lowprec.hardware import FP8_MIN_CAPABILITY
+
 R = TypeVar("R")
 
 
@@ -60,7 +62,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
-    """Decorate a function of tensors, possibly with reductions: on CUDA run it compiled, elsewhere run it eagerly.
+    """Decorate a function of float8 codes, possibly with reductions: run it compiled where :func:`compiles` says so.
 
     The first argument decides. Sizes are dynamic: no shape compiles anew. Inside of code that is being compiled the
     function becomes a part of that code. Call without gradients.
@@ -68,7 +70,13 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(function)
     def run(first: Tensor, *rest: Any) -> R:
-        if torch.compiler.is_compiling() or not _is_on_cuda(first):
+        # neither empty tensors, nor the tensors of a compiler that traces
+        if (
+            torch.compiler.is_compiling()
+            or type(first) is not Tensor
+            or not first.numel()
+            or not compiles(first.device)
+        ):
             return function(first, *rest)
         compiled: Callable[..., R] = _compiled_any(function)
         return compiled(first, *rest)
@@ -76,9 +84,10 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-def _is_on_cuda(tensor: Tensor) -> bool:
-    """Return whether kernels run: not for empty tensors, and not for the tensors of a compiler that traces."""
-    return tensor.is_cuda and type(tensor) is Tensor and tensor.numel() > 0
+@functools.cache
+def compiles(device: torch.device) -> bool:
+    """Return whether Triton compiles float8 casts for a device: NVIDIA GPUs with FP8. Others emulate FP8 eagerly."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY
 
 
 @functools.cache

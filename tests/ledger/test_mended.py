@@ -19,6 +19,7 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import ScaledAdamW, ScaledSGD, scale_linears
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.wire_format import TEWireFormat
@@ -165,6 +166,16 @@ def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     assert log.count("kernel") <= 32
     assert any("vector_norm" in r.name for r in clipping.of("kernel"))
     assert not [r for r in clipping.of("kernel") if "direct_copy" in r.name], "values were decoded into memory"
+
+
+def test_emulation_on_a_gpu_without_fp8_compiles_nothing(monkeypatch):
+    """Triton has no casts to float8_e4m3fn there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    compiles.cache_clear()
+    step, _ = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=MSAMP("O3", emulate=True)))
+    step()
+    compiles.cache_clear()
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 def test_a_mixture_waits_once_for_the_number_of_rows():
