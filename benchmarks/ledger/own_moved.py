@@ -36,7 +36,8 @@ def _watch(module: ModuleType, name: str, size: Callable[[Any], int], seen: Seen
     def launch(subjects: Sequence[Any], *args: Any) -> None:
         first = position()
         original(subjects, *args)
-        seen(name, first, position(), sum(map(size, subjects)))
+        if position() > first:  # else nothing is recorded
+            seen(name, first, position(), sum(map(size, subjects)))
 
     module.launch = launch  # type: ignore[attr-defined]
     return lambda: setattr(module, "launch", original)

@@ -9,6 +9,7 @@ place through ``weight.data``, between two micro-batches.
 
 from __future__ import annotations
 
+import functools
 from typing import final
 
 from torch import Tensor
@@ -32,7 +33,10 @@ def count_step(*_: object) -> None:
     Steps.count += 1
 
 
-register_optimizer_step_post_hook(count_step)
+@functools.cache
+def watch() -> None:
+    """Count steps from now on; whoever keeps codes calls this."""
+    register_optimizer_step_post_hook(count_step)
 
 
 def seen(weight: Tensor, *, training: bool, steps: bool = True) -> Seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_lowprec.checks import check_fields
+from lightning_lowprec.checks import Count, check_fields
 
 MasterForm = Literal["fp32", "remainder", "stochastic"]
 MomentForm = Literal["fp32", "stochastic"]
@@ -25,7 +25,7 @@ class MasterConfig:
     seed: int = 0
     """The seed of stochastic rounding; the same on every rank."""
 
-    bucket_bytes: int = 256 * 2**20
+    bucket_bytes: Count = 256 * 2**20
     """The bytes of float32 masters that a step loads at a time; a larger parameter is loaded alone.
 
     It does not matter where a kernel steps in one pass (see docs/masters.md), and for optimizers that need all
@@ -35,8 +35,6 @@ class MasterConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         check_fields(self)
-        if self.bucket_bytes < 1:
-            raise ValueError(f"`bucket_bytes` must be at least 1, got {self.bucket_bytes}.")
         if self.moments == "stochastic" and self.form != "stochastic":
             raise ValueError(f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`.")
 

@@ -6,11 +6,9 @@ Transformer Engine quantises a weight at every forward, unless the forward gets 
     False   use the result that was kept
     None    quantise the weight for this call
 
-A kept weight that is stale gives wrong gradients without an error. So a kept weight is used again only if all of these
-are the same as when it was quantised: the Parameter; its place in memory (``weight.data = other`` and
-``vector_to_parameters`` change no version); its version; the count of optimizer steps, since a kernel may change no
-version (a weight that does not train outlasts the steps); and the mode, training or evaluation. ``eval()`` always has
-the weight quantised anew. The only change that cannot be seen is a write in place through ``weight.data``.
+A kept weight that is stale gives wrong gradients without an error: `conversion/steps.py` says when a weight is the
+same.
+``eval()`` always has the weight quantised anew.
 """
 
 from __future__ import annotations
@@ -18,23 +16,8 @@ from __future__ import annotations
 from typing import final
 
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_lowprec.private.torch import version_of
-
-
-@final
-class Steps:
-    """The steps of all optimizers of this process."""
-
-    count = 0
-
-
-def _count_step(*_: object) -> None:
-    Steps.count += 1
-
-
-register_optimizer_step_post_hook(_count_step)
+from lightning_lowprec.conversion.steps import Seen, seen, watch
 
 
 @final
@@ -46,10 +29,11 @@ class WeightCache:
     """
 
     def __init__(self, *, always: bool = False) -> None:
+        watch()
         self.always = always
         self.used_again = False
         """Whether the weight was used more than once since the last step. A resumed run sets it."""
-        self._seen: tuple[int, ...] | None = None
+        self._seen: Seen | None = None
         self._kept = False
 
     def is_first_microbatch(self, weight: Tensor, *, training: bool = True) -> bool | None:
@@ -57,8 +41,7 @@ class WeightCache:
 
         The mode counts because averaged weights, which change no version, may be in place during evaluation.
         """
-        steps = -1 if self.always and not weight.requires_grad else Steps.count
-        now = (id(weight), weight.data_ptr(), version_of(weight), steps, training)
+        now = seen(weight, training=training, steps=weight.requires_grad or not self.always)
         if now != self._seen:
             self._seen = now
             self._kept = self.always or self.used_again

@@ -96,33 +96,36 @@ class FP8Linear(Float8Linear):
             check_call(type(self).__name__)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
-        output = self._product(rows)
+        codes = self.weight_codes
+        if codes is None or not self._may_use(codes):
+            output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        else:
+            output = self._with_codes(rows, codes)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output if fits else cut_rows(output, input)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        """[*, K] -> [*, N], with codes of the weight that are kept or made now."""
-        codes = self.weight_codes
-        if codes is None or not self._current(codes):
-            made: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
-            return made
-        coded: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, codes.rows, codes.columns, codes.scale,
-            self.config.cast_config_grad_output.target_dtype, self.config.round_scales_to_power_of_2,
-            self.config.emulate,
-        )  # fmt: skip
-        return coded
+    def _with_codes(self, rows: Tensor, codes: WeightCodes) -> Tensor:
+        config = self.config
+        gradients, power_of_2 = config.cast_config_grad_output.target_dtype, config.round_scales_to_power_of_2
+        output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, codes.rows, codes.columns, codes.scale, gradients, power_of_2, config.emulate
+        )
+        return output
 
-    def _current(self, codes: WeightCodes) -> bool:
-        """Return whether kept codes can be used, and bring them up to date."""
+    def _may_use(self, codes: WeightCodes) -> bool:
+        """Return whether kept codes can be used, after bringing them up to date."""
         if torch.compiler.is_compiling():
             return codes.checked_outside
-        if type(self.weight) is not nn.Parameter or self.weight.is_meta:  # sharded, gathered, or fake
-            return False
-        if codes.is_stale(self.weight, training=self.training):
+        return self.check_codes(codes)
+
+    def check_codes(self, codes: WeightCodes) -> bool:
+        """Bring kept codes up to date; drop them if they are not of this weight, because it was replaced or sharded."""
+        if codes.weight is not self.weight or self.weight.is_meta:
+            self.weight_codes = None
+        elif codes.is_stale(training=self.training):
             codes.model.refresh()
-        return True
+        return self.weight_codes is not None
 
     @property
     def wire_format(self) -> TorchAOWire:
@@ -225,8 +228,8 @@ def check_codes(layers: Sequence[FP8Linear]) -> None:
     """Bring kept codes of ``layers`` up to date."""
     for layer in layers:
         codes = vars(layer).get("weight_codes")
-        if codes is not None and codes.is_stale(layer.weight, training=layer.training):
-            codes.model.refresh()
+        if codes is not None:
+            layer.check_codes(codes)
 
 
 def _outermost_compiled(module: nn.Module) -> Iterator[nn.Module]:

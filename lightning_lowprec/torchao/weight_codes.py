@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchao.float8.float8_utils import amax_to_scale
 
-from lightning_lowprec.conversion.steps import Seen, seen
+from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.triton_runs import kernels_run
 from lightning_lowprec.private.torch import copy_all_, increment_versions, largest_absolute_values
@@ -32,8 +32,8 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class WeightCodes:
     """The codes of one weight, (N, K), which a layer keeps; no part of its state."""
 
-    def __init__(self, model: ModelCodes) -> None:
-        self.model = model
+    def __init__(self, model: ModelCodes, weight: Tensor) -> None:
+        self.model, self.weight = model, weight
         self.checked_outside = False
         """Whether compiled code may use the codes without a check, because each call of it is preceded by one."""
         self.rows: Tensor
@@ -44,12 +44,13 @@ class WeightCodes:
         """() float32: codes = weight * scale."""
         self._seen: Seen | None = None
 
-    def is_stale(self, weight: Tensor, *, training: bool) -> bool:
+    def is_stale(self, *, training: bool) -> bool:
         """Return whether the weight may have changed since it was encoded."""
-        return self._seen != seen(weight, training=training, steps=weight.requires_grad)
+        return self._seen != seen(self.weight, training=training, steps=self.weight.requires_grad)
 
-    def prepare(self, weight: Tensor, *, training: bool) -> None:
-        """Allocate memory where there is none, and note that ``weight`` is encoded."""
+    def prepare(self, *, training: bool) -> None:
+        """Allocate memory where there is none, and note that the weight is encoded."""
+        weight = self.weight
         if self._seen is None or self.rows.shape != weight.shape or self.rows.device != weight.device:
             self.rows = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
             self.columns = torch.empty(weight.shape[::-1], dtype=DTYPE, device=weight.device)
@@ -77,8 +78,9 @@ class ModelCodes:
     def __init__(self, layers: Sequence[nn.Module], *, power_of_2: bool, kernel: bool) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._power_of_2, self._kernel = power_of_2, kernel
+        watch()
         for layer in layers:
-            layer.weight_codes = WeightCodes(self)  # type: ignore[assignment]
+            layer.weight_codes = WeightCodes(self, layer.weight)  # type: ignore[assignment, arg-type]
 
     def refresh(self) -> None:
         """Encode every weight that may have changed."""
@@ -90,11 +92,13 @@ class ModelCodes:
         stale: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, WeightCodes]]] = {}
         with torch.inference_mode(False), torch.no_grad():
             for layer in layers:
-                codes: Any = layer.weight_codes
-                weight: Any = layer.weight
-                if codes is not None and codes.is_stale(weight, training=layer.training):
-                    codes.prepare(weight, training=layer.training)
-                    stale.setdefault((weight.device, weight.dtype), []).append((weight.detach(), codes))
+                codes: WeightCodes | None = vars(layer).get("weight_codes")
+                if codes is None or codes.weight is not layer.weight:
+                    continue
+                if codes.is_stale(training=layer.training):
+                    codes.prepare(training=layer.training)
+                    weight = codes.weight.detach()
+                    stale.setdefault((weight.device, weight.dtype), []).append((weight, codes))
             for (device, dtype), found in stale.items():
                 self._encode([weight for weight, _ in found], [codes for _, codes in found], device, _KINDS.get(dtype))
 

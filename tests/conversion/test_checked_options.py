@@ -99,6 +99,7 @@ TORCHAO = [
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
     ("rowwise_backward", "exact", "one of: scaled_after, scaled_inside"),
     ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
+    ("weight_codes", "per_epoch", "one of: auto, per_step, per_gemm"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
@@ -127,6 +128,7 @@ CONFIG = [
     ("moments", None, "one of: fp32, stochastic"),
     ("seed", "abc", "an integer"),
     ("seed", True, "an integer"),
+    ("bucket_bytes", 0, "an integer of at least 1"),
 ]
 COMPARE = [
     ("max_steps", 0, "an integer of at least 1"),

@@ -12,8 +12,8 @@ ENCODE = "lightning_lowprec.numerics.encode_kernel"
 
 
 def codes_of(weight, scale):
-    codes = weight_codes.WeightCodes(None)
-    codes.prepare(weight, training=True)
+    codes = weight_codes.WeightCodes(None, weight)
+    codes.prepare(training=True)
     codes.scale.fill_(scale)
     return codes
 
