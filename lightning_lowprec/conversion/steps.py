@@ -15,7 +15,8 @@ from typing import final
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_lowprec.private.torch import sees_no_masters, version_of
+from lightning_lowprec.private.torch import version_of
+from lightning_lowprec.private.torch_optimizers import sees_no_masters
 
 Seen = tuple[int, ...]
 

@@ -36,14 +36,8 @@ from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import (
-    MASTERS,
-    check,
-    check_step,
-    noted_by_schedulers,
-    tree_map_only,
-    without_own_hooks,
-)
+from lightning_lowprec.private.torch import MASTERS, check, tree_map_only
+from lightning_lowprec.private.torch_optimizers import check_step, noted_by_schedulers, without_own_hooks
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use

@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_lowprec.numerics.from_host import tensor_on
-from lightning_lowprec.private.torch import has_step_hooks
+from lightning_lowprec.private.torch_optimizers import has_step_hooks
 
 _ALONE: Final = tuple(
     getattr(optim, name)

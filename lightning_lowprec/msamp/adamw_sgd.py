@@ -40,7 +40,8 @@ from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_lik
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MSAMP, check_step
+from lightning_lowprec.private.torch import MSAMP
+from lightning_lowprec.private.torch_optimizers import check_step
 
 _ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 _BUFFER: Final = "momentum_buffer"

@@ -33,7 +33,8 @@ from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits, stochastic_round_fp16_
-from lightning_lowprec.private.torch import copy_all_, noted_by_schedulers
+from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar, final
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_lowprec.private.names import missing
 
@@ -137,57 +136,6 @@ def _missing(part: str) -> list[str]:
 # ---- learning rate schedulers and the step of an optimizer
 
 
-def check_step(optimizer: Optimizer, part: str) -> None:
-    """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect.
-
-    Raises:
-        RuntimeError: ``step`` was replaced.
-    """
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise RuntimeError(
-            f"the instance attribute `step` of this {type(optimizer).__name__} hides its class, which must change for"
-            f" {part}. Set the optimizer up before anything that replaces its `step`."
-        )
-
-
-def noted_by_schedulers(step: F) -> F:
-    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
-
-    @functools.wraps(step)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
-        return step(self, *args, **kwargs)
-
-    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return noted  # type: ignore[return-value]
-
-
-def without_own_hooks(step: F) -> F:
-    """Decorate a ``step`` that calls another class's ``step``: torch runs the step hooks there, so not here too."""
-    step.hooked = True  # type: ignore[attr-defined]
-    return step
-
-
-_SEES_NO_MASTERS: Final = "lowprec_sees_no_masters"
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook runs before or after the steps of ``optimizer``, or of every optimizer."""
-    from torch.optim import optimizer as module
-
-    own: Any = optimizer
-    hooks = (own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
-    of_all = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
-    return any(hooks) or any(not hasattr(hook, _SEES_NO_MASTERS) for group in of_all for hook in group.values())
-
-
-def sees_no_masters(hook: F) -> F:
-    """Decorate a step hook that does not look at the optimizer's parameters."""
-    setattr(hook, _SEES_NO_MASTERS, True)
-    return hook
-
-
 # ---- many tensors in one call
 
 
@@ -276,6 +224,12 @@ class CompiledCall:
 def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
     """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
     return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
+
+
+def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Remove every forward hook of ``module`` that is ``function``."""
+    for key in [key for key, hook in module._forward_hooks.items() if hook is function]:
+        del module._forward_hooks[key]
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.private.torch import remove_forward_hook
+
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -26,8 +28,7 @@ def hold(model: nn.Module) -> None:
 def release(model: nn.Module) -> None:
     """Undo :func:`hold`."""
     for module in model.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if hook is _as_input]:
-            del module._forward_hooks[key]
+        remove_forward_hook(module, _as_input)
 
 
 def _as_input(norm: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:

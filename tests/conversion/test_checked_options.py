@@ -44,6 +44,7 @@ GAINS = [
     ("min_gain", math.inf, "None, 'auto' or a ratio above 0"),
     ("min_gain", True, "None, 'auto' or a ratio above 0"),
 ]
+HEAD = [("head", "fp4", "one of: bf16, chunked, fp8")]
 RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
 EMULATION = [("emulate", "no", "None, True or False"), ("emulate", 1, "None, True or False")]
 SCALE = [("loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"), ("loss_scale", True, "None, 'auto'")]
@@ -138,10 +139,10 @@ COMPARE = [
     ("out", 3, "a Path"),
 ]
 CASES = {
-    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *TORCHAO],
-    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *TE],
-    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *MSAMP_LEVEL],
-    HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
+    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *HEAD, *TORCHAO],
+    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *HEAD, *TE],
+    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *HEAD, *MSAMP_LEVEL],
+    HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, *HEAD, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
     FSDP2Strategy: STRATEGY,
     FabricFSDP2Strategy: STRATEGY,
     ShardOptions: SHARDS,

@@ -41,6 +41,7 @@ MATMULS = {ATEN.mm.default, ATEN.addmm.default, ATEN._scaled_mm.default}
 SAME_NUMBERS = {
     ATEN._to_copy.default, ATEN.t.default, ATEN.transpose.int, ATEN.view.default, ATEN._unsafe_view.default,
     ATEN.detach.default, ATEN.clone.default, ATEN.slice.Tensor, ATEN.as_strided.default,
+    ATEN.div.Tensor,  # by the scale: decoding
 }  # fmt: skip
 SHORT = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
