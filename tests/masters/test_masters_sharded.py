@@ -7,9 +7,10 @@ import torch
 from torch import distributed as dist
 from torch import optim
 
+from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import add_masters
-from tests.masters.master_loops import masters_of, net, train
+from lightning_lowprec.masters.optimizer import add_masters, main_params, move_grads_to_masters
+from tests.masters.master_loops import loss_of, masters_of, net, train
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
 pytestmark = [
@@ -54,3 +55,25 @@ def test_trains_and_resumes_as_unsharded(mesh, form):
     if form in ("fp32", "remainder"):
         for master, exact in zip(masters_of(optimizer), masters_of(reference), strict=True):
             assert torch.equal(master.full_tensor(), exact)
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder"])
+def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
+    """On GPUs gradients stay at the parameters, and the step multiplies them; here on DTensors of one process."""
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(deferred, "DEVICES", devices)
+        model, optimizer = sharded(mesh, form)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            assert deferred.defers(optimizer) == bool(devices)
+            if devices:
+                norm = deferred.clip_by_norm(optimizer, 1e-2)
+            else:
+                move_grads_to_masters(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(list(main_params(optimizer)), 1e-2).full_tensor()
+            optimizer.step()
+        found.append((norm, *(master.full_tensor() for master in masters_of(optimizer))))
+    for clipped, expected in zip(*found, strict=True):
+        torch.testing.assert_close(clipped, expected, rtol=1e-5, atol=1e-7)
