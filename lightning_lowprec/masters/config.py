@@ -28,7 +28,7 @@ class MasterConfig:
     bucket_bytes: Count = 256 * 2**20
     """The bytes of float32 masters that a step loads at a time; a larger parameter is loaded alone.
 
-    It does not matter where a kernel steps in one pass (see docs/masters.md), and for optimizers that need all
+    It does not matter where a kernel steps in one pass (see docs/speed.md), and for optimizers that need all
     parameters at once.
     """
 
