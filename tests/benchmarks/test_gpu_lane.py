@@ -15,8 +15,11 @@ from benchmarks.gpu_lane.__main__ import main
 from benchmarks.gpu_lane.contenders import (
     BASELINE,
     BF16_WEIGHTS,
+    CHUNKED,
+    FP8_HEAD,
     FUSED,
     MAIN,
+    REMAINDER,
     SCALED_INSIDE,
     SHARDED,
     TE_COMPILED,
@@ -95,7 +98,9 @@ def test_every_name_of_ours_is_there(data):
     identities = {f"{TABLE[name].plugin.__name__} {sorted(TABLE[name].options.items())}" for name in shown}
     assert {f"ours {name}" for name in WITH_MASTERS} <= set(items)
     ours = [key for key in items if key.startswith("ours ")]
-    more = [BF16_WEIGHTS, FUSED, SCALED_INSIDE, SHARDED, TE_COMPILED, targets.BY_GAIN]
+    with_losses = [f"{key}, {CHUNKED}" for key in (MAIN, REMAINDER)]
+    with_losses += [f"{key}, {FP8_HEAD}" for key in (MAIN, BF16_WEIGHTS, REMAINDER)]
+    more = [BF16_WEIGHTS, FUSED, SCALED_INSIDE, SHARDED, TE_COMPILED, targets.BY_GAIN, *with_losses]
     assert len(ours) == len(identities) + len(more), "one per distinct plugin, and those with options"
     assert set(more) <= set(ours)
 
