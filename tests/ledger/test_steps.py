@@ -102,6 +102,20 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
     assert found.phase("optimizer").bytes / found.parameters == pytest.approx(28, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("ours", "over", "least"),
+    [
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.47),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.35),
+        ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.40),
+    ],
+)
+def test_what_the_roofline_predicts(ours, over, least):
+    """With the middle rates; another set of rates moves the ratios by a few percent."""
+    rates = roofline.assumed("middle")
+    assert roofline.predict(entry(over), rates).total / roofline.predict(entry(ours), rates).total >= least
+
+
 @pytest.mark.parametrize("contender", PEAK_GB)
 def test_the_peak_of_memory_is_within_its_budget(contender):
     assert entry(contender).peak / 1e9 <= PEAK_GB[contender].most
