@@ -114,6 +114,8 @@ class Fp8GatherShard(Tensor):
     _tensor: Tensor
     _scales: GatherScales
     _scale: Tensor | None
+    _codes: tuple[Tensor, Tensor] | None
+    """The codes that were sent last, and their scale."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
@@ -128,6 +130,11 @@ class Fp8GatherShard(Tensor):
         self._tensor = tensor
         self._scales = scales
         self._scale = None
+        self._codes = None
+
+    def note_written(self) -> None:
+        """Note that a kernel has written to the values, which torch did not see."""
+        self._scales.stale = True
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
@@ -167,7 +174,12 @@ class Fp8GatherShard(Tensor):
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
         assert scale is not None
-        return (format.encode(self._tensor, scale),), (scale, made_here)
+        if made_here:
+            return (format.encode(self._tensor, scale),), (scale, True)
+        # scales are made anew after every write, so the codes of a scale stay right: for all micro-batches of a step
+        if self._codes is None or self._codes[1] is not scale:
+            self._codes = format.encode(self._tensor, scale), scale
+        return (self._codes[0],), (scale, False)
 
     def fsdp_post_all_gather(
         self,

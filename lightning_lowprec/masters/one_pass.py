@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.registry import MasterRegistry
@@ -29,6 +30,8 @@ from lightning_lowprec.private.torch import add_to_all_, increment_versions
 
 DEVICES = {"cuda"}
 _KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NOTE_WRITTEN: Final = "note_written"
+"""The method of a weight that needs to know of writes."""
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 
 
@@ -90,7 +93,13 @@ def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Stor
     tensors = [weight, store.companion(index), local(grad), *(local(m) for m in moments)]
     moment_kinds = {_KINDS.get(m.dtype) for m in tensors[3:] if m is not None}
     fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
-    if not fits or not _is_dense(weight) or grad.dtype not in _KINDS or len(moment_kinds - {"fp16", None}) > 1:
+    if (
+        not _is_plain(weight)
+        or not fits
+        or not _is_dense(weight)
+        or grad.dtype not in _KINDS
+        or len(moment_kinds - {"fp16", None}) > 1
+    ):
         return None
     kind = moment_kinds.pop() if moment_kinds else "fp32"
     if kind is None or kind == "fp16" or (kind == "bf16" and store not in registry.moments):
@@ -98,6 +107,11 @@ def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Stor
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     variant = Variant(rule.kernel, store.form, _KINDS[weight.dtype], _KINDS[grad.dtype], kind, aligned)
     return Row(variant, tuple(tensors), store.position(index), state.get("step"), param, master)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Return whether a kernel may write to the memory of a weight, and can say so where the weight wants to know."""
+    return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -121,6 +135,10 @@ def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: M
     factor = registry.gradients.factor if rows[0].master.grad is None else 1.0
     launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
+    for row in rows:
+        weight = row.tensors[0]
+        if hasattr(weight, NOTE_WRITTEN):
+            weight.note_written()  # type: ignore[union-attr]
     increment_versions([*written, *(row.param for row in rows)])
 
 
