@@ -325,3 +325,28 @@ def test_a_backward_after_clipping_adds_an_unclipped_gradient():
         found.append(optimizer.optimizer.state_dict()["state"])
     for entry, expected in zip(found[0].values(), found[1].values(), strict=True):
         torch.testing.assert_close(entry["master_param"], expected["master_param"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
+    """The kernel writes to the memory of the shards, which are gathered as float8 with scales of their values."""
+    found = []
+    for devices in ({"cpu"}, set()):
+        monkeypatch.setattr(one_pass, "DEVICES", devices)
+        monkeypatch.setattr(deferred, "DEVICES", devices)
+        fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-tensorwise-remainder")
+        fabric.launch()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.LayerNorm(32))
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-2))
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = (model(X[:32, :24].repeat(1, 2)[:, :32]) - 1).float().square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    assert launches
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+    assert found[0][-1] < 0.9 * found[0][0]
