@@ -43,8 +43,8 @@ from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.rowwise_backward import ScaledInside
 from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
 
-_checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Compiled modules, and their compiled calls with a check of kept codes before them."""
+_checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Compiled modules, and their compiled calls with a check of kept codes before them; a call holds its module."""
 TOKEN_ALIGNMENT = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
@@ -216,9 +216,10 @@ def keep_codes(model: nn.Module) -> None:
     ModelCodes(layers, power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
     for compiled in _outermost_compiled(model):
         inside = fp8_linears(compiled)
-        if _checked.get(compiled) is not compiled._compiled_call_impl:
+        known = _checked.get(compiled)
+        if known is None or known() is not compiled._compiled_call_impl:
             before_compiled_call(compiled, partial(check_codes, inside))
-            _checked[compiled] = compiled._compiled_call_impl
+            _checked[compiled] = weakref.ref(compiled._compiled_call_impl)
         for layer in inside:
             assert layer.weight_codes is not None
             layer.weight_codes.checked_outside = True
