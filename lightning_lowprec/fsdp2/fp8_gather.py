@@ -114,8 +114,6 @@ class Fp8GatherShard(Tensor):
     _tensor: Tensor
     _scales: GatherScales
     _scale: Tensor | None
-    _codes: tuple[Tensor, Tensor] | None
-    """The codes that were sent last, and their scale."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
@@ -130,7 +128,6 @@ class Fp8GatherShard(Tensor):
         self._tensor = tensor
         self._scales = scales
         self._scale = None
-        self._codes = None
 
     def note_written(self) -> None:
         """Note that a kernel has written to the values, which torch did not see."""
@@ -174,12 +171,7 @@ class Fp8GatherShard(Tensor):
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
         assert scale is not None
-        if made_here:
-            return (format.encode(self._tensor, scale),), (scale, True)
-        # scales are made anew after every write, so the codes of a scale stay right: for all micro-batches of a step
-        if self._codes is None or self._codes[1] is not scale:
-            self._codes = format.encode(self._tensor, scale), scale
-        return (self._codes[0],), (scale, False)
+        return (format.encode(self._tensor, scale),), (scale, made_here)
 
     def fsdp_post_all_gather(
         self,

@@ -107,11 +107,13 @@ def test_clipping_reads_the_gradients_once(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_takes_no_memory(form):
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # of other tests
     parameters, optimizer = stepped(KINDS["fused"], FORMS[form])
     total = sum(p.numel() for p in parameters)
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
-    assert torch.cuda.max_memory_allocated() <= 1.05 * AT_REST[form] * total
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * AT_REST[form] * total
 
 
 def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
@@ -119,6 +121,7 @@ def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
     for make in (lambda p: optim.AdamW(p, foreach=True), lambda p: optim.Adamax(p, foreach=True)):
         gc.collect()
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
         parameters = params()
         total = sum(p.numel() for p in parameters)
         optimizer = add_masters(make(parameters), MasterConfig(form="remainder", bucket_bytes=4 * total // 10))
@@ -126,7 +129,7 @@ def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
         # weights, remainders, gradients and moments; of a tenth: master, gradient and torch's own three temporaries
-        assert torch.cuda.max_memory_allocated() <= (2 + 2 + 2 + 8 + 0.15 * 20) * total
+        assert torch.cuda.max_memory_allocated() - before <= (2 + 2 + 2 + 8 + 0.15 * 20) * total
 
 
 def test_one_kernel_is_compiled_per_form_and_dtypes():
