@@ -7,15 +7,20 @@ gradient of the backward, not the clipped one. So gradients stay on GPUs only; o
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.optimizer import MasterOptimizer, plain_class
 from lightning_lowprec.masters.registry import all_registries
 from lightning_lowprec.masters.rules import steps_alone
-from lightning_lowprec.private.torch import float32_norms, multiply_all_
+from lightning_lowprec.private.torch import float32_norms
 
 DEVICES = {"cuda"}
 
@@ -45,14 +50,13 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     registry = optimizer._masters  # type: ignore[attr-defined]
     deferred = [p.grad for p, _ in registry.pairs() if p.grad is not None]
     others = [p.grad for p in registry.without_master() if p.grad is not None]
-    norms = [_norm(deferred, norm_type) * registry.gradients.factor] if deferred else []
-    norms += [_norm(others, norm_type)] if others else []
-    if not norms:
+    if not deferred and not others:
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    parts = [norm * registry.gradients.factor for norm in _norms(deferred, norm_type)] + _norms(others, norm_type)
+    total = _together(parts, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     registry.gradients.fold(factor)
-    multiply_all_(others, factor)
+    multiply(others, factor)
     return total
 
 
@@ -68,7 +72,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     grads = [p.grad for p, _ in registry.pairs() if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    return (~_norm(grads, float("inf")).isfinite()).float()
+    return (~_together(_norms(grads, math.inf), math.inf).isfinite()).float()
 
 
 def settle() -> None:
@@ -78,6 +82,15 @@ def settle() -> None:
             registry.move_grads(1.0)
 
 
-def _norm(grads: list[Tensor], order: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(float32_norms(grads, order), order)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norms of gradients by device and mesh: tensor parallelism shards over one mesh more."""
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, getattr(grad, "device_mesh", None)), []).append(grad)
+    norms: list[Any] = [torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups.values()]
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+def _together(norms: list[Tensor], order: float) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+    return total

@@ -48,8 +48,8 @@ class MasterGradients:
         grads = _as_float32(store, [grad for _, _, grad in found])
         for p, _, _ in found:
             p.grad = None
-        _multiply(grads, self.factor)
-        _multiply(grads, inv_scale)
+        multiply(grads, self.factor)
+        multiply(grads, inv_scale)
         for (_, master, _), grad in zip(found, grads, strict=True):
             master.grad = grad if master.grad is None else master.grad + grad
 
@@ -96,7 +96,7 @@ def unscale_in_place(params: Iterable[Tensor], inv_scale: float | Tensor) -> Non
     grads = [p.grad for p in params if p.grad is not None and not hasattr(p.grad, _UNSCALED)]
     for grad in grads:
         setattr(grad, _UNSCALED, True)
-    _multiply(grads, inv_scale)
+    multiply(grads, inv_scale)
 
 
 def forget_unscaled(params: Iterable[Tensor]) -> None:
@@ -107,13 +107,19 @@ def forget_unscaled(params: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place, of DTensors the shards; ``factor`` may be a scalar on another device."""
     if is_one(factor):
         return
-    multiply_all_([grad for grad in grads if not grad.is_sparse], factor)
+    by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        if grad.is_sparse:
-            grad.mul_(factor)
+        by_device.setdefault(grad.device, []).append(local(grad))
+    for device, found in by_device.items():
+        here = factor.to(device) if isinstance(factor, Tensor) else factor
+        multiply_all_([grad for grad in found if not grad.is_sparse], here)
+        for grad in found:
+            if grad.is_sparse:
+                grad.mul_(here)
 
 
 def is_one(factor: float | Tensor) -> bool:

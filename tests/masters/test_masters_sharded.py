@@ -77,3 +77,24 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
         found.append((norm, *(master.full_tensor() for master in masters_of(optimizer))))
     for clipped, expected in zip(*found, strict=True):
         torch.testing.assert_close(clipped, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
+    """Tensor parallelism shards some parameters over another mesh, and leaves others whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    monkeypatch.setattr(deferred, "DEVICES", {"cpu"})
+    other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
+    plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]
+    params = [distribute_tensor(plain[0], mesh, [Shard(0)]), distribute_tensor(plain[1], other, [Shard(0)]), *plain[2:]]
+    params = [torch.nn.Parameter(p) for p in params]
+    optimizer = add_masters(optim.SGD(params, lr=1.0), "fp32")
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    assert deferred.defers(optimizer)
+    norm = deferred.clip_by_norm(optimizer, 1.0)
+    assert norm.item() == pytest.approx((4 * 24) ** 0.5)
+    optimizer.step()
+    for p in params:
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        assert whole.float().flatten().tolist() == pytest.approx([1 - 2 / 96**0.5] * p.numel(), rel=2**-8)
