@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.hardware import fp8_refusal
 from lightning_lowprec.numerics.fp8_products import ALIGNMENT
-from lightning_lowprec.numerics.linear_cross_entropy import Results, Wanted, gradient_scale, in_fp8, in_half
+from lightning_lowprec.numerics.linear_cross_entropy import (
+    Results,
+    Wanted,
+    dtype_of_grad_weight,
+    gradient_scale,
+    in_fp8,
+    in_half,
+)
+from lightning_lowprec.numerics.multiply import multiply_
 from lightning_lowprec.numerics.row_losses import LossTerms
 
 Reduction = Literal["mean", "sum", "none"]
@@ -102,12 +110,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         single = reduction == "none"
         wanted = (False, False, False) if single else tuple(ctx.needs_input_grad[:3])
         one = torch.ones((), device=hidden.device)
-        losses, *gradients = _computed(hidden, weight, bias, target, one, terms, settings, wanted)
+        count = (target != terms[0]).sum().float() if reduction == "mean" else one
+        share = torch.where(count > 0, 1 / count, 0)
+        losses, *gradients = _computed(
+            hidden, weight, bias, target, one, share if settings[1] else one, terms, settings, wanted
+        )
         if single:
             ctx.save_for_backward(hidden, weight, bias, target)
             return losses
-        count = (target != terms[0]).sum().float() if reduction == "mean" else one
-        ctx.save_for_backward(*gradients, count)
+        ctx.save_for_backward(*gradients, one if settings[1] else share)  # FP8 products have multiplied by the share
         return losses.sum() / count
 
     @staticmethod
@@ -124,7 +135,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             top = grad_output.abs().amax() if len(grad_output) else grad_output.new_zeros(())
             factors = grad_output / torch.where(top > 0, top, 1)  # between -1 and 1, as small formats need it
             wanted = tuple(ctx.needs_input_grad[:3])
-            _, *gradients = _computed(hidden, weight, bias, target, factors, ctx.terms, ctx.settings, wanted)
+            one = torch.ones((), device=hidden.device)
+            _, *gradients = _computed(hidden, weight, bias, target, factors, one, ctx.terms, ctx.settings, wanted)
         else:
             if ctx.used:
                 raise RuntimeError(
@@ -132,8 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     " again, or use `reduction='none'`, which computes the gradients anew."
                 )
             ctx.used = not torch.compiler.is_compiling()
-            *gradients, count = ctx.saved_tensors
-            top = torch.where(count > 0, grad_output / count, 0)
+            *gradients, share = ctx.saved_tensors
+            top = grad_output * share
         top = top / gradient_scale(ctx.dtypes[0], fp8=ctx.settings[1])
         of_inputs = (
             _times(gradient, top, dtype) if needed else None
@@ -145,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``gradient * factor``, computed in float32 and rounded once; in the memory of ``gradient`` if it fits."""
     if gradient.dtype == dtype:
-        return gradient.mul_(factor)
+        return multiply_(gradient, factor)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -155,13 +167,14 @@ def _computed(
     bias: Tensor | None,
     target: Tensor,
     factors: Tensor,
+    after: Tensor,
     terms: tuple[int, float, float],
     settings: tuple[int, bool, bool],
     wanted: tuple[bool, ...],
 ) -> list[Tensor]:
     """Return losses and gradients; a compiler sees one operation."""
     run = torch.ops.lightning_lowprec.linear_cross_entropy if torch.compiler.is_compiling() else _run
-    made: list[Tensor] = run(hidden, weight, bias, target, factors, *terms, *settings, *wanted)
+    made: list[Tensor] = run(hidden, weight, bias, target, factors, after, *terms, *settings, *wanted)
     return made
 
 
@@ -171,6 +184,7 @@ def _run(
     bias: Tensor | None,
     target: Tensor,
     factors: Tensor,
+    after: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -187,14 +201,13 @@ def _run(
     arguments = hidden, weight, bias, target, factors, terms, wanted, rows or None
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if not len(hidden):
-            made: list[Tensor] = [*map(torch.zeros_like, _fake(hidden, weight, bias, target, factors, *terms.constants,
-                                       rows, fp8, emulate, of_hidden, of_weight, of_bias))]  # fmt: skip
-            return made
+            constants = *terms.constants, rows, fp8, emulate, of_hidden, of_weight, of_bias
+            return [torch.zeros_like(like) for like in _fake(hidden, weight, bias, target, factors, after, *constants)]
         if not fp8:
             found = in_half(*arguments)
         else:
             _check_device(hidden.device, emulate)
-            found = in_fp8(*arguments, emulate=emulate)
+            found = in_fp8(*arguments, after, emulate=emulate)
     return _listed(found, hidden)
 
 
@@ -209,6 +222,7 @@ def _fake(
     bias: Tensor | None,
     target: Tensor,
     factors: Tensor,
+    after: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -221,10 +235,11 @@ def _fake(
 ) -> list[Tensor]:
     float32 = torch.float32
     dtype = float32 if fp8 and hidden.dtype == torch.float16 else hidden.dtype
+    of_weight_dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows or None) if fp8 else float32
     found = Results(
         losses=hidden.new_empty(hidden.shape[:1], dtype=float32),
         hidden=torch.empty_like(hidden, dtype=dtype) if of_hidden else None,
-        weight=weight.new_empty(weight.shape, dtype=float32) if of_weight else None,
+        weight=weight.new_empty(weight.shape, dtype=of_weight_dtype) if of_weight else None,
         bias=weight.new_empty(weight.shape[:1], dtype=float32) if of_bias else None,
     )
     return _listed(found, hidden)

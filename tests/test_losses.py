@@ -197,6 +197,22 @@ def test_the_number_of_rows_changes_sums_alone(fp8):
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
 
 
+def test_the_fp8_gradient_of_a_bf16_weight_is_rounded_once():
+    """One product returns bf16 itself: what a float32 gradient rounds to. Several products add up in float32."""
+    for span in (10**9, 40 * V):
+        h, w, t, _ = tensors(torch.bfloat16, tokens=96)
+        exact = w.detach().float().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(numerics, "SPAN_BYTES", span)
+            for weight in (w, exact):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = linear_cross_entropy(h, weight, t, rows=16, fp8=True)
+                loss.backward()
+            kept = numerics.dtype_of_grad_weight(96, w, torch.bfloat16, 16)
+        assert kept == (torch.bfloat16 if span == 10**9 else torch.float32)
+        assert torch.equal(w.grad, exact.grad.bfloat16())
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_compiler_sees_one_operation(fp8):
@@ -211,7 +227,7 @@ def test_a_compiler_sees_one_operation(fp8):
     torch.testing.assert_close(torch.autograd.grad(compiled, (h, w)), eager, rtol=0, atol=0)
     settings = (-100, 0.0, 0.0, 32, fp8, True, True, True, False)
     operation = torch.ops.lightning_lowprec.linear_cross_entropy
-    arguments = (h.detach(), w.detach(), None, t, torch.ones(()), *settings)
+    arguments = (h.detach(), w.detach(), None, t, torch.ones(()), torch.ones(()), *settings)
     assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
 
 

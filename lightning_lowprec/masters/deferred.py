@@ -48,14 +48,14 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     float32, and over all ranks of a mesh.
     """
     registry = optimizer._masters  # type: ignore[attr-defined]
-    deferred = [p.grad for p, _ in registry.pairs() if p.grad is not None]
+    deferred = registry.deferred_grads()
     others = [p.grad for p in registry.without_master() if p.grad is not None]
     if not deferred and not others:
         return torch.tensor(0.0)
     parts = [norm * registry.gradients.factor for norm in _norms(deferred, norm_type)] + _norms(others, norm_type)
     total = _together(parts, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    registry.gradients.fold(factor)
+    registry.gradients.fold(factor, deferred)
     multiply(others, factor)
     return total
 
@@ -68,8 +68,8 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
         A float32 scalar on the device of the gradients.
     """
     registry = optimizer._masters  # type: ignore[attr-defined]
-    registry.gradients.fold(inv_scale)
-    grads = [p.grad for p, _ in registry.pairs() if p.grad is not None]
+    grads = registry.deferred_grads()
+    registry.gradients.fold(inv_scale, grads)
     if not grads:
         return torch.zeros(())
     return (~_together(_norms(grads, math.inf), math.inf).isfinite()).float()

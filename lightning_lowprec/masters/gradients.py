@@ -21,6 +21,7 @@ from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.private.torch import copy_all_, multiply_all_
 
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
+_FOLDED: Final = "lowprec_folded"  # likewise, of a gradient that the factor is meant for
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -38,9 +39,27 @@ class MasterGradients:
         """Whether gradients wait to be multiplied."""
         return not is_one(self.factor)
 
-    def fold(self, factor: float | Tensor) -> None:
-        """Multiply the gradients that stay at the parameters by ``factor``, when the step reads them."""
+    def fold(self, factor: float | Tensor, grads: Iterable[Tensor]) -> None:
+        """Multiply ``grads``, all gradients that stay at the parameters, by ``factor`` when the step reads them."""
         self.factor = factor if is_one(self.factor) else self.factor * factor
+        for grad in grads:
+            setattr(grad, _FOLDED, True)
+
+    def forget_others(self, grads: Iterable[Tensor]) -> None:
+        """Make the factor that of all ``grads``, which are at the parameters now.
+
+        Gradients that the factor was meant for may be gone, by ``model.zero_grad()`` and another backward. Where only
+        some are gone, the others are multiplied now.
+        """
+        if not self.waits:
+            return
+        grads = list(grads)
+        folded = [grad for grad in grads if hasattr(grad, _FOLDED)]
+        if len(folded) < len(grads):
+            multiply(folded, self.factor)
+            for grad in folded:
+                delattr(grad, _FOLDED)
+            self.factor = 1.0
 
     def move(self, store: Store, inv_scale: float | Tensor) -> None:
         """Move the gradients of a store's parameters to its masters, times ``inv_scale`` and the folded factor."""

@@ -25,8 +25,9 @@ from lightning_lowprec.masters.rules import Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.largest import Largest, asked
 from lightning_lowprec.numerics.triton_runs import kernels_run
-from lightning_lowprec.private.torch import add_to_all_, increment_versions
+from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
 _KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -60,6 +61,8 @@ class Row:
     step: Tensor | None
     param: Tensor
     master: Tensor
+    largest: Largest | None
+    """Where the largest absolute value of the new weight is wanted."""
 
 
 @torch.no_grad()
@@ -106,7 +109,7 @@ def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Stor
         return None
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     variant = Variant(rule.kernel, store.form, _KINDS[weight.dtype], _KINDS[grad.dtype], kind, aligned)
-    return Row(variant, tuple(tensors), store.position(index), state.get("step"), param, master)
+    return Row(variant, tuple(tensors), store.position(index), state.get("step"), param, master, asked(param))
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -133,6 +136,9 @@ def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: M
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
     numbers = numbers_of(rule, plain, group, steps, len(rows))
     factor = registry.gradients.factor if rows[0].master.grad is None else 1.0
+    hints = [(row.largest, row.param) for row in rows if row.largest is not None]
+    if hints:
+        copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
     launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:
@@ -140,6 +146,8 @@ def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: M
         if hasattr(weight, NOTE_WRITTEN):
             weight.note_written()  # type: ignore[union-attr]
     increment_versions([*written, *(row.param for row in rows)])
+    for hint, param in hints:
+        hint.note(param)
 
 
 def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
@@ -156,16 +164,25 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
 
     weights = [row.tensors[0] for row in rows]
     sizes = tuple(weight.numel() for weight in weights if weight is not None)
-    pointers = [[0 if t is None else t.data_ptr() for t in (*row.tensors, None, None)][:5] for row in rows]
-    table = [number for p, size, row in zip(pointers, sizes, rows, strict=True) for number in (*p, size, row.position)]
+    pointers = [[_address(t) for t in (*row.tensors, None, None)][:5] for row in rows]
+    hints = [_address(None if row.largest is None else row.largest.value) for row in rows]
+    table = [
+        number
+        for p, size, row, hint in zip(pointers, sizes, rows, hints, strict=True)
+        for number in (*p, size, row.position, hint)
+    ]
     variant, device = rows[0].variant, numbers.device
     tiles = _tiles(sizes, device, kernel.TILE.value)
     with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
         kernel.step_parameters[(len(tiles),)](
             tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
             FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
-            ALIGN=_VECTOR if variant.aligned else 1, num_warps=8,
+            ALIGN=_VECTOR if variant.aligned else 1, MEASURE=any(hints), num_warps=8,
         )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @functools.lru_cache(maxsize=16)

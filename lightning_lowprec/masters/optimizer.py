@@ -233,6 +233,7 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         registry.gradients.hide(registry.pairs())
         registry.follow_moves()
+        registry.deferred_grads()
         try:
             step_in_one_pass(self, plain_class(self), registry)
             for store in registry.stores:

@@ -122,10 +122,17 @@ class MasterRegistry:
         """Move gradients to the masters, and unscale the gradients of parameters without a master."""
         self.gradients.hide(self.pairs())
         self.follow_moves()
+        self.deferred_grads()
         for store in self.stores:
             self.gradients.move(store, inv_scale)
         self.gradients.factor = 1.0
         unscale_in_place(self.without_master(), inv_scale)
+
+    def deferred_grads(self) -> list[Tensor]:
+        """Return the gradients that are at the parameters with masters; the folded factor is meant for all of them."""
+        grads = [p.grad for p, _ in self.pairs() if p.grad is not None]
+        self.gradients.forget_others(grads)
+        return grads
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every parameter that has a master, with its master."""

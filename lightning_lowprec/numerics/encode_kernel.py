@@ -31,15 +31,8 @@ def _code(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def encode(tiles, table, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn; finite values saturate.
-
-    Args:
-        tiles: (programs, 3) int32: which weight, tile row, tile column.
-        table: (weights, 6) int64.
-        KIND: the dtype of the weights.
-    """
-    program = tl.program_id(0)
+def _tile(tiles, table, program, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Encode one tile; return the bits of its largest absolute value."""
     entry = table + tl.load(tiles + 3 * program) * COLUMNS
     rows = tl.load(entry + 4) * 16  # as factors, so that the compiler knows that they are multiples of 16
     columns = tl.load(entry + 5) * 16
@@ -49,15 +42,41 @@ def encode(tiles, table, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     place = row * columns + column
     weight = tl.load(entry)
     if KIND == "fp32":
-        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float32)), 16) + place, mask=inside)
+        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float32)), 16) + place, mask=inside, other=0.0)
     elif KIND == "fp16":
-        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float16)), 16) + place, mask=inside).to(tl.float32)
+        half = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float16)), 16) + place, mask=inside, other=0.0)
+        x = half.to(tl.float32)
     else:
-        bits = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.int16)), 16) + place, mask=inside)
+        bits = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.int16)), 16) + place, mask=inside, other=0)
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
     x = x * tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)))
     codes = _code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
     tl.store(tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int8)), 16) + place, codes, mask=inside)
     target = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.int8)), 16)
     across = tl.trans(column) * rows + tl.trans(row)
     tl.store(target + across, tl.trans(codes), mask=tl.trans(inside))
+    return largest
+
+
+@triton.jit
+def encode(tiles, table, hints, found, KIND: tl.constexpr, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn; finite values saturate.
+
+    Args:
+        tiles: (programs, 3) int32: which weight, tile row, tile column.
+        table: (weights, 6) int64.
+        hints: (weights,) int32, what ``found`` is expected to be; read by "mend".
+        found: (weights,) int32, the bits of the largest absolute values; "check" raises them, "mend" reads them.
+        KIND: the dtype of the weights.
+        MODE: "plain"; "check", which also measures; "mend", which encodes the weights whose hint was wrong.
+    """
+    program = tl.program_id(0)
+    number = tl.load(tiles + 3 * program)
+    if MODE == "mend":
+        if tl.load(hints + number) != tl.load(found + number):
+            _tile(tiles, table, program, KIND)
+    else:
+        largest = _tile(tiles, table, program, KIND)
+        if MODE == "check":  # numbers that are not negative are in the order of their bits, and a NaN is the largest
+            tl.atomic_max(found + number, largest)

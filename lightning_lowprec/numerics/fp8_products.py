@@ -6,14 +6,18 @@ are multiples of 16. So a matrix that is a factor of two products is stored twic
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
+from lightning_lowprec.numerics.encode import Encoded, encode, kernel_encodes
 from lightning_lowprec.numerics.formats import E4M3, Format
+from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.numerics.one_pass import in_one_pass, rows_in_one_pass
 from lightning_lowprec.numerics.scaling import power_of_two_scale
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_mm
@@ -40,10 +44,20 @@ class Codes:
 
         values: (M, N) any float; NaN and inf become NaN or the format's limits, and their scale is 1.
         """
+        if isinstance(values, Parameter) and format == E4M3 and kernel_encodes([values]):
+            return cls._of_parameter(values)
         (amax,) = largest_absolute_values([values])
         scale = power_of_two_scale(amax, format)
         rows = padded(in_one_pass(_encode, values, scale, format))
         return cls(rows=rows, columns=transposed(rows), inv_scale=scale.reciprocal())
+
+    @classmethod
+    def _of_parameter(cls, weight: Parameter) -> Codes:
+        """Encode a weight, whose largest value the optimizer's kernel may know, by one kernel."""
+        made = Encoded(weight)
+        scales = functools.partial(power_of_two_scale, format=E4M3)
+        encode([weight.detach()], [made], scales, largest([weight]), kernel=True)
+        return cls(rows=made.rows, columns=made.columns, inv_scale=made.scale.reciprocal())
 
 
 def _encode(values: Tensor, scale: Tensor, format: Format) -> Tensor:

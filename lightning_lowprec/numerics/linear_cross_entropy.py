@@ -14,7 +14,8 @@ Logits are rounded to the dtype of ``hidden``, as those of a Linear are; the res
 
 In FP8 the three products take codes. The weight is encoded once per call, and the gradient of the logits with a scale
 that is known in advance. The products of the weight's gradient add up over up to ``SPAN_BYTES`` of such codes inside of
-one FP8 product, because FP8 products cannot add to a matrix.
+one FP8 product, because FP8 products cannot add to a matrix. Where one product is enough, it returns the dtype of the
+weight. The gradients are multiplied by ``after``, with which the scales of the products are multiplied.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Results:
     hidden: Tensor | None = None
     """(T, K) in the dtype of ``hidden``, times ``gradient_scale``; of FP8 products in fp16 float32."""
     weight: Tensor | None = None
-    """(V, K) float32, times ``gradient_scale``."""
+    """(V, K), times ``gradient_scale``: float32, but of one FP8 product for a bf16 weight bf16."""
     bias: Tensor | None = None
     """(V,) float32, times ``gradient_scale``."""
 
@@ -149,21 +150,23 @@ def in_fp8(
     terms: LossTerms,
     wanted: Wanted,
     rows: int | None,
+    after: Tensor,
     *,
     emulate: bool,
 ) -> Results:
     """Compute with products of float8 codes: e4m3 for ``hidden`` and ``weight``, e5m2 for the gradient of the logits.
 
-    K must be a multiple of 16. The other arguments are those of :func:`in_half`.
+    K must be a multiple of 16. ``after``, () float32, multiplies the finished gradients: a mean divides by the number
+    of tokens. ``emulate`` multiplies decoded codes in float32. The other arguments are those of :func:`in_half`.
     """
     results = _empty_results(hidden, weight, wanted, fp8=True)
+    of_weight = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
     coded = Codes.of(hidden)
     if (missing := len(coded.rows) - len(target)) > 0:
         target = F.pad(target, (0, missing), value=terms.ignore_index)
         factors = F.pad(factors, (0, missing)) if factors.ndim else factors
-    run = _Fp8Run(hidden.dtype, coded, Codes.of(weight), len(weight), emulate)
-    spread = run.rows(rows)
-    span = max(SPAN_BYTES // len(run.weight.rows) // spread, 1) * spread
+    run = _Fp8Run(hidden.dtype, coded, Codes.of(weight), len(weight), after, emulate)
+    spread, span = _spread_and_span(weight, hidden.dtype, rows)
     grad_weight = None
     for outer in _parts(len(target), span):
         columns = run.columns(outer) if wanted.weight else None
@@ -178,7 +181,7 @@ def in_fp8(
             results.losses[here] = losses[: here.stop - here.start]
             del logits
             if results.bias is not None:
-                results.bias.add_(codes.to(hidden.dtype).sum(0, dtype=torch.float32) / CODE_SCALE)
+                results.bias.add_(codes.to(hidden.dtype).sum(0, dtype=torch.float32) * run.of_codes)
             codes = padded(codes)
             if results.hidden is not None:
                 results.hidden[here] = run.grad_hidden(codes)[: here.stop - here.start]
@@ -188,7 +191,7 @@ def in_fp8(
         if columns is not None:
             if outer.stop == len(target):
                 run.forget_weight()
-            grad_weight = run.add_grad_weight(grad_weight, columns, outer)
+            grad_weight = run.add_grad_weight(grad_weight, columns, outer, of_weight)
     return Results(
         losses=results.losses,
         hidden=results.hidden,
@@ -201,18 +204,15 @@ def in_fp8(
 class _Fp8Run:
     """The products of one call in FP8."""
 
-    def __init__(self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, emulate: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, after: Tensor, emulate: bool
+    ) -> None:
         self.dtype = dtype
         self.hidden = hidden
         self.weight: Codes = weight
         self.vocabulary = vocabulary
         self.emulate = emulate
-        self._of_codes = torch.full((), 1 / CODE_SCALE, device=weight.rows.device)
-
-    def rows(self, chosen: int | None) -> int:
-        """Return how many tokens to compute at a time: a multiple of 16."""
-        rows = rows_at_a_time(self.vocabulary, self.dtype, 0) if chosen is None else chosen
-        return -(-rows // ALIGNMENT) * ALIGNMENT
+        self.of_codes = after / CODE_SCALE
 
     def columns(self, part: slice) -> Tensor:
         """Return memory for the transposed codes of the gradient of some tokens' logits."""
@@ -236,20 +236,20 @@ class _Fp8Run:
         return product(
             codes,
             self.weight.columns,
-            (self._of_codes, self.weight.inv_scale),
+            (self.of_codes, self.weight.inv_scale),
             _range_of(self.dtype),
             fast=False,
             emulate=self.emulate,
         )
 
-    def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice) -> Tensor:
-        """Return ``total`` with the gradient of the weight from some tokens added."""
+    def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return ``total``, of ``dtype``, with the gradient of the weight from some tokens added."""
         whole = len(self.hidden.rows) == part.stop - part.start
         hidden = self.hidden.columns if whole else self.hidden.columns[:, part].contiguous()
 
         def made(rows: Tensor) -> Tensor:
-            scales = self._of_codes, self.hidden.inv_scale
-            return product(rows, hidden, scales, torch.float32, fast=False, emulate=self.emulate)
+            scales = self.of_codes, self.hidden.inv_scale
+            return product(rows, hidden, scales, dtype, fast=False, emulate=self.emulate)
 
         if total is None:
             return made(columns)
@@ -260,6 +260,25 @@ class _Fp8Run:
     def forget_weight(self) -> None:
         """Free the codes of the weight, which no product needs any more."""
         del self.weight
+
+
+def dtype_of_grad_weight(tokens: int, weight: Tensor, dtype: torch.dtype, rows: int | None) -> torch.dtype:
+    """Return the dtype in which :func:`in_fp8` returns the gradient of ``weight``, for hidden states of ``dtype``."""
+    one_product = tokens <= _spread_and_span(weight, dtype, rows)[1]
+    return torch.bfloat16 if one_product and weight.dtype == torch.bfloat16 else torch.float32
+
+
+def _spread_and_span(weight: Tensor, dtype: torch.dtype, rows: int | None) -> tuple[int, int]:
+    """Return how many tokens have their logits in memory at a time, and how many one product of gradients takes."""
+    vocabulary = len(weight)
+    if rows is None:
+        rows = rows_at_a_time(vocabulary, dtype, 0)
+    spread = _aligned(rows)
+    return spread, max(SPAN_BYTES // _aligned(vocabulary) // spread, 1) * spread
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:

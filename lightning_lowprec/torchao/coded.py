@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
+from lightning_lowprec.numerics.encode import DTYPE
 from lightning_lowprec.private.torch import scaled_mm
-from lightning_lowprec.torchao.weight_codes import DTYPE
 
 
 @final

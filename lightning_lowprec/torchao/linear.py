@@ -106,10 +106,10 @@ class FP8Linear(Float8Linear):
         return output if fits else cut_rows(output, input)
 
     def _with_codes(self, rows: Tensor, codes: WeightCodes) -> Tensor:
-        config = self.config
+        config, made = self.config, codes.made
         gradients, power_of_2 = config.cast_config_grad_output.target_dtype, config.round_scales_to_power_of_2
         output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, codes.rows, codes.columns, codes.scale, gradients, power_of_2, config.emulate
+            rows, self.weight, made.rows, made.columns, made.scale, gradients, power_of_2, config.emulate
         )
         return output
 

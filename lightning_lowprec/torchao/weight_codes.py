@@ -1,16 +1,14 @@
 """FP8 codes of weights, computed once per optimizer step, and kept for every micro-batch, forward and backward.
 
-The codes are those that torchao computes at every GEMM: e4m3, one scale per tensor. They are kept in two layouts,
-(N, K) for the forward and (K, N) for the gradient of the input, because Hopper's kernels take float8 in one layout
-only: 2 bytes per parameter.
+The codes are those that torchao computes at every GEMM: e4m3, one scale per tensor. They are kept in two layouts, see
+`numerics/encode.py`: 2 bytes per parameter.
 
-The first layer of a model that meets a changed weight has all changed weights of the model encoded: one pass for the
-largest values, one for the codes. `conversion/steps.py` says what counts as changed.
+The first layer of a model that meets a changed weight has all changed weights of the model encoded.
+`conversion/steps.py` says what counts as changed.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, final
@@ -20,12 +18,8 @@ from torch import Tensor, nn
 from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.conversion.steps import Seen, seen, watch
-from lightning_lowprec.numerics.from_host import tensor_on
-from lightning_lowprec.numerics.triton_runs import kernels_run
-from lightning_lowprec.private.torch import copy_all_, increment_versions, largest_absolute_values
-
-DTYPE = torch.float8_e4m3fn
-_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from lightning_lowprec.numerics.encode import DTYPE, Encoded, encode, kernel_encodes
+from lightning_lowprec.numerics.largest import largest
 
 
 @final
@@ -36,12 +30,7 @@ class WeightCodes:
         self.model, self.weight = model, weight
         self.checked_outside = False
         """Whether compiled code may use the codes without a check, because each call of it is preceded by one."""
-        self.rows: Tensor
-        """(N, K) float8_e4m3fn."""
-        self.columns: Tensor
-        """(K, N) float8_e4m3fn: the transpose."""
-        self.scale: Tensor
-        """() float32: codes = weight * scale."""
+        self.made: Encoded
         self._seen: Seen | None = None
 
     def is_stale(self, *, training: bool) -> bool:
@@ -51,10 +40,8 @@ class WeightCodes:
     def prepare(self, *, training: bool) -> None:
         """Allocate memory where there is none, and note that the weight is encoded."""
         weight = self.weight
-        if self._seen is None or self.rows.shape != weight.shape or self.rows.device != weight.device:
-            self.rows = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
-            self.columns = torch.empty(weight.shape[::-1], dtype=DTYPE, device=weight.device)
-            self.scale = torch.ones((), device=weight.device)
+        if self._seen is None or self.made.rows.shape != weight.shape or self.made.rows.device != weight.device:
+            self.made = Encoded(weight)
         self._seen = seen(weight, training=training, steps=weight.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -97,55 +84,17 @@ class ModelCodes:
                     continue
                 if codes.is_stale(training=layer.training):
                     codes.prepare(training=layer.training)
-                    weight = codes.weight.detach()
-                    stale.setdefault((weight.device, weight.dtype), []).append((weight, codes))
-            for (device, dtype), found in stale.items():
-                self._encode([weight for weight, _ in found], [codes for _, codes in found], device, _KINDS.get(dtype))
+                    key = codes.weight.device, codes.weight.dtype
+                    stale.setdefault(key, []).append((codes.weight, codes))
+            for found in stale.values():
+                self._encode(found)
 
-    def _encode(self, weights: list[Tensor], codes: list[WeightCodes], device: torch.device, kind: str | None) -> None:
-        scales = amax_to_scale(largest_absolute_values(weights), DTYPE, self._power_of_2)
-        copy_all_([c.scale for c in codes], list(scales.unbind()))
-        aligned = all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
-        if kind is not None and self._kernel and device.type in DEVICES and aligned and kernels_run():
-            launch(weights, codes, kind)
-            return
-        limit = torch.finfo(DTYPE).max
-        for weight, made in zip(weights, codes, strict=True):
-            made.rows.copy_((weight.float() * made.scale).clamp(-limit, limit))
-            made.columns.copy_(made.rows.t())
+    def _encode(self, found: list[tuple[Tensor, WeightCodes]]) -> None:
+        weights, codes = [weight.detach() for weight, _ in found], [codes.made for _, codes in found]
+        kernel = self._kernel and kernel_encodes(weights)
+        hints = largest([weight for weight, _ in found]) if kernel else None
+        encode(weights, codes, self._scales, hints, kernel=kernel)
 
-
-DEVICES = {"cuda"}
-
-
-def launch(weights: Sequence[Tensor], codes: Sequence[WeightCodes], kind: str) -> None:
-    """Encode with one launch of the kernel: ``weights`` of one dtype on one device, contiguous and aligned."""
-    from lightning_lowprec.numerics import encode_kernel
-
-    device = weights[0].device
-    table = [
-        number
-        for w, c in zip(weights, codes, strict=True)
-        for number in (w.data_ptr(), c.rows.data_ptr(), c.columns.data_ptr(), c.scale.data_ptr(), *_in_16(w))
-    ]
-    tiles = _tiles(tuple(tuple(w.shape) for w in weights), device, encode_kernel.SIDE.value)
-    with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
-        encode_kernel.encode[(len(tiles),)](
-            tiles, tensor_on(device, table, torch.int64), KIND=kind, num_warps=8
-        )  # fmt: skip
-    increment_versions([t for c in codes for t in (c.rows, c.columns)])
-
-
-def _in_16(weight: Tensor) -> tuple[int, int]:
-    return weight.shape[0] // 16, weight.shape[1] // 16
-
-
-@functools.lru_cache(maxsize=16)
-def _tiles(shapes: tuple[tuple[int, ...], ...], device: torch.device, side: int) -> Tensor:
-    """Return weight, tile row and tile column of every tile: (tiles, 3) int32."""
-    grids = []
-    for number, (rows, columns) in enumerate(shapes):
-        tile = torch.cartesian_prod(torch.arange(-(-rows // side)), torch.arange(-(-columns // side)))
-        grids.append(torch.cat([torch.full((len(tile), 1), number), tile], dim=1))
-    flat = torch.cat(grids).to(torch.int32)
-    return tensor_on(device, flat.flatten().tolist(), torch.int32).view(-1, 3)
+    def _scales(self, amax: Tensor) -> Tensor:
+        scales: Tensor = amax_to_scale(amax, DTYPE, self._power_of_2)
+        return scales

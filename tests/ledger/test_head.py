@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.ledger import triton_bytes
+from benchmarks.ledger import own_moved, triton_bytes
 from benchmarks.ledger.entry import amounts
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
@@ -37,7 +37,7 @@ def counted(loss_of, weights):
     torch._dynamo.reset()
     triton_bytes.start()
     h = torch.zeros(TOKENS, STACK.hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    w = torch.zeros(STACK.vocab, STACK.hidden, dtype=weights, device="cuda", requires_grad=True)
+    w = torch.nn.Parameter(torch.zeros(STACK.vocab, STACK.hidden, dtype=weights, device="cuda"))
     t = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
 
     def step():
@@ -53,8 +53,10 @@ def counted(loss_of, weights):
     step()
     peak = torch.cuda.max_memory_allocated() - before
     moved = Moved()
+    stop = own_moved.watch(moved.from_outside)
     with torch.autograd.set_multithreading_enabled(False), recording() as log, moved:
         step()
+    stop()
     stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS)
     assert (log.waits(), log.of("refused", "unknown"), loose) == ([], [], {})
     return stretches["forward"]["outside"], peak / 1e9

@@ -105,8 +105,8 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 @pytest.mark.parametrize(
     ("ours", "over", "least"),
     [
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.47),
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.35),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.5),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.37),
         ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.40),
     ],
 )

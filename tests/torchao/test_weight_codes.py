@@ -193,7 +193,7 @@ def test_copies_pickles_and_state_dicts_have_no_codes():
     loss_of(model)
     assert set(net.state_dict()) == set(Net().state_dict())
     layer = net.blocks[0][0]
-    assert layer.weight_codes.rows.shape == layer.weight.shape
+    assert layer.weight_codes.made.rows.shape == layer.weight.shape
     for clone in (copy.deepcopy(net), through_pickle(net)):
         assert all(found.weight_codes is None for found in fp8_linears(clone))
         assert torch.equal(clone(X), net(X))

@@ -8,7 +8,11 @@ from importlib.util import find_spec
 
 import pytest
 
-KERNELS = ("lightning_lowprec.masters.kernel", "lightning_lowprec.numerics.encode_kernel")
+KERNELS = (
+    "lightning_lowprec.masters.kernel",
+    "lightning_lowprec.numerics.encode_kernel",
+    "lightning_lowprec.numerics.multiply_kernel",
+)
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 
@@ -20,6 +24,9 @@ def interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name in KERNELS:
         monkeypatch.delitem(sys.modules, name, raising=False)
+    import triton
+
+    monkeypatch.setattr(triton.language, "max", triton.jit(triton.language.max.fn))  # else it was compiled at import
     for module in (deferred, one_pass):
         monkeypatch.setattr(module, "DEVICES", {"cpu"})
     yield

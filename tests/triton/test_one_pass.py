@@ -11,6 +11,7 @@ from lightning_lowprec import HalfMixed
 from lightning_lowprec.masters import deferred, one_pass
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
+from lightning_lowprec.numerics.largest import asked, largest
 from tests.masters.master_loops import equal, through_file
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic", seed=3)
@@ -119,14 +120,41 @@ def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
         flat = torch.zeros(start - before + n)
         flat[start - before :] = w.float() + g.float() * -0.001
         stochastic_round_(flat, seed=seed, step=step, start=before)
-        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, n, start])
+        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, n, start, 0])
         numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
         tiles = torch.tensor([0, 0], dtype=torch.int32)
         kernel.step_parameters[(1,)](
             tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
-            GRAD="bf16", MOMENT="fp32", ALIGN=1,
+            GRAD="bf16", MOMENT="fp32", ALIGN=1, MEASURE=False,
         )  # fmt: skip
         assert torch.equal(w.float(), flat[start - before :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype):
+    """The value is that of the weight as it is stored, also if it is negative, NaN, or in the last block."""
+    if dtype == torch.float16 and form != "fp32":
+        pytest.skip("only float32 masters hold fp16 weights")
+    params = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)) for n in (5000, 7, 64)]
+    assert largest(params[:2]) is None
+    optimizer = add_masters(optim.SGD(params, lr=1e-2), FORMS[form])
+    with torch.no_grad():
+        params[0][4998] = -9.0
+        params[1][2] = torch.nan
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        noted = largest(params[:2])
+        expected = torch.stack([p.detach().float().abs().max() for p in params[:2]])
+        torch.testing.assert_close(noted, expected, rtol=0, atol=0, equal_nan=True)
+        assert asked(params[2]) is None
+        params[0].data.mul_(0.5)  # the next note is not the largest of two steps
+    with torch.no_grad():
+        params[0].mul_(2)
+    assert largest(params[:2]) is None, "a write that torch saw"
+    assert largest(params[1:2]) is not None
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
@@ -325,6 +353,36 @@ def test_a_backward_after_clipping_adds_an_unclipped_gradient():
         found.append(optimizer.optimizer.state_dict()["state"])
     for entry, expected in zip(found[0].values(), found[1].values(), strict=True):
         torch.testing.assert_close(entry["master_param"], expected["master_param"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dropped", [slice(0, 4), slice(1, 3)], ids=["all", "some"])
+def test_gradients_that_replace_clipped_ones_are_not_clipped(dropped):
+    """Clip, drop gradients at the parameters, run a bare backward, and step or clip again: as without deferral."""
+    found = []
+    for devices in ({"cpu"}, set()):
+        one_pass.DEVICES, deferred.DEVICES = devices, devices
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
+        module = Module().net
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+        norms = []
+        for clips in (False, True, False):
+            fabric.backward((model(X) - 1).float().square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=2.0**-10)
+            for p in list(module.parameters())[dropped]:
+                if devices:
+                    p.grad = None
+                else:
+                    optimizer.optimizer._masters.master_of[id(p)].grad = p.grad = None
+            for p in list(module.parameters())[dropped]:
+                p.grad = torch.full_like(p, 0.25)
+            if clips:
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((norms, optimizer.optimizer.state_dict()["state"]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    for entry, expected in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        torch.testing.assert_close(entry["master_param"], expected["master_param"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
