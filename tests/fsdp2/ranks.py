@@ -15,9 +15,10 @@ import torch.multiprocessing
 from torch import distributed as dist
 
 PRELOAD = [
-    "lightning_lowprec", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.checkpoint",
-    "torch.distributed.fsdp", "tests.fsdp2.toy",
+    "lightning", "lightning.pytorch.cli", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "pytest",
 ]  # fmt: skip
+"""What takes seconds to import. Not this package: each process shows what the import of this package does."""
 
 
 def server() -> multiprocessing.context.ForkServerContext:
