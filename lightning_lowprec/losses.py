@@ -174,7 +174,8 @@ def _computed(
 ) -> list[Tensor]:
     """Return losses and gradients; a compiler sees one operation."""
     run = torch.ops.lightning_lowprec.linear_cross_entropy if torch.compiler.is_compiling() else _run
-    made: list[Tensor] = run(hidden, weight, bias, target, factors, after, *terms, *settings, *wanted)
+    rows, fp8, emulate = settings
+    made: list[Tensor] = run(hidden, weight, bias, fp8, rows, list(wanted), target, factors, after, *terms, emulate)
     return made
 
 
@@ -182,27 +183,24 @@ def _run(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    fp8: bool,
+    rows: int,
+    of: list[bool],
     target: Tensor,
     factors: Tensor,
     after: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    rows: int,
-    fp8: bool,
     emulate: bool,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
 ) -> list[Tensor]:
     """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
     terms = LossTerms(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    wanted = Wanted(hidden=of_hidden, weight=of_weight, bias=of_bias)
+    wanted = Wanted(hidden=of[0], weight=of[1], bias=of[2])
     arguments = hidden, weight, bias, target, factors, terms, wanted, rows or None
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if not len(hidden):
-            constants = *terms.constants, rows, fp8, emulate, of_hidden, of_weight, of_bias
-            return [torch.zeros_like(like) for like in _fake(hidden, weight, bias, target, factors, after, *constants)]
+            return [torch.zeros_like(result) for result in _fake(hidden, weight, bias, fp8, rows, of)]
         if not fp8:
             found = in_half(*arguments)
         else:
@@ -217,30 +215,17 @@ def _listed(found: Results, like: Tensor) -> list[Tensor]:
 
 
 def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    factors: Tensor,
-    after: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    rows: int,
-    fp8: bool,
-    emulate: bool,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool, rows: int, of: list[bool], *_: object
 ) -> list[Tensor]:
+    """Return tensors of the shapes and dtypes of the results, which the other arguments do not change."""
     float32 = torch.float32
     dtype = float32 if fp8 and hidden.dtype == torch.float16 else hidden.dtype
     of_weight_dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows or None) if fp8 else float32
     found = Results(
         losses=hidden.new_empty(hidden.shape[:1], dtype=float32),
-        hidden=torch.empty_like(hidden, dtype=dtype) if of_hidden else None,
-        weight=weight.new_empty(weight.shape, dtype=of_weight_dtype) if of_weight else None,
-        bias=weight.new_empty(weight.shape[:1], dtype=float32) if of_bias else None,
+        hidden=torch.empty_like(hidden, dtype=dtype) if of[0] else None,
+        weight=weight.new_empty(weight.shape, dtype=of_weight_dtype) if of[1] else None,
+        bias=weight.new_empty(weight.shape[:1], dtype=float32) if of[2] else None,
     )
     return _listed(found, hidden)
 

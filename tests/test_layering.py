@@ -1,6 +1,7 @@
 """Imports run down the floors only; private names of other libraries stand in `private/`; files stay small."""
 
 import ast
+import functools
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +26,11 @@ MAY_IMPORT_EACH_OTHER = [
 ]
 LIGHTNING_FROM = FLOOR["precision"]
 MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -56,7 +62,7 @@ def test_imports_run_down(path):
     part = room(path)
     if part == "__init__":
         return  # the public names and one call
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert refused(part, tree) == set()
     if FLOOR[part] < LIGHTNING_FROM and part != "private":
         assert not {name for name in imported(tree) if name.split(".")[0] == "lightning"}, "no Lightning below floor 3"
@@ -75,7 +81,7 @@ def circles() -> list[list[str]]:
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph = {}
     for name, path in names.items():
-        found = imported(ast.parse(path.read_text()))
+        found = imported(tree_of(path))
         found = {other if other in names else other.rpartition(".")[0] for other in found}
         graph[name] = {other for other in found if other in names and other != name}
     state: dict[str, int] = {}
@@ -102,9 +108,8 @@ def test_no_module_imports_in_a_circle():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_stay_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= 450
-    for node in ast.walk(ast.parse(text)):
+    assert path.read_text().count("\n") <= 450
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
             assert node.end_lineno - node.lineno < 60, node.name
 
@@ -113,11 +118,12 @@ def test_half_of_the_files_are_short():
     assert median(path.read_text().count("\n") for path in MODULES) <= 120
 
 
+@functools.cache
 def own_private_names() -> set[str]:
     """Every private name that the package itself defines: functions, classes, attributes, fields, arguments."""
     names = set()
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -153,7 +159,7 @@ HARMLESS = {
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_names_of_other_libraries_stand_in_private(path):
     if room(path) != "private":
-        assert foreign_private_names(ast.parse(path.read_text()), own_private_names() | HARMLESS) == set()
+        assert foreign_private_names(tree_of(path), own_private_names() | HARMLESS) == set()
 
 
 def test_the_test_of_private_names_can_fail():
@@ -167,9 +173,7 @@ MEANT_TO_BE_EXTENDED = {"MasterOptimizer", "StdlibText", "ByteGPT", "Block"}
 
 def classes_without_final() -> set[str]:
     """Classes that are neither extended in the package, nor final, nor abstract, nor plain values."""
-    classes = [
-        node for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [node for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
     extended = {getattr(base, "id", getattr(base, "attr", "")) for node in classes for base in node.bases}
     marks = {node.name: [ast.unparse(mark) for mark in node.decorator_list] for node in classes}
     values = {"Protocol", "TypedDict", "IntEnum", "NamedTuple"}

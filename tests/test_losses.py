@@ -128,6 +128,25 @@ def test_fp16_gradients_of_well_predicted_tokens_keep_their_bits(fp8):
     assert sqnr(of_weight, w.grad.double() / 2**14) >= (30 if fp8 else 50)
 
 
+def test_fp16_gradients_of_logits_keep_11_bits_from_two_to_the_minus_21_on():
+    """fp16 has 11 bits from 2**-14 on. Logits (L, 0) of class 0 have the gradient sigmoid(-L) for class 1."""
+    logits = torch.arange(13.875, 14.55, 2**-7)  # values of fp16; sigmoid(-L) between 2**-21 and 2**-20
+    h = torch.stack([logits, torch.zeros_like(logits)], 1).half().requires_grad_()
+    t = torch.zeros(len(h), dtype=torch.long)
+    linear_cross_entropy(h, torch.eye(2).half(), t, reduction="sum").mul(2.0**14).backward()
+    expected = torch.sigmoid(-logits.double())
+    assert 2**-21 < expected.min() < expected.max() < 2**-20
+    errors = h.grad[:, 1].double() / 2**14 / expected - 1
+    assert errors.abs().max() < 1.001 * 2**-11  # half of the last bit; 0.001 for the exponential in float32
+
+
+def test_fp16_gradients_of_wrong_predictions_stay_finite_with_weights_of_250():
+    """Gradients of logits 1 and -1, the largest, times weights 250 and -250: 500, and times 2**7 less than 65504."""
+    h = torch.ones(1, 1).half().requires_grad_()
+    linear_cross_entropy(h, torch.tensor([[250.0], [-250.0]]).half(), torch.tensor([1])).backward()
+    assert h.grad.item() == 500
+
+
 def test_micro_batches_and_a_tied_embedding_add_to_one_gradient():
     _, w, t, _ = tensors(torch.float32, ignored=0)
     tokens = torch.arange(T)
@@ -225,9 +244,10 @@ def test_a_compiler_sees_one_operation(fp8):
     eager = torch.autograd.grad(f(h, w, t), (h, w))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(h, w, t)
     torch.testing.assert_close(torch.autograd.grad(compiled, (h, w)), eager, rtol=0, atol=0)
-    settings = (-100, 0.0, 0.0, 32, fp8, True, True, True, False)
+    settings = (-100, 0.0, 0.0, True)
     operation = torch.ops.lightning_lowprec.linear_cross_entropy
-    arguments = (h.detach(), w.detach(), None, t, torch.ones(()), torch.ones(()), *settings)
+    one = torch.ones(())
+    arguments = (h.detach(), w.detach(), None, fp8, 32, [True, True, False], t, one, one, *settings)
     assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
 
 

@@ -1,6 +1,5 @@
 """A signal to a rank, or its death, ends a Trainer run on all ranks, with an error, within seconds."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -9,9 +8,9 @@ import lightning as L
 import pytest
 import torch
 
-from tests.fsdp2.ranks import free_port
+from tests.fsdp2.ranks import free_port, server
 from tests.fsdp2.toy import QUIET, Toy, X, Y
-from tests.fsdp2.worlds import PRELOAD, enter
+from tests.fsdp2.worlds import enter
 
 pytestmark = pytest.mark.distributed
 SECONDS = 60  # generous: it takes two on an idle machine
@@ -53,8 +52,7 @@ def wait_for(condition, seconds: float) -> bool:
 
 
 def test_a_run_ends(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     for i, (name, (number, targets)) in enumerate(ENDINGS.items()):
         folder = tmp_path / str(i)
         folder.mkdir()

@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.fsdp2.two_ranks import run
+from tests.fsdp2.fsdp_runs import worker
+from tests.fsdp2.ranks import run
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return run("fsdp_script.py", tmp_path_factory.mktemp("fsdp"))
+    return run(worker, 2, tmp_path_factory.mktemp("fsdp"))
 
 
 STEPS = 3
@@ -37,9 +38,9 @@ def test_lightnings_object_and_ours_of_either_flavour_train_alike(seen, loop):
 def test_hybrid_sharding(seen):
     for rank in seen:
         two_copies = rank["hybrid (2, 1)"]
-        assert (two_copies["meshes"], two_copies["layouts"]) == ([[2, 1]], ["(Replicate(), Shard(dim=0))"])
+        assert (two_copies["meshes"], two_copies["layouts"]) == ([(2, 1)], ["(Replicate(), Shard(dim=0))"])
         for one_copy in (rank["hybrid (1, 2)"], rank["hybrid nodes"]):  # there is one node
-            assert (one_copy["meshes"], one_copy["layouts"]) == ([[2]], ["(Shard(dim=0),)"])
+            assert (one_copy["meshes"], one_copy["layouts"]) == ([(2,)], ["(Shard(dim=0),)"])
             assert one_copy["gathers"]["blocks.0"] == 2 * STEPS, "HYBRID_SHARD frees weights after forward"
 
 

@@ -1,6 +1,5 @@
 """Ranks that are killed while they save: the run resumes from the checkpoint before, and saves again."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -8,9 +7,9 @@ import time
 import pytest
 import torch
 
-from tests.fsdp2.ranks import free_port
+from tests.fsdp2.ranks import free_port, server
 from tests.fsdp2.toy import assert_same, everything, setup, train
-from tests.fsdp2.worlds import PRELOAD, enter, run
+from tests.fsdp2.worlds import enter, run
 
 pytestmark = pytest.mark.distributed
 CASES = (("sharded", (1, 0)), ("sharded", (0,)), ("sharded", (1,)), ("full", (1, 0)))  # and who is killed
@@ -63,8 +62,7 @@ def resumes(rank, ranks, folder):
 
 
 def test_resumes_from_the_one_before(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     for kind, victims in CASES:
         port = free_port()
         folder = tmp_path / f"{kind}.{len(victims)}.{victims[0]}"

@@ -12,7 +12,8 @@ from lightning_lowprec.tools.planning.volume import (
     step,
     weights_of,
 )
-from tests.fsdp2.two_ranks import run
+from tests.fsdp2.ranks import run
+from tests.fsdp2.volume_runs import worker
 
 DEPTH, WIDTH, VOCABULARY = 2, 32, 256
 LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4
@@ -28,7 +29,7 @@ WIRE = {
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    return run("volume_script.py", tmp_path_factory.mktemp("volume"))
+    return run(worker, 2, tmp_path_factory.mktemp("volume"))
 
 
 @pytest.mark.distributed

@@ -1,6 +1,5 @@
-"""Worlds of gloo processes: forked from one server that has imported everything, so that a process costs no imports."""
+"""Worlds of gloo processes of any size, and what went wrong in any of them."""
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -9,15 +8,12 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from tests.fsdp2.ranks import free_port
-
-PRELOAD = ["lightning_lowprec", "torchao.float8", "torchao.optim", "torch.distributed.checkpoint", "toy"]
+from tests.fsdp2.ranks import free_port, server
 
 
 def run(body, ranks: int, folder: Path, *args, timeout: float = 240) -> list[Path]:
     """``body(rank, *args)`` in ``ranks`` processes; raises with what went wrong in any of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     port = free_port()
     results = [folder / f"{body.__name__}.{ranks}.{rank}" for rank in range(ranks)]
     processes = [

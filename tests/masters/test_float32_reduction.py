@@ -1,16 +1,12 @@
 """float32 accumulation and reduction under DDP: two gloo processes, against float64 sums over all micro-batches."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowprec import HalfMixed
+from tests.fsdp2.ranks import run
 from tests.masters.accumulation import (
     FLOAT32,
     FORMS,
@@ -22,10 +18,9 @@ from tests.masters.accumulation import (
     loss_of,
     relative_error,
 )
+from tests.masters.float32_reduction_runs import worker
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("float32_reduction_script.py"))
 COUNT = 8
 SEQUENCES = [f"{where} {form}" for where in ("trainer", "fabric") for form in FORMS]
 OPTIONS = ["plain", "views", "unused", "small-buckets"]
@@ -33,23 +28,8 @@ OPTIONS = ["plain", "views", "unused", "small-buckets"]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What both ranks wrote."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_lowprec.tools.cli",
-        "run",
-        "--devices=2",
-        "--main-port=29461",
-        SCRIPT,
-        str(out),
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.count("REDUCTION-OK") == 2
-    return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    """What both ranks saw."""
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def exact_mean(dtype=torch.bfloat16, scale=1.0):

@@ -12,6 +12,7 @@ import torch
 
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.torchao.linear import fp8_linears
+from tests import forked
 
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -71,18 +72,18 @@ def test_fabric_loop():
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
 
-def launch(*args: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "lightning_lowprec.tools.cli", *args]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+COMMAND = ["-m", "lightning_lowprec.tools.cli"]
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def test_cli_trains_the_gpt(tmp_path):
-    result = launch(
-        "fit", "--model=lightning_lowprec.tools.demo.ByteGPT", "--model.depth=1", "--model.width=32", "--model.heads=2",
+    result = forked.python(
+        *COMMAND, "fit",
+        "--model=lightning_lowprec.tools.demo.ByteGPT", "--model.depth=1", "--model.width=32", "--model.heads=2",
         "--data=lightning_lowprec.tools.demo.StdlibText", "--data.train_windows=64", "--trainer.precision=fp8-hybrid",
         "--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
         f"--trainer.default_root_dir={tmp_path}", "--trainer.limit_val_batches=1",
+        cwd=tmp_path, environ=ENVIRON,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert "converted 4 of 5 linear layers, kept 1: output head (by name) ('lm_head')" in result.stderr
@@ -94,6 +95,7 @@ def test_cli_trains_the_gpt(tmp_path):
 def test_ddp_on_two_processes():
     names = ("fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "bf16-master", "bf16-sr", "fp16-master", "msamp-o2")
     script = str(Path(__file__).with_name("ddp_script.py"))
-    result = launch("run", "--devices=2", "--main-port=29437", script, *names)
+    command = [sys.executable, *COMMAND, "run", "--devices=2", "--main-port=29437", script, *names]
+    result = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("DDP-OK") == 2 * len(names)

@@ -2,9 +2,10 @@
 
 import json
 import math
-import subprocess
+import os
 import sys
 from dataclasses import fields
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult, 
 from lightning_lowprec.tools.compare.runner import compare
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
+from tests import forked
+from tests.fsdp2.ranks import server
 
 USER_FILE = '''
 import os
@@ -115,7 +118,10 @@ FAILURES = {
 }
 
 
-def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd):
+def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd, monkeypatch):
+    forkserver._forkserver._stop()  # one that runs already writes to the stdout of the test that started it
+    server()  # five processes that need not import torch first; the demo above runs in processes that do
+    monkeypatch.setattr(runner, "START", "forkserver")
     out = user_file.parent / "out"
     modes = {name: mode for name, (mode, _) in FAILURES.items()}
     status = main(
@@ -202,7 +208,8 @@ def test_without_matplotlib_nothing_is_trained(tmp_path):
         "sys.modules['matplotlib'] = None\n"  # only now: torchmetrics imports it where it is installed
         f"sys.exit(main(['compare', '--out', {str(tmp_path / 'out')!r}]))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = forked.python("-c", code, cwd=tmp_path, environ=environ)
     assert result.returncode == 2
     assert "pip install 'lightning-lowprec[report]'" in result.stderr
     assert result.stdout == "", "importing the demo prints nothing"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -23,6 +24,8 @@ from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import train
 
 ERROR_LINES = 12
+START = "spawn"
+"""How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
 
 
 def compare(spec: CompareSpec) -> Comparison:
@@ -74,9 +77,9 @@ def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
     log = spec.out / f"{name}.log"
     log.write_text("", encoding="utf-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are 10 times slower on a busy machine
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=train, args=(spec, name, log, sender))
+    context: Any = multiprocessing.get_context(START)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(spec, name, log, sender))
     process.start()
     sender.close()  # the process has its own copy; without ours, the pipe ends when the process ends
     result = PrecisionResult(name=name)

@@ -1,8 +1,9 @@
 """Real text that every machine has: the sources of Python's own standard library, as bytes."""
 
+import os
 import sysconfig
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lightning as L
@@ -72,11 +73,17 @@ class StdlibText(L.LightningDataModule):
 
 def split(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the Python files for training and for validation, each in the order in which they are read."""
-    names = [file.relative_to(folder) for file in folder.rglob("*.py") if file.is_file()]
-    names = [name for name in names if EXCLUDED_FOLDERS.isdisjoint(name.parts)]
+    names = [file.relative_to(folder) for file in _sources(folder)]
     ranked = [folder / name for name in sorted(names, key=lambda name: (zlib.crc32(str(name).encode()), name))]
     count = max(1, len(ranked) // VAL_SHARE)
     return ranked[count:], ranked[:count]
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """Yield the Python files below ``folder``, without a look into the excluded folders: they hold most files."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = set(folders) - EXCLUDED_FOLDERS
+        yield from (path for file in files if (path := Path(parent, file)).suffix == ".py" and path.is_file())
 
 
 def read(files: Iterable[Path], max_bytes: int) -> Tensor:

@@ -1,7 +1,5 @@
-"""Run by `lowprec run --devices=2`; every rank writes what its optimizers were given to OUT/rank-N.pt."""
+"""Two ranks train, and return what their optimizers were given."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -30,7 +28,9 @@ COUNT = 8
 
 def fabric_with(precision: Any, **options: Any) -> L.Fabric:
     strategy = DDPStrategy(process_group_backend="gloo", **options)
-    return L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=precision)
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=precision)
+    fabric.launch()
+    return fabric
 
 
 def by_trainer(precision: Any, micro_batches: list[Tensor], net: type[Net] = Net, **options: Any) -> list[list[Tensor]]:
@@ -214,8 +214,7 @@ def weights_after(precision: Any, **options: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in main_params(optimizer.optimizer)])
 
 
-def main(out: Path) -> None:
-    rank = L.Fabric(accelerator="cpu", devices=2, strategy="ddp").global_rank
+def worker(rank: int) -> dict[str, Any]:
     mine = batches(COUNT, seed=rank)
     results: dict[str, Any] = {}
     for form in FORMS:
@@ -237,9 +236,4 @@ def main(out: Path) -> None:
     fp8 = FP8TorchAO(master_weights=True, **FLOAT32)
     results["weights"]["fp8"] = weights_after(fp8)
     results["errors"] = errors()
-    torch.save(results, out / f"rank-{rank}.pt")
-    print(f"REDUCTION-OK {rank}", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

@@ -1,10 +1,7 @@
-"""Two ranks train one step and count what they send. Started once per rank by the test."""
+"""Two ranks train one step, and return counts of what they send."""
 
 import itertools
-import json
-import sys
 from collections import Counter
-from pathlib import Path
 
 import lightning as L
 import torch
@@ -135,17 +132,11 @@ def copies():
     return {"all_reduced": sum(size for _, size in sent), "dtypes": sorted({dtype for dtype, _ in sent})}
 
 
-def main(folder):
+def worker(rank):
     seen = {}
     for precision, reshard in itertools.product(PRECISIONS, RESHARD):
         seen[f"fabric {precision} {reshard}"] = by_fabric(precision, reshard_after_forward=reshard)
         seen[f"trainer {precision} {reshard}"] = by_trainer(precision, reshard_after_forward=reshard)
     seen["bf16 reduce"] = by_fabric("bf16-mixed", reduce_dtype=torch.bfloat16)
     seen["copies"] = copies()
-    rank = torch.distributed.get_rank()
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
-    torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return seen
