@@ -15,6 +15,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
+from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
 from lightning_lowprec.precision.base import LowPrecision
@@ -48,12 +49,23 @@ _HALF: Final = {
         options={"dtype": "bf16", "master_weights": "stochastic"},
         summary="bf16 weights and compute, no masters: updates are rounded stochastically",
     ),
+    "bf16-lean": PrecisionName(
+        plugin=HalfMixed,
+        options={"dtype": "bf16", "master_weights": LEAN},
+        summary="bf16-remainder with moments of 8 bits, each weight updated during the backward: 6 bytes per parameter",
+    ),
+    "bf16-lean-sr": PrecisionName(
+        plugin=HalfMixed,
+        options={"dtype": "bf16", "master_weights": LEAN_SR},
+        summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
+    ),
 }
 _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
 """Names that get the suffix of a backend."""
+_FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
@@ -148,7 +160,12 @@ def _fill_table() -> None:
         if f"{name}{TORCHAO_BACKEND.suffix}" in rows
     }
     TABLE.clear()
-    TABLE.update({**_HALF, **dict(_rows(chosen)), **rows})
+    if tensorwise := rows.get("fp8-tensorwise"):
+        options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
+        chosen_lean = {"fp8-lean": replace(tensorwise, options=options, summary=_FP8_LEAN, fp16=False, masters=False)}
+    else:
+        chosen_lean = {}
+    TABLE.update({**_HALF, **chosen_lean, **dict(_rows(chosen)), **rows})
 
 
 backends.on_change(_fill_table)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from lightning_lowprec.checks import Count, check_fields
+from lightning_lowprec.checks import Count, PositiveOrNone, check_fields
 
 MasterForm = Literal["fp32", "remainder", "stochastic"]
-MomentForm = Literal["fp32", "stochastic"]
+MomentForm = Literal["fp32", "stochastic", "8bit", "fp8"]
+Update = Literal["step", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,26 @@ class MasterConfig:
     The last two need bf16 parameters.
     """
     moments: MomentForm = "fp32"
-    """``"stochastic"`` keeps the optimizer's state of bf16 parameters in bf16, rounded stochastically."""
+    """How the optimizer's state of half-precision parameters is kept between steps.
+
+    ``"fp32"``: as it is, 4 bytes per number. ``"stochastic"``: bf16, rounded stochastically; with
+    ``form="stochastic"`` only. ``"8bit"``: 1 byte, and an exponent per 32 to 256 numbers, rounded stochastically: first
+    moments in float8_e4m3fn, second moments in 5 bits of exponent and 3 of mantissa. ``"fp8"``: the same with
+    float8_e5m2 for second moments. Parameters of one dimension, of less than 4,096 numbers, or with rows that are not
+    multiples of 32 keep float32 state.
+    """
+    update: Update = "step"
+    """``"backward"`` updates a parameter as soon as its gradient is complete, and frees the gradient.
+
+    See docs/memory.md for what cannot be done with it.
+    """
+    clip_tensor: PositiveOrNone = None
+    """With ``update="backward"``: the largest norm of the gradient of one parameter; a larger one is scaled down."""
+    clip_last_norm: PositiveOrNone = None
+    """With ``update="backward"``: all gradients are scaled as if their norm were that of the step before.
+
+    The number is the largest norm, as ``gradient_clip_val``. The first step is not clipped.
+    """
     seed: int = 0
     """The seed of stochastic rounding; the same on every rank."""
 
@@ -36,9 +56,31 @@ class MasterConfig:
         """Check every field."""
         check_fields(self)
         if self.moments == "stochastic" and self.form != "stochastic":
-            raise ValueError(f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`.")
+            raise ValueError(
+                f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`. With other forms"
+                " use `moments='8bit'`, which takes 1 byte per number."
+            )
+        clips = [name for name in ("clip_tensor", "clip_last_norm") if getattr(self, name) is not None]
+        if clips and self.update == "step":
+            raise ValueError(
+                f"`{clips[0]}` goes with `update='backward'` only, got `update='step'`: clip by `gradient_clip_val` of"
+                " the Trainer, or by `fabric.clip_gradients`."
+            )
+        if len(clips) == 2:
+            raise ValueError("`clip_tensor` and `clip_last_norm` exclude each other. Leave one of the two out.")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether something is rounded stochastically, so that steps are counted."""
+        return self.form == "stochastic" or self.moments != "fp32"
 
     @classmethod
     def of(cls, value: MasterForm | MasterConfig) -> MasterConfig:
         """Return a config as given, and a form as a config."""
         return value if isinstance(value, MasterConfig) else cls(form=value)
+
+
+LEAN: Final = MasterConfig(form="remainder", moments="8bit", update="backward")
+"""``bf16-lean``: 6 bytes per parameter, and gradients of one parameter at a time."""
+LEAN_SR: Final = MasterConfig(form="stochastic", moments="8bit", update="backward")
+"""``bf16-lean-sr``: 4 bytes per parameter."""

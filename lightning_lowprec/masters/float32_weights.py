@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.masters.coded_state import decode_on_load
 from lightning_lowprec.masters.coupled import coupled
 from lightning_lowprec.masters.half_weights import cast_parameter, is_marked, mark
 from lightning_lowprec.masters.optimizer import float32_state, remove_masters
@@ -92,6 +93,7 @@ class Float32Weights:
             remove_masters(optimizer)
         for p in [p for p in made if p in optimizer.state]:
             optimizer.state[p] = float32_state(optimizer.state[p])
+        decode_on_load(optimizer)
 
     def __repr__(self) -> str:
         """Show the class alone: there are no options."""

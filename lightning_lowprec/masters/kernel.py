@@ -14,14 +14,17 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from lightning_lowprec.numerics.block_floats_kernel import decoded, encoded
+
 TILE: Final = tl.constexpr(1 << 16)
 """Elements of a parameter that one program steps."""
 BLOCK: Final = tl.constexpr(1 << 11)
 """Elements that one program holds at a time."""
-COLUMNS: Final = tl.constexpr(8)
-"""Addresses of a parameter (weight, master or remainder, gradient, first and second moment; 0: there is none), its
-number of elements, the position of its first element among all parameters, and the address of a number that becomes
-the largest absolute value of the new weight if it is smaller (float32; 0: nobody wants it)."""
+COLUMNS: Final = tl.constexpr(10)
+"""Addresses of a parameter (weight, master or remainder, gradient, first and second moment, exponents of the first and
+second moment; 0: there is none), its number of elements, the position of its first element among all parameters, and
+the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
+wants it)."""
 NUMBERS: Final = tl.constexpr(9)
 """float32 numbers of a parameter, see ``rules.numbers_of``."""
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
@@ -62,6 +65,8 @@ def _pointer(table, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexp
         pointer = address.to(tl.pointer_type(tl.float32))
     elif KIND == "fp16":
         pointer = address.to(tl.pointer_type(tl.float16))
+    elif KIND == "uint8":
+        pointer = address.to(tl.pointer_type(tl.uint8))
     else:
         pointer = address.to(tl.pointer_type(tl.int16))
     return tl.multiple_of(pointer, ALIGN)
@@ -90,11 +95,53 @@ def _store_upper(pointer, bits, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_moment(pointer, x, mask, position, first, seed, step, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    if KIND == "bf16":
-        _store_upper(pointer, _bits(x) + _random(position, first, seed, step), mask)
+def _load_moment(  # type: ignore[no-untyped-def]
+    table, first, offsets, mask, size,
+    KIND: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Return a moment of the elements at ``offsets``, float32: the first one, or the second one, never negative."""
+    if KIND == "8bit" or KIND == "fp8":
+        codes = tl.load(_pointer(table, 3 + SECOND, "uint8", ALIGN) + offsets, mask=mask)
+        exponents, blocks, inside = _exponents(table, first, size, GROUP, SECOND)
+        shared = tl.load(exponents + blocks, mask=inside, other=0)
+        if SECOND:
+            x = decoded(codes, shared, GROUP, 3 if KIND == "8bit" else 2, 31 if KIND == "8bit" else 30, False)
+        else:
+            x = decoded(codes, shared, GROUP, 3, 15, True)
     else:
-        tl.store(pointer, x, mask=mask)
+        x = _load(_pointer(table, 3 + SECOND, KIND, ALIGN) + offsets, mask, KIND)
+    return x
+
+
+@triton.jit
+def _exponents(table, first, size, GROUP: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the pointer to all exponents of a moment, the blocks at hand, and which of them exist."""
+    pointer = tl.load(table + 5 + SECOND).to(tl.pointer_type(tl.uint8))
+    blocks = first // GROUP + tl.arange(0, BLOCK // GROUP)
+    return pointer, blocks, blocks * GROUP < size
+
+
+@triton.jit
+def _store_moment(  # type: ignore[no-untyped-def]
+    table, first, offsets, x, mask, size, position, start, seed, step,
+    KIND: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    seed += (1 + SECOND) << 32
+    if KIND == "8bit" or KIND == "fp8":
+        random = _random(position, start, seed, step)
+        if SECOND:
+            codes, shared = encoded(x, random, GROUP, 3 if KIND == "8bit" else 2, 31 if KIND == "8bit" else 30,
+                                    7 if KIND == "8bit" else 3, False)  # fmt: skip
+        else:
+            codes, shared = encoded(x, random, GROUP, 3, 15, 6, True)
+        tl.store(_pointer(table, 3 + SECOND, "uint8", ALIGN) + offsets, codes, mask=mask)
+        exponents, blocks, inside = _exponents(table, first, size, GROUP, SECOND)
+        tl.store(exponents + blocks, shared, mask=inside)
+    elif KIND == "bf16":
+        pointer = _pointer(table, 3 + SECOND, KIND, ALIGN) + offsets
+        _store_upper(pointer, _bits(x) + _random(position, start, seed, step), mask)
+    else:
+        tl.store(_pointer(table, 3 + SECOND, KIND, ALIGN) + offsets, x, mask=mask)
 
 
 @triton.jit
@@ -133,9 +180,9 @@ def _store_master(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    row, offsets, mask, position, first, table, numbers, factor, seed, step,
+    row, begin, offsets, mask, size, position, first, table, numbers, factor, seed, step,
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Step some elements of a parameter; return the bits of their new weights, as float32."""
     table += row * COLUMNS
@@ -143,27 +190,26 @@ def _block(  # type: ignore[no-untyped-def]
     weight = _pointer(table, 0, WEIGHT, ALIGN) + offsets
     extra = _pointer(table, 1, "int16" if FORM == "remainder" else "fp32", ALIGN) + offsets
     grad = _pointer(table, 2, GRAD, ALIGN) + offsets
-    moment1 = _pointer(table, 3, MOMENT, ALIGN) + offsets
-    moment2 = _pointer(table, 4, MOMENT, ALIGN) + offsets
     x = _load_master(weight, extra, mask, FORM)
     g = _load(grad, mask, GRAD) * factor * tl.load(numbers)
     penalty = tl.load(numbers + 1)
     g = tl.where(penalty == 0, g, g + penalty * x)  # a weight that is infinite must not make its gradient NaN
     if RULE == "adam":
-        m = _load(moment1, mask, MOMENT)
-        v = _load(moment2, mask, MOMENT)
+        m = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 0)
+        v = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 1)
         share = tl.load(numbers + 3)
         m = tl.where(share < 0.5, m + share * (g - m), g - (g - m) * (1 - share))
         v = v * tl.load(numbers + 4) + tl.load(numbers + 5) * g * g
         x = x * tl.load(numbers + 2)
         root = tl.div_rn(tl.sqrt_rn(v), tl.load(numbers + 8)) + tl.load(numbers + 7)
         x = x + tl.div_rn(tl.load(numbers + 6) * m, root)
-        _store_moment(moment2, v, mask, position, first, seed + (2 << 32), step, MOMENT)
-        _store_moment(moment1, m, mask, position, first, seed + (1 << 32), step, MOMENT)
+        _store_moment(table, begin, offsets, v, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 1)
+        _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
     else:
         if RULE != "sgd":
-            m = tl.load(numbers + 3) * _load(moment1, mask, MOMENT) + tl.load(numbers + 4) * g
-            _store_moment(moment1, m, mask, position, first, seed + (1 << 32), step, MOMENT)
+            m = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 0)
+            m = tl.load(numbers + 3) * m + tl.load(numbers + 4) * g
+            _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
             g = g + tl.load(numbers + 3) * m if RULE == "nesterov" else m
         x = x + tl.load(numbers + 6) * g
     return _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
@@ -173,7 +219,7 @@ def _block(  # type: ignore[no-untyped-def]
 def step_parameters(  # type: ignore[no-untyped-def]
     tiles, table, numbers, factor, seed, step,
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    ALIGN: tl.constexpr, MEASURE: tl.constexpr,
+    ALIGN: tl.constexpr, GROUP: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
     """Step all parameters of a table once; a program steps one tile."""
     seed = seed.to(tl.int64)
@@ -181,22 +227,22 @@ def step_parameters(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     row = tl.load(tiles + 2 * program).to(tl.int64)
     begin = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
-    size = tl.load(table + row * COLUMNS + 5)
-    position = tl.load(table + row * COLUMNS + 6) + begin
+    size = tl.load(table + row * COLUMNS + 7)
+    position = tl.load(table + row * COLUMNS + 8) + begin
     scale = tl.load(factor)
     largest = tl.full((BLOCK,), 0, tl.int32)
     for offset in range(0, TILE, BLOCK):
         inside = offset + tl.arange(0, BLOCK)
         offsets = begin + inside
         if begin + offset + BLOCK <= size:  # without a mask, loads and stores are as wide as the hardware's
-            new = _block(row, offsets, None, position + inside, position + offset, table, numbers, scale, seed, step,
-                         RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN)  # fmt: skip
+            new = _block(row, begin + offset, offsets, None, size, position + inside, position + offset, table, numbers,
+                         scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
             largest = tl.maximum(largest, new & 0x7FFFFFFF)
         elif begin + offset < size:
-            new = _block(row, offsets, offsets < size, position + inside, position + offset, table, numbers, scale,
-                         seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN)  # fmt: skip
+            new = _block(row, begin + offset, offsets, offsets < size, size, position + inside, position + offset,
+                         table, numbers, scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
             largest = tl.maximum(largest, tl.where(offsets < size, new & 0x7FFFFFFF, 0))
     if MEASURE:  # numbers that are not negative are in the order of their bits, and a NaN is the largest
-        address = tl.load(table + row * COLUMNS + 7)
+        address = tl.load(table + row * COLUMNS + 9)
         if address != 0:
             tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(largest, 0))

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters.moment_rows import KINDS, moments_of
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.rules import Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
@@ -30,7 +31,6 @@ from lightning_lowprec.numerics.triton_runs import kernels_run
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
-_KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NOTE_WRITTEN: Final = "note_written"
 """The method of a weight that needs to know of writes."""
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
@@ -47,6 +47,8 @@ class Variant:
     grad: str
     moment: str
     aligned: bool
+    group: int = 1
+    """Elements that share an exponent, where moments have 8 bits."""
 
 
 @final
@@ -56,7 +58,7 @@ class Row:
 
     variant: Variant
     tensors: tuple[Tensor | None, ...]
-    """Weight, master or remainder, gradient, first and second moment."""
+    """Weight, master or remainder, gradient, first and second moment, exponents of the moments."""
     position: int
     step: Tensor | None
     param: Tensor
@@ -69,47 +71,62 @@ class Row:
 def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry) -> None:
     """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
     for group in optimizer.param_groups:
-        rule = rule_of(plain, group)
         places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
-            continue
-        for store in dict.fromkeys(store for store, _ in places):
-            registry.settle(store)
-        rows = [row for store, index in places if (row := _row(rule, registry, optimizer, store, index)) is not None]
-        for same in _by_variant(rows):
-            _step_rows(same, rule, plain, group, registry)
-        for row in rows:
-            row.param.grad = row.master.grad = None
-        for store in {store for store, _ in places}:
-            store.note_step()
+        _step_places(places, optimizer, plain, group, registry, registry.gradients.factor)
+
+
+@torch.no_grad()
+def step_one(
+    param: Tensor, optimizer: Optimizer, plain: type, registry: MasterRegistry, factor: float | Tensor
+) -> None:
+    """Step one parameter, which has a master, with its gradient times ``factor``, if the kernel can step it."""
+    group = next(group for group in optimizer.param_groups if any(p is param for p in group["params"]))
+    _step_places([registry.place_of[id(param)]], optimizer, plain, group, registry, factor)
+
+
+def _step_places(
+    places: list[tuple[Store, int]],
+    optimizer: Optimizer,
+    plain: type,
+    group: Any,
+    registry: MasterRegistry,
+    factor: float | Tensor,
+) -> None:
+    rule = rule_of(plain, group)
+    if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
+        return
+    for store in dict.fromkeys(store for store, _ in places):
+        registry.settle(store)
+    rows = [row for store, index in places if (row := _row(rule, registry, optimizer, store, index)) is not None]
+    for same in _by_variant(rows):
+        _step_rows(same, rule, plain, group, registry, factor)
+    for row in rows:
+        row.param.grad = row.master.grad = None
+    for store in {store for store, _ in places}:
+        store.note_step()
 
 
 def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Store, index: int) -> Row | None:
     """Return what the kernel needs of a parameter, or None if the kernel cannot step it."""
     param, master = store.params[index], store.masters[index]
     grad = master.grad if param.grad is None else param.grad
-    state = optimizer.state.get(param, {})
-    moments = [state.get(name) for name in rule.moments]
-    if grad is None or grad.is_sparse or any(m is None for m in moments) or (rule.counts and "step" not in state):
+    if grad is None or grad.is_sparse or grad.dtype not in KINDS:
+        return None
+    moments = moments_of(rule, registry, optimizer, store, param)
+    if moments is None:
         return None
     weight = local(param)
-    tensors = [weight, store.companion(index), local(grad), *(local(m) for m in moments)]
-    moment_kinds = {_KINDS.get(m.dtype) for m in tensors[3:] if m is not None}
+    tensors = [weight, store.companion(index), local(grad), *moments.tensors]
     fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
-    if (
-        not _is_plain(weight)
-        or not fits
-        or not _is_dense(weight)
-        or grad.dtype not in _KINDS
-        or len(moment_kinds - {"fp16", None}) > 1
-    ):
-        return None
-    kind = moment_kinds.pop() if moment_kinds else "fp32"
-    if kind is None or kind == "fp16" or (kind == "bf16" and store not in registry.moments):
+    if not _is_plain(weight) or not fits or not _is_dense(weight):
         return None
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
-    variant = Variant(rule.kernel, store.form, _KINDS[weight.dtype], _KINDS[grad.dtype], kind, aligned)
-    return Row(variant, tuple(tensors), store.position(index), state.get("step"), param, master, asked(param))
+    variant = Variant(
+        rule.kernel, store.form, KINDS[weight.dtype], KINDS[grad.dtype], moments.kind, aligned, moments.group
+    )
+    filled = [*tensors, None, None][:5]
+    step = optimizer.state.get(param, {}).get("step")
+    return Row(variant, (*filled, *moments.exponents), store.position(index), step, param, master, asked(param))
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -129,13 +146,15 @@ def _by_variant(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield from found.values()
 
 
-def _step_rows(rows: list[Row], rule: Rule, plain: type, group: Any, registry: MasterRegistry) -> None:
+def _step_rows(
+    rows: list[Row], rule: Rule, plain: type, group: Any, registry: MasterRegistry, factor: float | Tensor
+) -> None:
     steps = [row.step for row in rows if row.step is not None] if rule.counts else []
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
     numbers = numbers_of(rule, plain, group, steps, len(rows))
-    factor = registry.gradients.factor if rows[0].master.grad is None else 1.0
+    factor = factor if rows[0].master.grad is None else 1.0
     hints = [(row.largest, row.param) for row in rows if row.largest is not None]
     if hints:
         copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
@@ -164,7 +183,7 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
 
     weights = [row.tensors[0] for row in rows]
     sizes = tuple(weight.numel() for weight in weights if weight is not None)
-    pointers = [[_address(t) for t in (*row.tensors, None, None)][:5] for row in rows]
+    pointers = [[_address(t) for t in (*row.tensors, None, None)][:7] for row in rows]
     hints = [_address(None if row.largest is None else row.largest.value) for row in rows]
     table = [
         number
@@ -177,7 +196,7 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
         kernel.step_parameters[(len(tiles),)](
             tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
             FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
-            ALIGN=_VECTOR if variant.aligned else 1, MEASURE=any(hints), num_warps=8,
+            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group, MEASURE=any(hints), num_warps=8,
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ weights.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -30,8 +31,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
+from lightning_lowprec.masters.coded_state import MASTER_REMAINDER, decoded_entry, params_by_key, taken_out
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
-from lightning_lowprec.masters.one_pass import step_in_one_pass
+from lightning_lowprec.masters.in_backward import BackwardUpdates
+from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -74,11 +77,21 @@ def add_masters(
         )
     check(MASTERS)
     check_step(optimizer, MASTERS)
+    if config.update == "backward" and not steps_alone(optimizer, type(optimizer)):
+        raise ValueError(
+            f"`update='backward'` steps one parameter at a time, and {type(optimizer).__name__} must see all of them at"
+            " once (LBFGS, step hooks, and classes of your own that do not say `independent_parameters = True`). Use"
+            " `MasterConfig(update='step')`, or another optimizer."
+        )
     registry = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
+    if config.update == "backward":
+        updates = BackwardUpdates(optimizer, registry, functools.partial(_update, weakref.ref(optimizer)))
+        vars(optimizer)["_updates"] = updates
+        updates.watch()
     return optimizer
 
 
@@ -89,13 +102,15 @@ def remove_masters(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, MasterOptimizer):
         return
+    if optimizer._updates is not None:
+        optimizer._updates.forget()
     optimizer.__class__ = plain_class(optimizer)
-    for name in ("_masters", "_incoming"):
+    for name in ("_masters", "_incoming", "_updates"):
         vars(optimizer).pop(name, None)
     for group in optimizer.param_groups:
         group.pop(ROUNDING_STEP, None)
     for param, entry in optimizer.state.items():
-        optimizer.state[param] = float32_state(entry)
+        optimizer.state[param] = decoded_entry(float32_state(entry), param)
 
 
 def float32_state(entry: Any) -> Any:
@@ -209,6 +224,7 @@ class MasterOptimizer(Optimizer):
     """Base class that :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
 
     _masters: MasterRegistry
+    _updates: BackwardUpdates | None = None
     _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
     @without_own_hooks
@@ -248,6 +264,23 @@ class MasterOptimizer(Optimizer):
             registry.drop_grads()
             registry.count_step()
             count_step()
+            if self._updates is not None:
+                self._updates.watch()  # parameters that were added, and those that train from now on
+                self._updates.finish()
+
+    @without_own_hooks
+    def update(self, param: Tensor, factor: float | Tensor) -> None:
+        """Step one parameter with its gradient times ``factor``, during the backward pass."""
+        registry = self._masters
+        plain = plain_class(self)
+        store, _ = registry.place_of[id(param)]
+        step_one(param, self, plain, registry, factor)
+        if param.grad is not None:
+            registry.gradients.fold(factor, [param.grad])
+            with registry.stepping_only(store):
+                registry.gradients.factor = 1.0
+                plain.step(self)  # type: ignore[attr-defined]
+        param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -258,27 +291,35 @@ class MasterOptimizer(Optimizer):
         """Also make masters of the new parameters."""
         super().add_param_group(param_group)
         self._masters.add_missing({})
+        if self._updates is not None:
+            self._updates.watch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state dict, with a ``master_param`` for every parameter that has a master."""
         registry = self._masters
         with registry.showing_masters():
             state_dict = super().state_dict()
-        values = registry.values()
+        name, values = (
+            (MASTER_REMAINDER, registry.remainders()) if registry.is_coded else (MASTER_PARAM, registry.values())
+        )
         state = dict(state_dict["state"])
-        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, key in zip(group["params"], packed["params"], strict=True):
-                if id(param) in values:
-                    state[key] = {**state.get(key, {}), MASTER_PARAM: values[id(param)]}
+        for key, param in params_by_key(self, state_dict).items():
+            if id(param) in values:
+                state[key] = {**state.get(key, {}), name: values[id(param)]}
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any form of masters, or of a plain optimizer: the masters are then the weights."""
         registry = self._masters
+        plain, coded = taken_out(state_dict)
         with registry.showing_masters():
-            super().load_state_dict(state_dict)
-        registry.refresh({key: value.clone() for key, value in self._incoming.items()})  # may share memory with masters
+            super().load_state_dict(plain)
+        values = {key: value.clone() for key, value in self._incoming.items()}  # may share memory with masters
         self._incoming = {}
+        params = params_by_key(self, state_dict)
+        registry.take(values, {id(params[key]): value for key, value in coded.remainders.items()})
+        for key, moments in coded.moments.items():
+            registry.take_moments(params[key], moments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the masters out of a state that torch's ``load_state_dict`` loads: Adam would take them for its own."""
@@ -302,6 +343,12 @@ class MasterOptimizer(Optimizer):
             registry.config,
             {held[k]: v.clone() for k, v in values.items()},
         )
+
+
+def _update(optimizer: weakref.ref[Any], param: Tensor, factor: float | Tensor) -> None:
+    found = optimizer()
+    if found is not None:
+        found.update(param, factor)
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:

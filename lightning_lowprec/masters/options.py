@@ -25,8 +25,8 @@ class MasterOptions:
         master_weights: False keeps float32 weights. Otherwise the weights are half precision and the optimizer updates
             float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
             masters in 2 bytes (bf16 only). ``"stochastic"`` stores no masters and rounds the updated weights
-            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments in bf16,
-            rounded stochastically, and set the seed.
+            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments of 16 or 8
+            bits, for updates during the backward pass, and set the seed.
         buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
             (rotary tables and running statistics need float32).
         grad_reduce_dtype: needs ``master_weights``. ``torch.float32`` averages gradients over the ranks of DDP in
@@ -78,6 +78,11 @@ class MasterOptions:
                 f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
                 " float32; use `master_weights=True`, or bf16."
             )
+        if config.update == "backward" and (base == "fp16" or self.grad_accumulation_dtype is not None):
+            what = "fp16, because its step waits until the gradients of all weights are known to be finite"
+            if base != "fp16":
+                what = f"`grad_accumulation_dtype={self.grad_accumulation_dtype}`: no gradient is kept to be added to"
+            raise ValueError(f"`MasterConfig(update='backward')` does not go with {what}. Use `update='step'`.")
         return config
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters.block_moments import BlockMoments
+from lightning_lowprec.masters.coded_state import joined, moments_kept, put_moments
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled, unscale_in_place
 from lightning_lowprec.masters.moments import StochasticMoments
@@ -40,12 +42,12 @@ class MasterRegistry:
         self.param_of: dict[int, Tensor] = {}  # by id(master), in the same order
         self._optimizer = weakref.ref(optimizer)
         self.stores: list[Store] = []  # of one device and dtype each, and of `bucket_bytes` at most
-        self.moments: dict[Store, StochasticMoments] = {}  # of the stores whose moments are bf16
+        self.moments: dict[Store, StochasticMoments | BlockMoments] = {}  # of the stores whose moments are not float32
         self.place_of: dict[int, tuple[Store, int]] = {}  # by id(parameter): its store, and its index there
         self.gradients = MasterGradients()
         self._stepping = False
         self.add_missing(values)
-        if config.form == "stochastic":
+        if config.rounds:
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
         _registries[next(_numbers)] = self
 
@@ -62,24 +64,32 @@ class MasterRegistry:
             if p.dtype in HALF_DTYPES and id(p) not in self.master_of and not is_lazy(p):
                 new.setdefault((p.device, p.dtype), {})[id(p)] = p
         state = self._live().state
-        limit = self.config.bucket_bytes // 4  # elements
+        limit = self.config.bucket_bytes // 4 if self.config.update == "step" else 1  # elements
         for members in (part for group in new.values() for part in chunks(group.values(), limit)):
             store = self._new_store(members, values)
             self.stores.append(store)
             for index, (p, master) in enumerate(zip(store.params, store.masters, strict=True)):
                 self.place_of[id(p)] = (store, index)
                 self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
-                if store not in self.moments and p in state:  # made before there were masters, in the parameter's dtype
+                if p in state and not isinstance(
+                    self.moments.get(store), StochasticMoments
+                ):  # made before there were masters, in the parameter's dtype
                     state[p] = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, state[p])
 
     def _new_store(self, params: list[Tensor], values: Mapping[int, Tensor]) -> Store:
-        if self.config.form == "stochastic":
-            start = sum(store.buffer.flat.numel() for store in self.stores)
-            store = StochasticStore(params, values, seed=self.config.seed, start=start)
-            if self.config.moments == "stochastic":
-                self.moments[store] = StochasticMoments(self.config.seed, start)
-            return store
-        return Fp32Store(params, values) if self.config.form == "fp32" else RemainderStore(params, values)
+        config = self.config
+        start = sum(store.buffer.flat.numel() for store in self.stores)
+        store: Store
+        if config.form == "stochastic":
+            store = StochasticStore(params, values, seed=config.seed, start=start)
+        else:
+            store = Fp32Store(params, values) if config.form == "fp32" else RemainderStore(params, values)
+            store.start = start
+        if config.moments == "stochastic":
+            self.moments[store] = StochasticMoments(config.seed, start)
+        elif config.moments != "fp32":
+            self.moments[store] = BlockMoments(config.moments, store, config.seed)
+        return store
 
     def _live(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -115,6 +125,39 @@ class MasterRegistry:
         """
         for store in self.stores:
             store.refresh() if values is None else store.set_values(values)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether state dicts contain remainders instead of float32 masters, see `coded_state.py`."""
+        return self.config.form == "remainder" and self.config.moments != "fp32"
+
+    def remainders(self) -> dict[int, Tensor]:
+        """Return the remainders by ``id(parameter)``, in remainder form: the tensors themselves, not copies."""
+        found: dict[int, Tensor] = {}
+        for store in self.stores:
+            store.settle(self.step)
+            if isinstance(store, RemainderStore):
+                found |= {id(p): t for p, t in zip(store.params, store.remainders(), strict=True)}
+        return found
+
+    def take(self, values: Mapping[int, Tensor], remainders: Mapping[int, Tensor]) -> None:
+        """Take the masters of a state dict by ``id(parameter)``: float32 values, or remainders beside the weights."""
+        params = {id(p): p for store in self.stores for p in store.params}
+        whole = {
+            key: joined(params[key], remainder)
+            for key, remainder in remainders.items()
+            if key in params and not isinstance(self.place_of[key][0], RemainderStore)
+        }
+        self.refresh({**values, **whole})
+        for key, remainder in remainders.items():
+            store, index = self.place_of.get(key, (None, 0))
+            if isinstance(store, RemainderStore):
+                store.take_remainder(index, remainder)
+
+    def take_moments(self, param: Tensor, moments: Mapping[str, Tensor]) -> None:
+        """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""
+        keeper = self.moments.get(self.place_of[id(param)][0]) if id(param) in self.place_of else None
+        put_moments(self._live(), param, moments, kept=moments_kept(moments, keeper, param))
 
     # ---- gradients
 
@@ -175,7 +218,7 @@ class MasterRegistry:
 
     def count_step(self) -> None:
         """Note that all masters made a step."""
-        if self.config.form == "stochastic":
+        if self.config.rounds:
             self._live().param_groups[0][ROUNDING_STEP] = self.step + 1
 
     def settle(self, store: Store) -> None:

@@ -221,6 +221,16 @@ class RemainderStore(Store):
             self.buffer.free()
             self._unsaved = False
 
+    def remainders(self) -> list[Tensor]:
+        """Return the remainders, int16, sharded as the parameters."""
+        return self.buffer.tensors_on(self.remainder)
+
+    @torch.no_grad()
+    def take_remainder(self, index: int, remainder: Tensor) -> None:
+        """Take the remainder of one parameter, (shape of the parameter) int16."""
+        self.buffer.views_on(self.remainder)[index].copy_(local(remainder))
+        self._fingerprints = [None] * len(self.params)
+
     def _fill(self) -> None:
         super()._fill()
         rounding.join_(self.buffer.flat, self.remainder)

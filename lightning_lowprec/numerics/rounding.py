@@ -116,6 +116,14 @@ def random_bits(
     return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(_LOWER)
 
 
+def bits_of_positions(count: int, seed: int, step: int, start: int, device: torch.device) -> Tensor:
+    """Return the bits by which :func:`stochastic_round_` rounds ``count`` values at ``start``, even: (count,) int32."""
+    bits = torch.empty(count, dtype=torch.int32, device=device)
+    for part, chunk, first in _chunks(bits, start):
+        part.copy_(random_bits(part.numel(), seed, step, chunk, device, first))
+    return bits
+
+
 def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
     """Yield parts of ``flat`` that share keys, the position where their chunk begins, and their place in the chunk."""
     offset = 0

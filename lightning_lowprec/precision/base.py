@@ -47,7 +47,7 @@ from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
-from lightning_lowprec.precision.refusals import check_runs, refuse_sharded, refuse_uncast, warn_of_averaging
+from lightning_lowprec.precision.refusals import check_runs, check_trainer, refuse_sharded, refuse_uncast
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -288,7 +288,7 @@ class LowPrecision(TrainerPrecision, ABC):
                 self._prepare_optimizer(optimizer)
             if self.masters is not None:
                 self.masters.drop_originals()
-                warn_of_averaging(callbacks_of(model), self.precision)
+                check_trainer(model, optimizers, self.masters.config, self.precision)
             self._check_optimizers(optimizers)
         self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import lightning.pytorch.callbacks
@@ -11,6 +11,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.in_backward import clipping_refused
+from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.state import check_ranks_agree
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
@@ -88,6 +91,41 @@ def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
             " 'half-auto', 'fp8-hybrid'), or average the float32 masters in a callback of your own:"
             " `trainer.precision_plugin.main_params(optimizer)`."
         )
+
+
+def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, precision: str) -> None:
+    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do.
+
+    Args:
+        model: what the Trainer trains.
+        optimizers: all of its optimizers.
+        config: of the masters.
+        precision: the name of the precision.
+
+    Raises:
+        MisconfigurationException: accumulation over micro-batches, clipping, or several optimizers.
+    """
+    warn_of_averaging(callbacks_of(model), precision)
+    trainer = trainer_of(model)
+    if config.update == "step" or trainer is None:
+        return
+    what = None
+    if trainer.accumulate_grad_batches != 1:
+        what = (
+            f"`accumulate_grad_batches={trainer.accumulate_grad_batches}` adds up gradients, and `update='backward'`"
+            " has used and freed each one. Use larger batches, activation checkpointing, or a precision that updates in"
+            " the step: `master_weights=MasterConfig(form='remainder', moments='8bit')`."
+        )
+    elif trainer.gradient_clip_val:
+        what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
+    elif len(optimizers) > 1:
+        what = (
+            f"the model has {len(optimizers)} optimizers, and `update='backward'` would update the weights of all of"
+            " them in every backward pass. Use a precision that updates in the step:"
+            " `master_weights=MasterConfig(form='remainder', moments='8bit')`."
+        )
+    if what is not None:
+        raise MisconfigurationException(f"`precision={precision!r}`: {what}")
 
 
 def _averaging(callbacks: Iterable[Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters.in_backward import refuse_clipping
 from lightning_lowprec.masters.optimizer import (
     expose_master_grads,
     has_masters,
@@ -55,6 +56,7 @@ def clip_by_norm(
 
     The norm of a step that will be skipped is 0.
     """
+    refuse_clipping(optimizer)
     if not deferred.defers(optimizer):
         return None
     if scaler is not None:
@@ -76,6 +78,7 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
 
     The parameters show the gradients of their masters from then on, also when these are clipped.
     """
+    refuse_clipping(optimizer)
     if scaler is not None:
         scaler.unscale(optimizer)
     elif has_masters(optimizer):

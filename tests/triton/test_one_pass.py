@@ -120,12 +120,12 @@ def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
         flat = torch.zeros(start - before + n)
         flat[start - before :] = w.float() + g.float() * -0.001
         stochastic_round_(flat, seed=seed, step=step, start=before)
-        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, n, start, 0])
+        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, 0, 0, n, start, 0])
         numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
         tiles = torch.tensor([0, 0], dtype=torch.int32)
         kernel.step_parameters[(1,)](
             tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
-            GRAD="bf16", MOMENT="fp32", ALIGN=1, MEASURE=False,
+            GRAD="bf16", MOMENT="fp32", ALIGN=1, GROUP=1, MEASURE=False,
         )  # fmt: skip
         assert torch.equal(w.float(), flat[start - before :])
 

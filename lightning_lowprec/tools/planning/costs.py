@@ -14,6 +14,8 @@ SEQUENCE_LENGTH = 4096
 LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
     "32-true": (4, 4, 8, 4),
     "bf16-true": (2, 2, 4, 2),
+    "bf16-lean-sr": (2, 0, 2, 2),
+    "bf16-lean": (2, 0, 4, 2),
     "bf16-sr": (2, 2, 8, 2),
     "bf16-remainder": (2, 2, 10, 2),
     "bf16-master": (2, 2, 12, 2),

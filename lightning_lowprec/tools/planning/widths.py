@@ -18,6 +18,7 @@ STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
 COLUMNS: Final = (*GEMMS, *STATE, "fsdp2")
 _E5M2: Final = "e5m2, e4m3"
 _MSAMP: Final = "e4m3, fp16"
+_LEAN: Final = "e4m3, e5m3"
 # fmt: off
 _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     #                      output  in grad weight grad  weight  grad    master   moments ddp     fsdp2
@@ -31,6 +32,9 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "fp16-master":        ("fp16", "fp16", "fp16",      "fp16", "fp16", "fp32",  "fp32", "fp16", "fp16"),
     "bf16-remainder":     ("bf16", "bf16", "bf16",      "bf16", "bf16", "int16", "fp32", "bf16", "bf16"),
     "bf16-sr":            ("bf16", "bf16", "bf16",      "bf16", "bf16", "-",     "fp32", "bf16", "bf16"),
+    "bf16-lean":          ("bf16", "bf16", "bf16",      "bf16", "bf16", "int16", _LEAN,  "bf16", "bf16"),
+    "bf16-lean-sr":       ("bf16", "bf16", "bf16",      "bf16", "bf16", "-",     _LEAN,  "bf16", "bf16"),
+    "fp8-lean":           ("e4m3", _E5M2,  _E5M2,       "bf16", "bf16", "int16", _LEAN,  "bf16", "e4m3"),
     "fp8-hybrid":         ("e4m3", _E5M2,  _E5M2,       "fp32", "fp32", "-",     "fp32", "fp32", "e4m3"),
     "fp8-e4m3":           ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "e4m3"),
     "fp8-tensorwise":     ("e4m3", _E5M2,  _E5M2,       "fp32", "fp32", "-",     "fp32", "fp32", "e4m3"),
@@ -52,7 +56,7 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
 NOTES: Final = (
     "...-master, ...-remainder, ...-sr: an FP8 name with this suffix; `...` is the format of the name without. A name"
     " with -fp16 has the formats of the name without.",
-    "Bits: e2m1 4; e4m3 and e5m2 8; bf16, fp16 and int16 16; fp32 32.",
+    "Bits: e2m1 4; e4m3, e5m2 and e5m3 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
     "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
     "ddp: the format in which a gradient is sent. fsdp2: the format in which a weight is sent; gradients go in fp32.",
