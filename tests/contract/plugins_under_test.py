@@ -1,6 +1,7 @@
 """The plugins that the contract suite runs over. A new plugin enters by one line in ``EXTRA``, a new name by itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -38,6 +40,8 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
     "bf16-remainder-fp32-gradients": partial(HalfMixed, "bf16", master_weights="remainder", **FLOAT32_GRADIENTS),
     "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
+    "bf16-lean-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN, update="step")),
+    "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
     "MSAMP-fp16": partial(MSAMP, base="fp16"),
     "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
@@ -86,8 +90,19 @@ def _identity(name: str) -> str:
 
 
 backends.register(TOY)  # a backend from outside of the package: its names enter as all names do
-NAMES = (*(name for name in representatives() if TABLE[name].plugin is not FP8TE), *EXTRA)
-"""Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA."""
+NAMES = (
+    *(
+        name
+        for name in representatives()
+        if TABLE[name].plugin is not FP8TE and not name.endswith(("-lean", "-lean-sr"))
+    ),
+    *EXTRA,
+)
+"""Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA.
+
+Names that update in the backward pass have no gradients to clip, accumulate or look at: their formats are in EXTRA, and
+they have tests of their own in tests/precision/test_lean.py.
+"""
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
 
