@@ -18,6 +18,8 @@ class WireFormat(Protocol):
     """The dtype of the codes, a float8."""
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
+    per_step: bool
+    """Whether a shard is encoded once per optimizer step, and its codes are kept, instead of at every all-gather."""
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32."""

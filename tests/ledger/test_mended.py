@@ -58,27 +58,57 @@ def toy_step(fabric):
 
 
 @pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
-@pytest.mark.parametrize("plugin", [FP8TorchAO(compile=False), FP8TE("current")], ids=["torchao", "te"])
-def test_a_shard_is_encoded_by_one_kernel(plugin):
-    """In forward and in backward; 5 bytes per element; no shape compiles anew, nor does a later step."""
+@pytest.mark.parametrize(
+    ("plugin", "offload", "times"),
+    [
+        (FP8TorchAO(compile=False), False, 1),
+        (FP8TE("current"), False, 1),
+        (FP8TorchAO(compile=False, weight_codes="per_gemm"), False, 2),
+        (FP8TorchAO(compile=False), True, 2),
+    ],
+    ids=["torchao", "te", "per_gemm", "cpu_offload"],
+)
+def test_a_shard_is_encoded_by_one_kernel(plugin, offload, times):
+    """Once per step, or in forward and in backward; 5 bytes per element; no shape nor later step compiles anew."""
     triton_bytes.start()
     known = set(triton_bytes.KERNELS)
-    strategy = FSDP2Strategy(process_group_backend="fake")
+    strategy = FSDP2Strategy(process_group_backend="fake", cpu_offload=offload)
     step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, strategy=strategy, plugins=plugin))
     step()
     graphs = counters["stats"]["unique_graphs"]
     with recording() as log:
         step()
-    assert counters["stats"]["unique_graphs"] == graphs == 2  # with and without autocast
+    assert counters["stats"]["unique_graphs"] == graphs == times  # with autocast, and in backward without
     shards = [s for p in bare.parameters() if isinstance(s := local_tensor(p), Fp8GatherShard)]
     encoding = [record for record in log.of("kernel") if record.name.startswith("triton_")]
     assert len({s.shape for s in shards}) > 3
-    assert len(encoding) == 2 * len(shards) == 28
-    assert not log.waits()
+    assert len(encoding) == times * len(shards) == times * 14
+    assert offload or not log.waits()
     written = set(triton_bytes.KERNELS) - known
     assert {record.name for record in encoding} == written
     first = shards[0].numel()  # the size for which the estimate was made
     assert all(5 * first <= triton_bytes.KERNELS[name] <= 5 * first + 8 for name in written)
+
+
+def test_each_stream_sends_codes_that_it_has_encoded():
+    """`unshard()` gathers on the stream that computes, a forward on the stream that copies: neither waits."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cuda", (1,))
+    scales = GatherScales(TEWireFormat())
+    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales)
+    shard._scale, scales.stale = torch.ones((), device=DEVICE), False
+    other = torch.cuda.Stream()
+
+    def sent():
+        ((codes,), _) = shard.fsdp_pre_all_gather(mesh)
+        return codes
+
+    first = sent()
+    assert sent() is first
+    with torch.cuda.stream(other):
+        second = sent()
+        assert second is not first
+        assert sent() is second
 
 
 def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
