@@ -27,8 +27,9 @@ checkpoint or by hand, to the shard or to a view of it. So a scale of older weig
 stale, every weight reduces its own maximum when it is gathered.
 
 A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. Scales are
-made anew after every write, so the codes are right as long as their scale is the scale of the shard. A shard that CPU
-offloading moves to the device is a new tensor for every gather, and so is encoded at every gather.
+made anew after every write, so the codes are right as long as their scale is the scale of the shard. The first refresh
+allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading moves to the
+device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
 A backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
 torchao has a similar tensor, whose scales silently become stale when a checkpoint is loaded after they were computed.
@@ -87,6 +88,8 @@ class GatherScales:
         self.format = format
         self.weights: list[Tensor] = []
         self.stale = True
+        self.keeps_codes = False
+        """Whether shards keep their codes: known after the first :meth:`refresh`."""
         self.reductions = 0
         """The number of times that :meth:`refresh` has computed scales."""
 
@@ -97,7 +100,10 @@ class GatherScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
+        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed.
+
+        The first call allocates memory for the codes, unless the format keeps none, or the shards are offloaded.
+        """
         if not self.stale or not self.weights:
             return
         for weights in by_mesh(self.weights):
@@ -108,6 +114,9 @@ class GatherScales:
             for weight, scale in zip(weights, scales.unbind(), strict=True):
                 shard: Any = local_tensor(weight)
                 shard._scale = scale
+                self.keeps_codes = self.format.per_step and shard.device == scale.device
+                if self.keeps_codes:
+                    shard.allocate_codes()
         self.stale = False
         self.reductions += 1
 
@@ -120,7 +129,7 @@ class Fp8GatherShard(Tensor):
     _scales: GatherScales
     _scale: Tensor | None
     _kept: KeptCodes | None
-    """The codes that were sent last; a write leaves their memory for the next codes."""
+    """The codes that were sent last, and memory for the next codes; None if codes are not kept."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
@@ -141,6 +150,11 @@ class Fp8GatherShard(Tensor):
         """Note a write to the values, such as one by a kernel, which torch did not see."""
         self._scales.stale = True
         self._scale = None  # `refresh` does not know a copy, which may take the place of a weight later
+
+    def allocate_codes(self) -> None:
+        """Allocate the memory of the codes, if the shard has none."""
+        if self._kept is None:
+            self._kept = KeptCodes(self._tensor, self._scales.format.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
@@ -176,17 +190,14 @@ class Fp8GatherShard(Tensor):
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
         if self._scales.stale or scale is None:
-            self._kept = None
             amax = values.abs().amax().float()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
             return (format.encode(values, scale),), (scale, True)
-        if not format.per_step:
-            return (format.encode(values, scale),), (scale, False)
-        if self._kept is None or not self._kept.are_of(scale):
-            self._kept = None  # frees memory for the new codes
-            self._kept = KeptCodes(format.encode(values, scale), scale)
-        return (self._kept.codes,), (scale, False)
+        if self._scales.keeps_codes:
+            self.allocate_codes()  # of a shard that took the place of another, such as by `model.bfloat16()`
+        codes = format.encode(values, scale) if self._kept is None else self._kept.of(values, scale, format)
+        return (codes,), (scale, False)
 
     def fsdp_post_all_gather(
         self,
@@ -258,8 +269,8 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
 
 def _plain_weight(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     shard = local_tensor(layer.weight)  # type: ignore[arg-type]
-    if isinstance(shard, Fp8GatherShard):
-        shard._kept = None  # such as `torch.distributed.checkpoint.load`, which writes to the values of a state dict
+    if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
+        shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict
     state_dict[f"{prefix}weight"] = plain(state_dict[f"{prefix}weight"])
 
 

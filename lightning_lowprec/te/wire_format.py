@@ -44,9 +44,9 @@ class TEWireFormat:
         scales = (torch.full_like(amax, E4M3.max) / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amax.isfinite() & (amax > 0), scales, 1.0)
 
-    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) e4m3; inf becomes NaN."""
-        return in_one_pass(_encode, values, scale)
+        return in_one_pass(_encode, values, scale, out=out)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""

@@ -152,9 +152,9 @@ class TorchAOWire:
             scales = scales.clamp(max=torch.finfo(torch.float16).max)
         return scales.to(torch.float32)
 
-    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(_encode, values, scale, self.dtype)
+        return in_one_pass(_encode, values, scale, self.dtype, out=out)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""

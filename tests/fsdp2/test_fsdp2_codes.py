@@ -31,9 +31,9 @@ def encoded(monkeypatch):
     """The shapes of the shards that were encoded."""
     shapes, encode = [], TorchAOWire.encode
 
-    def counting(self, values, scale):
+    def counting(self, values, scale, **options):
         shapes.append(tuple(values.shape))
-        return encode(self, values, scale)
+        return encode(self, values, scale, **options)
 
     monkeypatch.setattr(TorchAOWire, "encode", counting)
     return shapes

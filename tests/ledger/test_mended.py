@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from benchmarks.gpu_lane import models
@@ -90,25 +91,41 @@ def test_a_shard_is_encoded_by_one_kernel(plugin, offload, times):
     assert all(5 * first <= triton_bytes.KERNELS[name] <= 5 * first + 8 for name in written)
 
 
-def test_each_stream_sends_codes_that_it_has_encoded():
-    """`unshard()` gathers on the stream that computes, a forward on the stream that copies: neither waits."""
+def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
+    """`unshard()` gathers on the stream that computes, a forward on the stream that copies; a refresh allocates."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cuda", (1,))
     scales = GatherScales(TEWireFormat())
-    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales)
-    shard._scale, scales.stale = torch.ones((), device=DEVICE), False
-    other = torch.cuda.Stream()
+    weight = DTensor.from_local(Fp8GatherShard(torch.zeros(1024, 1024, device=DEVICE), scales), mesh, [Shard(0)])
+    scales.weights, shard = [weight], local_tensor(weight)
+    waits, wait = [], torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda own, other: (waits.append((own, other)), wait(own, other))
+    )
+    computing, copying = torch.cuda.current_stream(), torch.cuda.Stream()
 
-    def sent():
-        ((codes,), _) = shard.fsdp_pre_all_gather(mesh)
+    def sent(stream):
+        with torch.cuda.stream(stream):
+            ((codes,), _) = shard.fsdp_pre_all_gather(mesh)
         return codes
 
-    first = sent()
-    assert sent() is first
-    with torch.cuda.stream(other):
-        second = sent()
-        assert second is not first
-        assert sent() is second
+    with torch.inference_mode():
+        scales.refresh()
+    first = shard._kept.codes
+    assert not waits
+    assert block_at(first.data_ptr())["stream"] == computing.cuda_stream
+    for _ in range(2):  # steps
+        assert all(sent(copying) is first for _ in range(2))
+        shard.mul_(2)
+        scales.refresh()
+    assert waits == [(copying, computing)]  # the memory may have had another owner, whose work may not have ended
+    assert sent(computing) is first
+    assert sent(copying) is first
+    assert waits == [(copying, computing), (computing, copying), (copying, computing)]
+    address = first.data_ptr()
+    del first
+    shard._kept = None
+    assert state_of(address) == "active_pending_free"  # the stream that copies may still read
 
 
 def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
@@ -127,8 +144,14 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
 
 def state_of(address):
     """What the caching allocator says of the block at ``address``."""
-    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-    return next((block["state"] for block in blocks if block["address"] == address), "free")
+    return block_at(address).get("state", "free")
+
+
+def block_at(address):
+    """What the caching allocator says of a block, and the stream of its segment."""
+    segments = torch.cuda.memory_snapshot()
+    blocks = ({**block, "stream": segment["stream"]} for segment in segments for block in segment["blocks"])
+    return next((block for block in blocks if block["address"] == address), {})
 
 
 PASSES_OF_O3 = 3

@@ -2,10 +2,12 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.ledger.recorder import on_null_gpu
+from lightning_lowprec.names import TABLE
 
 pytestmark = [
     pytest.mark.skipif(not on_null_gpu(), reason="needs the null GPU: python -m benchmarks.ledger.launch COMMAND"),
@@ -26,6 +28,7 @@ STATE = {  # bytes of weight, gradient, master and moments per parameter
 }  # fmt: skip
 PRECISIONS = (*STATE, "msamp-o3")
 SMALL = 40e6  # Transformer Engine's GEMMs keep a workspace of 32 MiB in this process; the batch, scales
+SEGMENT = 20 * 2**20  # of CUDA's memory, which the caching allocator divides into parts of 1 to 10 MB
 WORKSPACES = 110e6  # cuBLAS has two more of them, in forward and in backward
 
 
@@ -95,6 +98,17 @@ def test_the_peak_of_wide_blocks(precision):
     gathered = linears + 4 * hidden if precision in FLOAT8 else 2 * block
     assert row["promised"]["in_flight"] == 4 * root + gathered + 6 * block
     assert 0.85 * most <= row["memory"]["backward_peak"] <= most + WORKSPACES
+
+
+def test_kept_codes_split_no_buffers_of_gathers(monkeypatch):
+    """The allocator reserves what the codes need, beyond what the same precision reserves that keeps no codes."""
+    kept = counted("fp8-tensorwise", layers=8)["memory"]
+    name = TABLE["fp8-tensorwise"]
+    monkeypatch.setitem(TABLE, "fp8-tensorwise", replace(name, options={**name.options, "weight_codes": "per_gemm"}))
+    without = counted.__wrapped__("fp8-tensorwise", layers=8)["memory"]
+    codes = 8 * LINEARS // 8
+    assert codes <= kept["state"] - without["state"] <= 1.02 * codes  # the allocator rounds
+    assert codes <= kept["reserved"] - without["reserved"] <= codes + 2 * SEGMENT
 
 
 def test_masters_as_remainders_are_made_in_place():
