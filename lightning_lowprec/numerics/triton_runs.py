@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import final
 
 
+@final
 class _Simulated:
     """Whether tensors have no values, so that kernels are chosen and not launched."""
 

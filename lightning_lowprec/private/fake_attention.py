@@ -1,4 +1,4 @@
-"""Attention on the simulated GPU: the kernel that CUDA would choose, cuDNN's left out, whose memory is that of flash."""
+"""Attention on the simulated GPU: CUDA's choice without cuDNN, which keeps what flash keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+FLASH_BACKWARD: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _OWN: Final[Any] = torch.nn.functional.scaled_dot_product_attention
 _HALF: Final = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD: Final = 256
@@ -23,15 +24,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what ``scaled_dot_product_attention`` returns, for fake tensors: (B, H, T, K) and alike -> (B, H, T, V)."""
+    """Return attention as ``scaled_dot_product_attention`` does: (B, H, T, K) and alike -> (B, H, T, V)."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
     widths = {t.shape[-1] for t in (query, key, value)}
     arguments = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if query.dim() == 4 and query.dtype in _HALF and attn_mask is None and widths <= {query.shape[-1]}:
-        if query.shape[-1] <= _LARGEST_HEAD:
-            return _flash(query, key, value, arguments)
+    plain = query.dim() == 4 and query.dtype in _HALF and attn_mask is None
+    if plain and len(widths) == 1 and query.shape[-1] <= _LARGEST_HEAD:
+        return _flash(query, key, value, arguments)
     refused = (attn_mask is not None and attn_mask.requires_grad) or query.shape[1] != key.shape[1]
     if query.dim() == 4 and query.dtype in (*_HALF, torch.float32) and not refused:
         return _efficient(query, key, value, attn_mask, arguments)

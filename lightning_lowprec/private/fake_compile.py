@@ -16,14 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-NAMES: Final = (
-    "torch._functorch.aot_autograd.aot_function",
-    "torch._functorch.partitioners.min_cut_rematerialization_partition",
-    "torch._inductor.decomposition.select_decomp_table",
-    "torch.nn.Module._call_impl",
-    "torch.utils._pytree.tree_flatten",
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
-)
 _OWN: Final = "lightning_lowprec."
 Place = tuple[dict[str, Any], str]
 Pause = Callable[[], AbstractContextManager[Any]]
@@ -36,7 +28,8 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
     Args:
         pause: a context in which a graph is made; what is allocated there does not count.
     """
-    own, graphs = torch.compile, {}
+    graphs: dict[Any, Any] = {}
+    own: Any = torch.compile
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -73,7 +66,9 @@ class _Graphs:
 
         def pure(parameters: list[Tensor], inputs: list[Tensor]) -> Any:
             left = iter(inputs)
-            values = [next(left) if isinstance(value, Tensor) else other for value, other in zip(flat, rest, strict=True)]
+            values = [
+                next(left) if isinstance(value, Tensor) else other for value, other in zip(flat, rest, strict=True)
+            ]
             own_args, own_kwargs = pytree.tree_unflatten(values, form)
             with _in_place_of(places, parameters):
                 return self._call(*own_args, **own_kwargs)
@@ -82,9 +77,7 @@ class _Graphs:
         return self._known[key](held, tensors)
 
     def _key(self, *parts: Any) -> Any:
-        shapes = [
-            [(p.shape, p.dtype, p.requires_grad) if isinstance(p, Tensor) else p for p in part] for part in parts
-        ]
+        shapes = [[(p.shape, p.dtype, p.requires_grad) if isinstance(p, Tensor) else p for p in part] for part in parts]
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), self._module.training
         return type(self._module), repr(shapes), modes
 

@@ -19,38 +19,28 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.private.fake_attention import attention
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.private.torch import SIMULATED_MEMORY, check
 
-NAMES: Final = (
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
-    "torch._subclasses.fake_tensor.init_gpu_context",
-    "torch._C._autograd.DeviceType",
-    "torch.cuda.amp.common.amp_definitely_not_available",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_leaves",
-    "torch.ops.prim.device.default",
-    "torch.ops.aten._local_scalar_dense.default",
-    "torch.ops.aten._scaled_dot_product_flash_attention.default",
-    "torch.ops.aten._scaled_dot_product_efficient_attention.default",
-    "torch.ops.aten._to_copy.default",
-)
-"""Private names without which nothing can be simulated; :func:`moved` tells."""
 FAKE: Final = torch.device("cuda", 0)
 """The device, as Python code sees it."""
+DispatchMode: Any = TorchDispatchMode
+"""The base of classes that see every operation."""
 _module: Any = importlib.import_module("torch._subclasses.fake_tensor")
 NEEDS_VALUES: Final[tuple[type[Exception], ...]] = tuple(
     getattr(_module, name)
-    for name in ("UnsupportedFakeTensorException", "DynamicOutputShapeException", "DataDependentOutputException",
-                 "UnsupportedOperatorException")
+    for name in (
+        "UnsupportedFakeTensorException",
+        "DynamicOutputShapeException",
+        "DataDependentOutputException",
+        "UnsupportedOperatorException",
+    )
     if hasattr(_module, name)
 )
 """What operations raise that need values."""
@@ -60,11 +50,6 @@ _DROPOUT: Final[Any] = torch.nn.functional.dropout
 _LINEAR: Final[Any] = torch.nn.functional.linear
 _TABLE: Final = "_ZN3c104impl26device_guard_impl_registryE"
 _LENGTH: Final = 15  # of the part of the table that is read: up to the device "meta"
-
-
-def moved() -> list[str]:
-    """Return the private names that the installed torch no longer has."""
-    return missing(NAMES)
 
 
 @contextmanager
@@ -79,11 +64,8 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     Raises:
         ImportError: torch has moved a private name.
     """
-    lost = moved()
-    if lost:
-        raise ImportError(f"torch {torch.__version__} no longer has {', '.join(lost)}, needed to simulate memory.")
-    import torch._dynamo  # compares signatures of what is replaced below, so it must be there before
-
+    check(SIMULATED_MEMORY)
+    importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
     module: Any = torch._subclasses.fake_tensor
     answers: Mapping[str, Any] = {
         "is_available": lambda: True,
@@ -112,8 +94,12 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(_replaced(functional, "device", property(_python_device)))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(module.FakeTensorMode())
-        stack.enter_context(_Devices())
-        for name, function in (("scaled_dot_product_attention", _attention), ("dropout", _dropout), ("linear", _linear)):
+        stack.enter_context(_Devices())  # type: ignore[no-untyped-call]
+        for name, function in (
+            ("scaled_dot_product_attention", _attention),
+            ("dropout", _dropout),
+            ("linear", _linear),
+        ):
             stack.enter_context(_replaced(torch.nn.functional, name, function))
         yield
 
@@ -134,11 +120,11 @@ def _device_of(args: Any) -> torch.device:
     fake = args[0]
     if fake.fake_mode.in_kernel_invocation:
         return torch.device("meta")
-    return _IN_CPP if fake.fake_device.type == FAKE.type else fake.fake_device  # type: ignore[no-any-return]
+    return _IN_CPP if fake.fake_device.type == FAKE.type else fake.fake_device
 
 
 def _python_device(tensor: Any) -> torch.device:
-    own: torch.device = Tensor.device.__get__(tensor)  # type: ignore[attr-defined]
+    own: torch.device = Tensor.device.__get__(tensor)
     return FAKE if own.type == _IN_CPP.type else own
 
 
@@ -202,7 +188,8 @@ def _stream_of_xla() -> Iterator[None]:
         table[xla] = before
 
 
-class _Devices(TorchDispatchMode):
+@final
+class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turn the device that C++ code sees back into the simulated GPU, in operations that make tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -247,16 +234,18 @@ def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Keep a mask of one byte per value, as CUDA's kernel does."""
     if not (_on_gpu(input) and training and 0 < p < 1) or inplace:
-        return _DROPOUT(input, p, training, inplace)
+        out: Tensor = _DROPOUT(input, p, training, inplace)
+        return out
     return torch.native_dropout(input, p, True)[0]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add the bias within the product, also over sequences."""
     if bias is None or input.dim() != 3 or not _on_gpu(input):
-        return _LINEAR(input, weight, bias)
-    rows = input.reshape(-1, input.shape[-1])
-    return _LINEAR(rows, weight, bias).view(*input.shape[:-1], weight.shape[0])
+        out: Tensor = _LINEAR(input, weight, bias)
+        return out
+    rows: Tensor = _LINEAR(input.reshape(-1, input.shape[-1]), weight, bias)
+    return rows.view(*input.shape[:-1], weight.shape[0])
 
 
 @contextmanager

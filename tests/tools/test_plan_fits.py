@@ -1,4 +1,4 @@
-"""`lowprec plan --fits`: the simulated peak by mathematics and by torch's tracker, the verdicts, and what is refused."""
+"""`lowprec plan --fits`: the simulated peak by mathematics and by torch's tracker, verdicts, and what is refused."""
 
 import json
 
@@ -115,7 +115,7 @@ def test_foreach_needs_the_root_of_the_second_moments():
 
 
 def test_activations_and_what_checkpointing_leaves_of_them():
-    """A block keeps its relu's output; the input is that of the block before. Checkpointed, it keeps the input alone."""
+    """A block keeps its input and the relu's output; checkpointed, the input alone."""
     more, batch = 4, 4096
     shallow, deep = (peaks_of(Stack, "32-true", depth, batch=batch)["forward"] for depth in (2, 2 + more))
     # the input and the relu's output; the linear's output is replaced
@@ -132,8 +132,8 @@ def test_torchs_own_tracker_agrees():
         model = Stack(3)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         tracker = MemTracker()
-        tracker.track_external(model, optimizer)
         batch = torch.zeros(2048, SIDE)
+        tracker.track_external(model, optimizer, batch)
         with tracker:
             for _ in range(2):
                 tracker.reset_mod_stats()

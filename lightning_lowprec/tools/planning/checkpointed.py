@@ -29,4 +29,4 @@ def checkpoint_blocks(model: nn.Module) -> None:
             " nn.ModuleList or nn.Sequential). Checkpoint inside the model, and leave the option out."
         )
     for block in found:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -132,7 +132,9 @@ def _add_fits(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences, images or rows per GPU and step, with --fits")
     parser.add_argument("--seq", type=int | None, help="tokens per sequence, with --fits")
-    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward, with --fits")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute blocks again in the backward, with --fits"
+    )
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), with --fits")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of --strategy, with --fits")
     parser.add_argument("--strategy", type=str | None, help="fsdp2: the model is sharded over --devices, with --fits")

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import nn
 
@@ -55,6 +55,7 @@ def _shape(block: nn.Module) -> Any:
     return children, tuple((fqn, p.shape, p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
 
 
+@final
 class Simulator:
     """Simulate settings of one model; every setting once.
 
@@ -97,12 +98,13 @@ class Simulator:
     def _at(self, depth: int, run: Run, setting: Setting) -> Peaks:
         cut = Run(run.fqn, run.start, max(DEPTHS))
         model = _cut(self._model, cut, depth)
-        blocks = list(model.get_submodule(run.fqn))[run.start : run.start + depth]  # type: ignore[arg-type]
+        stack: Any = model.get_submodule(run.fqn)
+        blocks = list(stack)[run.start : run.start + depth]
         return simulate(model, self.inputs, setting, blocks=_numbers(blocks))
 
 
 def _numbers(blocks: list[nn.Module]) -> dict[int, int]:
-    found = {}
+    found: dict[int, int] = {}
     for position, block in enumerate(blocks):
         number = _FIRST if position == 0 else _LAST if position == len(blocks) - 1 else _BETWEEN
         found |= {id(parameter): number for parameter in block.parameters()}
@@ -115,7 +117,8 @@ def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
     stack: Any = model.get_submodule(run.fqn)
     left_out = {id(part): None for block in stack[cut] for part in [block]}
     copied = copy.deepcopy(model, left_out)  # blocks that are left out are not copied
-    del copied.get_submodule(run.fqn)[cut]  # type: ignore[attr-defined]
+    kept: Any = copied.get_submodule(run.fqn)
+    del kept[cut]
     return copied
 
 

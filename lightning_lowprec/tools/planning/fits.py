@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import nn
 
@@ -128,7 +128,9 @@ def fits(
             raise ValueError(f"`{name}={number}` is not valid; expected an integer of at least 1.")
     inputs = inputs_of(model, data)
     if inputs.reads_sequences and sequence is None:
-        raise ValueError(f"`seq` is missing: {type(model).__name__} reads tokens. Give their number, such as `--seq 4096`.")
+        raise ValueError(
+            f"`seq` is missing: {type(model).__name__} reads tokens. Give their number, such as `--seq 4096`."
+        )
     for name in names:
         validate_name(name)
     search = _Search(model, inputs, found, devices)
@@ -151,6 +153,7 @@ def fits(
     )  # fmt: skip
 
 
+@final
 class _Search:
     """The simulations of one model for one kind of GPU."""
 
@@ -187,9 +190,11 @@ class _Search:
         if not least:
             return 0
         one, two = (self._peaks(replace(setting, batch=n * least), ranks) for n in (1, 2))
-        above = first_guess(one, two, least, self._gpu.size) + 1
+        above = first_guess(one, two, least, self._gpu.size)
+        if fits_with(above):
+            return above
         while above - least > max(1, least // _CLOSE):
-            between = max(least + 1, above - 1 - (above - least) // _STEP_DOWN)
+            between = above - max(1, (above - least) // _STEP_DOWN)
             least, above = (between, above) if fits_with(between) else (least, between)
         return least
 
@@ -198,9 +203,7 @@ class _Search:
             return self.simulator.peaks(setting)
         return sharded_peaks(self._model, self.simulator, setting, devices)
 
-    def remedies(
-        self, setting: Setting, verdicts: Sequence[Verdict], progress: Progress
-    ) -> list[tuple[str, Verdict]]:
+    def remedies(self, setting: Setting, verdicts: Sequence[Verdict], progress: Progress) -> list[tuple[str, Verdict]]:
         """Simulate what may help, alone and together, for the precision that needs the least."""
         if not verdicts:
             return []

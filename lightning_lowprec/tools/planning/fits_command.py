@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.planning.fits import DEFAULT_NAMES, MARGIN, MARGIN_SHARE, Report, fits
@@ -43,6 +43,7 @@ def run(args: Any) -> int:
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
 
 
+@final
 class _Progress:
     """Say on stderr what is being simulated, once the command takes long."""
 

@@ -35,7 +35,9 @@ def _heading(report: Report, origin: str) -> list[str]:
     if report.extrapolated is not None:
         lines.append(f"Figures are {report.extrapolated}.")
     if report.devices > 1:
-        lines.append("State per GPU and gathered weights are computed, activations simulated; gathered weights: at most.")
+        lines.append(
+            "State per GPU and gathered weights are computed, activations simulated; gathered weights: at most."
+        )
     return lines
 
 
@@ -45,7 +47,9 @@ def _rows(report: Report) -> list[list[str]]:
         if verdict.refused is None:
             parts = [_gb(verdict.peak[category]) for category in CATEGORIES]
             part = verdict.at.split()[0]
-            rows.append([verdict.precision, *parts, _gb(verdict.total), part, _word(verdict), str(verdict.largest_batch)])
+            rows.append(
+                [verdict.precision, *parts, _gb(verdict.total), part, _word(verdict), str(verdict.largest_batch)]
+            )
     return rows
 
 

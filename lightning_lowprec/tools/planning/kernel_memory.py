@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from lightning_lowprec.private.fake_attention import FLASH_BACKWARD
+
 CUBLAS: Final = {9: 32 << 20}
 """Bytes that torch keeps for cuBLAS per thread after the first product, by major compute capability."""
 _THREADS: Final = 2  # the forward and the backward
@@ -40,5 +40,5 @@ def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 _INSIDE: Final[Mapping[Any, Callable[..., int]]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    FLASH_BACKWARD: _flash_backward,
 }

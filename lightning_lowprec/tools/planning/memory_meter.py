@@ -12,11 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.private.fake_gpu import is_fake, tensors_of
+from lightning_lowprec.private.fake_gpu import DispatchMode, is_fake, tensors_of
 from lightning_lowprec.tools.planning.kernel_memory import inside
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "weights", "gradients", "state", "activations", "temporaries"
@@ -28,7 +26,7 @@ Peaks = dict[str, dict[str, int]]
 
 
 @final
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(DispatchMode):  # type: ignore[misc]
     """Count the bytes of all tensors that live, while active.
 
     A tensor that is made belongs to the category ``making``, until :meth:`mark` says otherwise.

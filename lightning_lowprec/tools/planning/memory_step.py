@@ -94,9 +94,9 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
             return _steps(model.train(), inputs, setting, step, meter, numbers)
         except NEEDS_VALUES as error:
             raise ValueError(
-                f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, and tensors of"
-                f" a simulation have none ({str(error).splitlines()[0][:200]}). Leave the operation out of the training"
-                " step, or measure on a GPU: `lowprec compare` reports the peak."
+                f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, and"
+                f" simulated tensors have none ({str(error).splitlines()[0][:200]}). Leave the operation out of the"
+                " training step, or measure on a GPU: `lowprec compare` reports the peak."
             ) from error
 
 
@@ -125,7 +125,9 @@ def _steps(
     return {name: {**peak, TEMPORARIES: peak[TEMPORARIES] + extra} for name, peak in meter.peaks.items()}
 
 
-def _step(model: nn.Module, inputs: Inputs, batch: Any, step: Running, meter: MemoryMeter, optimizer: Optimizer) -> None:
+def _step(
+    model: nn.Module, inputs: Inputs, batch: Any, step: Running, meter: MemoryMeter, optimizer: Optimizer
+) -> None:
     meter.begin(FORWARD, making=ACTIVATIONS)
     with step.forward():
         loss = inputs.loss(model, step.input(batch))
@@ -151,7 +153,8 @@ def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[int, 
     fqns = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(note, blocks.get(fqns[id(parameter)])))
+            hook = partial(note, blocks.get(fqns[id(parameter)]))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
@@ -170,7 +173,8 @@ def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
         return made[id(tensor)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
+        places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for held in places:
             for name, value in list(held.items()):
                 if isinstance(value, Tensor):
                     held[name] = on_gpu(value)

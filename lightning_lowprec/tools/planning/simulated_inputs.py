@@ -10,9 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_lowprec.private.fake_gpu import tensors_of
+from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.transformers import is_model
-
-tree_map: Any = torch.utils._pytree.tree_map_only
 
 
 class Inputs(Protocol):
@@ -35,7 +34,7 @@ def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
 
     Args:
         model: the model.
-        data: a batch of the user's data, on CPU, with the batch as first dimension of every tensor; None if there is none.
+        data: a batch of the user's data, on CPU, with rows as first dimension of every tensor; None without data.
 
     Raises:
         ValueError: nothing tells what the model reads.
@@ -51,8 +50,8 @@ def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
     if isinstance(first, nn.Embedding):
         return _Tokens(labels=False)
     raise ValueError(
-        f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or give the"
-        " model an `example_input_array`."
+        f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or give"
+        " the model an `example_input_array`."
     )
 
 
@@ -95,7 +94,7 @@ class _FromData:
         def rows(t: Tensor) -> Tensor:
             return torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device)
 
-        return tree_map(Tensor, rows, self._example)
+        return tree_map_only(Tensor, rows, self._example)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if isinstance(model, LightningModule) and not self._forward:

@@ -93,7 +93,7 @@ class _Lightnings:
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights."""
