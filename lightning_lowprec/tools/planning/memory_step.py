@@ -37,7 +37,7 @@ from lightning_lowprec.tools.planning.memory_meter import (
 from lightning_lowprec.tools.planning.simulated_inputs import Inputs
 from lightning_lowprec.tools.planning.simulated_precision import Running, running
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+SET_UP, FORWARD, BACKWARD, OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 STEPS: Final = 2
 
 
@@ -86,6 +86,7 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
         stack.enter_context(noting_resized(meter.resized))
         stack.enter_context(compiling_on_fakes(meter.paused))
         stack.enter_context(meter)
+        meter.begin(SET_UP, making=STATE)
         numbers = _to_gpu(model, blocks or {})
         if setting.checkpointing:
             checkpoint_blocks(model)
@@ -114,7 +115,7 @@ def _silent() -> Iterator[None]:
 def _steps(
     model: nn.Module, inputs: Inputs, setting: Setting, step: Running, meter: MemoryMeter, blocks: Mapping[int, int]
 ) -> Peaks:
-    meter.begin("set-up", making=STATE)
+    meter.begin(SET_UP, making=STATE)
     optimizer = step.prepare(partial(AdamW, fused=True) if setting.fused else partial(AdamW, foreach=True))
     meter.mark([*model.parameters(), *model.buffers()], WEIGHTS)
     _watch_gradients(model, meter, blocks)

@@ -12,7 +12,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.planning.costs import LAYOUT, footprints
 from lightning_lowprec.tools.planning.extrapolation import Simulator
 from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
-from lightning_lowprec.tools.planning.memory_step import Setting
+from lightning_lowprec.tools.planning.memory_step import OPTIMIZER, SET_UP, Setting
 from lightning_lowprec.tools.planning.per_rank import per_rank
 
 
@@ -49,9 +49,10 @@ def sharded_peaks(model: nn.Module, simulator: Simulator, setting: Setting, devi
             **dict.fromkeys(peak, 0),
             STATE: round(rank.state),
             ACTIVATIONS: peak[ACTIVATIONS],
-            TEMPORARIES: peak[TEMPORARIES] + rank.in_flight,
+            TEMPORARIES: peak[TEMPORARIES] // devices if stretch == OPTIMIZER else peak[TEMPORARIES] + rank.in_flight,
         }
         for stretch, peak in on_one.items()
+        if stretch != SET_UP  # shards are set up from the meta device
     }
 
 
