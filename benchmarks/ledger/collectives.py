@@ -107,7 +107,8 @@ def counted() -> Iterator[Counts]:
     with ExitStack() as stack:
         for name, (owner, method) in STAGES.items():
             stack.enter_context(patch.object(owner, method, _staged(getattr(owner, method), stage, name)))
-        stack.enter_context(patch.object(one_pass, "_compiled", _counting(one_pass._compiled, counts, stage)))
+        for name in ("_compiled", "_compiled_into"):
+            stack.enter_context(patch.object(one_pass, name, _counting(getattr(one_pass, name), counts, stage)))
         log = stack.enter_context(recording())
         stack.enter_context(_Seen(counts, stage))
         yield counts
@@ -146,12 +147,13 @@ def _staged(method: Callable[..., Any], stage: _Stage, name: str) -> Callable[..
 def _counting(compiled: Callable[..., Any], counts: Counts, stage: _Stage) -> Callable[..., Any]:
     """Count the bytes of functions that run as one compiled kernel, which no dispatcher sees."""
 
-    def for_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def for_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
         run = compiled(function)
 
-        def call(values: Tensor, *rest: Any) -> Tensor:
-            out: Tensor = run(values, *rest)
-            counts.moved[stage.name] += _bytes((values, out))
+        def call(*args: Any) -> Any:
+            out = run(*args)
+            flat = [part for part in (*args, out) if isinstance(part, Tensor) and part.ndim]
+            counts.moved[stage.name] += _bytes(flat)  # values, and codes that are an argument or the result
             return out
 
         return call

@@ -25,7 +25,8 @@ promises, of activations under tensor parallelism, and of the amax history of Tr
 """
 HELD = """## Held per rank (GB)
 
-State: weights, gradients, moments and masters after a backward pass; beside it what `lowprec plan --shards` promises.
+State: weights, gradients, moments, masters and the kept codes of float8 shards after a backward pass; beside it what
+`lowprec plan --shards` promises.
 Peaks of the caching allocator: of the set-up, of forward and backward (the state, weights and gradients in flight,
 activations, logits), of the optimizer's step. In flight: the plan's bound, without activations. Reserved: with what the
 allocator keeps for each of FSDP2's streams.

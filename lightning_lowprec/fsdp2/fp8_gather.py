@@ -8,7 +8,7 @@ The life of such a weight, on one rank:
     shard       DTensor, whose local tensor is an Fp8GatherShard (high precision, updated by the optimizer)
       |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights
       v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
-    codes       float8, one byte per element, sent as uint8 (traffic.ByteGather)
+    codes       float8, one byte per element, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
       |           all-gather
       v           fsdp_post_all_gather: codes and scale as the tensor that the layer's backend computes with
     gathered    the whole weight in float8
@@ -26,6 +26,11 @@ The scales are known before the first gather of a step. Every write to a shard m
 checkpoint or by hand, to the shard or to a view of it. So a scale of older weights is never used. While the scales are
 stale, every weight reduces its own maximum when it is gathered.
 
+A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. Scales are
+made anew after every write, so the codes are right as long as their scale is the scale of the shard. The first refresh
+allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading moves to the
+device is a new tensor for every gather, and so is encoded at every gather, into new memory.
+
 A backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
 torchao has a similar tensor, whose scales silently become stale when a checkpoint is loaded after they were computed.
 """
@@ -41,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.fsdp2.kept_codes import KeptCodes
 from lightning_lowprec.fsdp2.meshes import by_mesh
 from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
 from lightning_lowprec.private.torch import (
@@ -82,6 +88,8 @@ class GatherScales:
         self.format = format
         self.weights: list[Tensor] = []
         self.stale = True
+        self.keeps_codes = False
+        """Whether shards keep their codes: known after the first :meth:`refresh`."""
         self.reductions = 0
         """The number of times that :meth:`refresh` has computed scales."""
 
@@ -92,7 +100,10 @@ class GatherScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
+        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed.
+
+        The first call allocates memory for the codes, unless the format keeps none, or the shards are offloaded.
+        """
         if not self.stale or not self.weights:
             return
         for weights in by_mesh(self.weights):
@@ -103,6 +114,9 @@ class GatherScales:
             for weight, scale in zip(weights, scales.unbind(), strict=True):
                 shard: Any = local_tensor(weight)
                 shard._scale = scale
+                self.keeps_codes = self.format.per_step and shard.device == scale.device
+                if self.keeps_codes:
+                    shard.allocate_codes()
         self.stale = False
         self.reductions += 1
 
@@ -114,6 +128,8 @@ class Fp8GatherShard(Tensor):
     _tensor: Tensor
     _scales: GatherScales
     _scale: Tensor | None
+    _kept: KeptCodes | None
+    """The codes that were sent last, and memory for the next codes; None if codes are not kept."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
@@ -128,10 +144,17 @@ class Fp8GatherShard(Tensor):
         self._tensor = tensor
         self._scales = scales
         self._scale = None
+        self._kept = None
 
     def note_written(self) -> None:
-        """Note that a kernel has written to the values, which torch did not see."""
+        """Note a write to the values, such as one by a kernel, which torch did not see."""
         self._scales.stale = True
+        self._scale = None  # `refresh` does not know a copy, which may take the place of a weight later
+
+    def allocate_codes(self) -> None:
+        """Allocate the memory of the codes, if the shard has none."""
+        if self._kept is None:
+            self._kept = KeptCodes(self._tensor, self._scales.format.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
@@ -149,7 +172,7 @@ class Fp8GatherShard(Tensor):
         for target in written_arguments(func, args, kwargs):
             for weight in tree_leaves(target):
                 if isinstance(weight, Fp8GatherShard):
-                    weight._scales.stale = True
+                    weight.note_written()
         out = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and not func.is_view:
             return out
@@ -161,17 +184,20 @@ class Fp8GatherShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
 
+        Codes are kept for further gathers if the format says so, and if their scale is the one of all weights.
         The second part of what is returned goes to :meth:`fsdp_post_all_gather`: the scale, and whether the memory of
         the scale belongs to the stream of this call, on which FSDP2 copies, instead of the stream that computes.
         """
-        format, scale = self._scales.format, self._scale
-        made_here = self._scales.stale or scale is None
-        if made_here:
-            amax = self._tensor.abs().amax().float()
+        format, values, scale = self._scales.format, self._tensor, self._scale
+        if self._scales.stale or scale is None:
+            amax = values.abs().amax().float()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
-        assert scale is not None
-        return (format.encode(self._tensor, scale),), (scale, made_here)
+            return (format.encode(values, scale),), (scale, True)
+        if self._scales.keeps_codes:
+            self.allocate_codes()  # of a shard that took the place of another, such as by `model.bfloat16()`
+        codes = format.encode(values, scale) if self._kept is None else self._kept.of(values, scale, format)
+        return (codes,), (scale, False)
 
     def fsdp_post_all_gather(
         self,
@@ -199,6 +225,16 @@ class Fp8GatherShard(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
         """Build the shard again; called by compilers."""
         return Fp8GatherShard(inner["_tensor"], scales)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8GatherShard:
+        """Return a shard with memory of its own, which keeps no codes."""
+        copied: Fp8GatherShard = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values as a plain tensor."""
+        return self._tensor.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
@@ -232,6 +268,9 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
 
 
 def _plain_weight(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    shard = local_tensor(layer.weight)  # type: ignore[arg-type]
+    if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
+        shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict
     state_dict[f"{prefix}weight"] = plain(state_dict[f"{prefix}weight"])
 
 

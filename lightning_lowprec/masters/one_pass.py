@@ -27,7 +27,7 @@ from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.largest import Largest, asked
-from lightning_lowprec.numerics.triton_runs import kernels_run
+from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
@@ -131,7 +131,7 @@ def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Stor
 
 def _is_plain(weight: Tensor) -> bool:
     """Return whether a kernel may write to the memory of a weight, and can say so where the weight wants to know."""
-    return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN)
+    return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -179,6 +179,8 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
         seed: the seed of the run, for stochastic rounding.
         step: the number of steps before this one.
     """
+    if is_simulated():
+        return
     from lightning_lowprec.masters import kernel
 
     weights = [row.tensors[0] for row in rows]
@@ -226,6 +228,10 @@ def _scalar(device: torch.device, factor: float | Tensor) -> Tensor:
     return _constant(device, factor) if factor == 1.0 else tensor_on(device, [factor], torch.float32)
 
 
-@functools.cache
 def _constant(device: torch.device, value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device) if is_simulated() else _kept(device, value)
+
+
+@functools.cache
+def _kept(device: torch.device, value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_lowprec.numerics.triton_runs import is_simulated
+
 
 def tensor_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return ``numbers`` as a tensor on ``device``: (len(numbers),) of ``dtype``.
@@ -14,5 +16,5 @@ def tensor_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype
     ``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host waits until all work of the
     stream has ended. This copy is from pinned memory.
     """
-    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda" and not is_simulated())
     return on_host.to(device, non_blocking=True)

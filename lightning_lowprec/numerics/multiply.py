@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.triton_runs import kernels_run
+from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
 from lightning_lowprec.private.torch import increment_versions
 
 DEVICES = {"cuda"}
@@ -30,6 +30,8 @@ def multiply_(values: Tensor, factor: Tensor) -> Tensor:
 
 def launch(tensors: list[Tensor], factor: Tensor) -> None:
     """Launch the kernel for each of ``tensors``, which are contiguous and on the device of ``factor``."""
+    if is_simulated():
+        return
     from lightning_lowprec.numerics import multiply_kernel
 
     with torch.cuda.device(factor.device) if factor.is_cuda else torch.device(factor.device):

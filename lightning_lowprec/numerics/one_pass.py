@@ -23,7 +23,9 @@ from lightning_lowprec.hardware import FP8_MIN_CAPABILITY
 R = TypeVar("R")
 
 
-def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: Any) -> Tensor:
+def in_one_pass(
+    function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: Any, out: Tensor | None = None
+) -> Tensor:
     """Return ``function(values, scale, *constants)``: (...), scalar float32 -> (...). Call without gradients.
 
     Args:
@@ -31,11 +33,16 @@ def in_one_pass(function: Callable[..., Tensor], values: Tensor, scale: Tensor, 
         values: a kernel runs if they are on CUDA.
         scale: one number, on the device of ``values``.
         constants: other graphs are compiled for other constants.
+        out: (...) contiguous, of the dtype of the result; the kernel writes there, and ``out`` is returned.
     """
     if not values.is_cuda:
-        return function(values, scale, *constants)
+        result = function(values, scale, *constants)
+        return result if out is None else out.copy_(result)
     flat = values.reshape(-1).data  # no view any more: the compiler would look at the shape of what a view shows
-    return _compiled(function)(flat, scale, *constants).view(values.shape)
+    if out is None:
+        return _compiled(function)(flat, scale, *constants).view(values.shape)
+    _compiled_into(function)(out.view(-1).data, function, flat, scale, *constants)
+    return out
 
 
 def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
@@ -59,6 +66,15 @@ def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+@functools.cache
+def _compiled_into(function: Callable[..., Tensor]) -> Callable[..., None]:
+    return torch.compile(_copied(_write), fullgraph=True, dynamic=True)
+
+
+def _write(out: Tensor, function: Callable[..., Tensor], *arguments: Any) -> None:
+    out.copy_(function(*arguments))
 
 
 def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
@@ -97,6 +113,10 @@ def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
 
 @functools.cache
 def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
-    """Compile a copy of ``function`` for one ``kind``: the compiler allows few graphs per code object."""
-    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(copied, fullgraph=True)
+    """Compile ``function`` for one ``kind``."""
+    return torch.compile(_copied(function), fullgraph=True)
+
+
+def _copied(function: Any) -> Any:
+    """Return a copy of ``function`` with a code object of its own: the compiler allows few graphs per code object."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

@@ -18,12 +18,17 @@ class WireFormat(Protocol):
     """The dtype of the codes, a float8."""
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
+    per_step: bool
+    """Whether a shard is encoded once per optimizer step, and its codes are kept, instead of at every all-gather."""
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32."""
 
-    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
-        """Return the codes of a weight, or of a part: (...) any float, scalar float32 -> (...) ``dtype``."""
+    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the codes of a weight, or of a part: (...) any float, scalar float32 -> (...) ``dtype``.
+
+        With ``out``, contiguous, the codes are written there.
+        """
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight for the layer's forward, sharing the memory of ``codes``; it appears to have ``dtype``."""

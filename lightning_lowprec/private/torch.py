@@ -23,6 +23,7 @@ TRANSFORMER_ENGINE: Final = "FP8TE"
 COMPILATION: Final = "compiled models"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
+SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
 _FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
@@ -100,6 +101,27 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._are_functorch_transforms_active",
         "torch._scaled_mm",
         "torch.compiler._is_exporting_flag",
+    ),
+    SIMULATED_MEMORY: (
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
+        "torch._subclasses.fake_tensor.init_gpu_context",
+        "torch._C._autograd.DeviceType",
+        "torch.cuda.amp.common.amp_definitely_not_available",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._pytree.tree_leaves",
+        "torch.ops.prim.device.default",
+        "torch.ops.aten._local_scalar_dense.default",
+        "torch.ops.aten._scaled_dot_product_flash_attention.default",
+        "torch.ops.aten._scaled_dot_product_efficient_attention.default",
+        "torch.ops.aten._to_copy.default",
+        "torch._functorch.aot_autograd.aot_function",
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "torch._inductor.decomposition.select_decomp_table",
+        "torch.nn.Module._call_impl",
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
@@ -89,3 +90,30 @@ def set_loss(model: Any, loss: Callable[..., Tensor] | None) -> None:
 def loss_of(model: Any) -> Any:
     """Return what :func:`set_loss` has set, or None."""
     return vars(model).get(_LOSS)
+
+
+# ---- models on tensors without values
+
+
+@contextmanager
+def as_with_values() -> Iterator[None]:
+    """Let models take tensors without values for tensors of a training step, one sequence per row, without padding.
+
+    transformers takes such tensors for those of a compiler, and then makes masks for the case of packed sequences.
+    """
+    if find_spec("transformers") is None:
+        yield
+        return
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+
+    answers = ((import_utils, "is_fake_tensor", False), (masking_utils, "find_packed_sequence_indices", None))
+    before = [(module, name, getattr(module, name)) for module, name, _ in answers if hasattr(module, name)]
+    for module, name, answer in answers:
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, _answer=answer, **kwargs: _answer)
+    try:
+        yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)

@@ -4,8 +4,8 @@
     codes  = saturate(weight * scale).to(e4m3)
 
 The float32 shards are the masters, four bytes per element; optimizers and checkpoints see float32. (Transformer
-Engine's own FP8 parameters take five: e4m3 shards next to float32 masters in the optimizer.) The weight is quantised
-once, before the gather, and not again.
+Engine's own FP8 parameters take five all the time: e4m3 shards next to float32 masters in the optimizer.) Each rank
+encodes its shard once per optimizer step. From the first gather to the next write it keeps the codes, one byte more.
 
 Delayed scaling uses the same scale here: the amax is known before anything is sent, and a history or a margin could
 only make the scale worse. The history of the amax is kept, for a run that goes on without FSDP2.
@@ -29,6 +29,7 @@ class TEWireFormat:
     """The arithmetic of Transformer Engine's recipes that have one scale per tensor, as FSDP2 asks for it."""
 
     dtype = E4M3.dtype
+    per_step = True
 
     def __init__(self, *, power_of_two: bool = False, least_amax: float = 0.0) -> None:
         self.power_of_two = power_of_two
@@ -43,9 +44,9 @@ class TEWireFormat:
         scales = (torch.full_like(amax, E4M3.max) / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amax.isfinite() & (amax > 0), scales, 1.0)
 
-    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) e4m3; inf becomes NaN."""
-        return in_one_pass(_encode, values, scale)
+        return in_one_pass(_encode, values, scale, out=out)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""

@@ -78,6 +78,8 @@ class FP8Linear(Float8Linear):
     fp8_eval: bool
     weight_codes: WeightCodes | None
     """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
+    encoded_per_step: bool
+    """Whether FSDP2's shards of the weight are encoded once per optimizer step, or at every all-gather."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
@@ -130,7 +132,7 @@ class FP8Linear(Float8Linear):
     @property
     def wire_format(self) -> TorchAOWire:
         """The format in which FSDP2 may gather the weight."""
-        return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype)
+        return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype, self.encoded_per_step)
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class TorchAOWire:
     mm_config: LinearMMConfig
     """torchao's settings of the three GEMMs, the same for all layers of a model."""
     dtype: torch.dtype
+    per_step: bool
     least_amax: ClassVar[float] = EPS
 
     def scales(self, amax: Tensor) -> Tensor:
@@ -149,9 +152,9 @@ class TorchAOWire:
             scales = scales.clamp(max=torch.finfo(torch.float16).max)
         return scales.to(torch.float32)
 
-    def encode(self, values: Tensor, scale: Tensor) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(_encode, values, scale, self.dtype)
+        return in_one_pass(_encode, values, scale, self.dtype, out=out)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
@@ -190,18 +193,21 @@ def linear_config(
     return ScaledInside.of(config) if rowwise_backward == "scaled_inside" else config
 
 
-def convert(model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool) -> None:
+def convert(
+    model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool
+) -> None:
     """Make the Linears named by ``fqns`` FP8Linears, in place."""
     convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval)
+        configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval, per_step=per_step)
 
 
-def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool) -> None:
+def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool) -> None:
     """Make ``linear`` an FP8Linear of this configuration, in place."""
     with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
         made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-    in_place.become(linear, FP8Linear, {**vars(made), "fp8_eval": fp8_eval, "weight_codes": None})
+    own = {"fp8_eval": fp8_eval, "weight_codes": None, "encoded_per_step": per_step}
+    in_place.become(linear, FP8Linear, {**vars(made), **own})
 
 
 def keep_codes(model: nn.Module) -> None:

@@ -78,9 +78,11 @@ class FP8TorchAO(LowPrecision):
             one class, of an ``nn.ModuleList`` that holds FP8 layers.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
         weight_codes: ``"per_step"`` encodes each weight once per optimizer step, and keeps the codes for every
-            micro-batch, forward and backward (2 bytes per parameter of the layers). ``"per_gemm"`` encodes at every
-            GEMM, as torchao does: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_step"``
-            where one scale per weight allows it (``recipe="tensorwise"`` without ``config``), and not under FSDP2.
+            micro-batch, forward and backward (2 bytes per parameter of the layers; under FSDP2 each rank keeps the
+            codes of its shards, 1 byte per parameter, and with ``cpu_offload`` none). ``"per_gemm"`` encodes at every
+            GEMM, as torchao does, and under FSDP2 at every all-gather: same results, fewer bytes kept, more bytes
+            moved. ``"auto"`` is ``"per_step"`` where one scale per weight allows it (``recipe="tensorwise"`` without
+            ``config``).
         rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
@@ -181,7 +183,7 @@ class FP8TorchAO(LowPrecision):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
+        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward, self.weight_codes
         return self.precision, self.layers, *running, self.config
 
     @override
@@ -202,7 +204,8 @@ class FP8TorchAO(LowPrecision):
                 rowwise_backward=self.rowwise_backward,
             )
         with unchanged(module):
-            linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval)
+            per_step = self.weight_codes == "per_step"
+            linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval, per_step=per_step)
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
         if plan.converted:
@@ -215,7 +218,7 @@ class FP8TorchAO(LowPrecision):
 
     @override
     def cast_shards(self, module: Module) -> None:
-        """Also encode gathered weights at every GEMM: FSDP2 frees them after their layer ran."""
+        """Also keep no codes of whole weights: FSDP2 frees gathered weights after their layer ran."""
         from lightning_lowprec.torchao import linear
 
         super().cast_shards(module)

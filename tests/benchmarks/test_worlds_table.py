@@ -26,7 +26,9 @@ def test_every_count_equals_the_formula_and_every_state_the_plan():
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "scales"):
             assert row["wire"][kind] == expected(row, kind), (row["shape"], row["world"], row["precision"], kind)
         if row["layers"] >= 32:
-            assert 1 <= row["memory"]["state"] / row["promised"]["state"] <= 1.02
+            # every weight has its own tensor of remainders, whose size the allocator rounds up
+            most = 1.03 if row["precision"] == "bf16-remainder" else 1.02
+            assert 1 <= row["memory"]["state"] / row["promised"]["state"] <= most
 
 
 @pytest.mark.parametrize("chosen", [{"world": 8, "shape": "8b"}, {"world": 512, "copies": 1, "shape": "8b"}])

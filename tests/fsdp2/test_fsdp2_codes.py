@@ -1,12 +1,22 @@
-"""What a float8 shard knows of writes that torch does not see; one process."""
+"""The codes of float8 shards, which one all-gather leaves for the next: made once per write, seen by nobody."""
+
+import copy
+import gc
+import io
+import weakref
 
 import pytest
+import torch
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from tests.fsdp2.models import batch, loss_of
-from tests.fsdp2.test_fsdp2_numerics import sharded
+from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.torchao.linear import TorchAOWire
+from tests.fsdp2.models import Net, batch, loss_of
+from tests.fsdp2.test_fsdp2_numerics import converted, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+LAYERS = 4  # of Net, with FP8 weights
 
 
 @pytest.fixture
@@ -16,9 +26,233 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def encoded(monkeypatch):
+    """The shapes of the shards that were encoded."""
+    shapes, encode = [], TorchAOWire.encode
+
+    def counting(self, values, scale, **options):
+        shapes.append(tuple(values.shape))
+        return encode(self, values, scale, **options)
+
+    monkeypatch.setattr(TorchAOWire, "encode", counting)
+    return shapes
+
+
+def loss(model, number=0):
+    value = loss_of(model, batch(number, 0)).item()
+    model.reshard()  # without a backward pass FSDP2 keeps the root gathered
+    return value
+
+
+def shards_of(made):
+    return [weight._local_tensor for weight in made.scales.weights]
+
+
+@pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_step", 1), ("per_gemm", 2 * 8)])
+def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_step):
+    """Or at every gather: blocks are gathered in forward and in backward."""
+    model, made = sharded(mesh, True, model=converted(weight_codes=choice))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for micro_batch in range(8):
+            loss_of(model, batch(8 * step + micro_batch, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(encoded) == 2 * LAYERS * per_step
+    kept = [shard._kept.codes for shard in shards_of(made) if shard._kept is not None]
+    held = sum(codes.untyped_storage().nbytes() for codes in kept)
+    assert held == (sum(weight.numel() for weight in made.scales.weights) if per_step == 1 else 0)
+
+
+def torch_optimizer(**options):
+    def change(model, made):
+        loss_of(model, batch(1, 0)).backward()
+        torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
+
+    return change
+
+
+def other(model):
+    """The local values that a model gets: those of another seed, tripled."""
+    made = Net(seed=7).state_dict()
+    return {name: 3 * made[name] for name, _ in model.named_parameters()}
+
+
+def distributed_like(model):
+    state = other(model)
+    return {n: DTensor.from_local(state[n], p.device_mesh, p.placements) for n, p in model.named_parameters()}
+
+
+def load_state_dict(model, made):
+    model.load_state_dict(distributed_like(model))
+
+
+def set_model_state_dict(model, made):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, other(model), options=StateDictOptions(full_state_dict=True))
+
+
+def copy_under_no_grad(model, made):
+    values = distributed_like(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(values[name])
+
+
+def copy_into_data(model, made):
+    values = distributed_like(model)
+    for name, p in model.named_parameters():
+        p.data.copy_(values[name])
+
+
+def copy_into_local_views(model, made):
+    values = other(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.to_local()[:8].copy_(values[name][:8])
+
+
+def averaged(model):
+    """An average of the weights that are and of others."""
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = distributed_like(model)
+    torch._foreach_lerp_(list(average.values()), [values[name] for name in average], 0.5)
+    loss(model, 2)  # the scales are made anew; the average is no weight of the model
+    return average
+
+
+def foreach_lerp_to_an_average(model, made):
+    average = averaged(model)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(model.parameters()), [average[name] for name, _ in model.named_parameters()], 1.0)
+
+
+def swap_tensors_with_an_average(model, made):
+    """FSDP2 sees a swap of weights with an extension such as ours, but not of others."""
+    average = averaged(model)
+    for name, p in model.named_parameters():
+        if any(p is weight for weight in made.scales.weights):
+            torch.utils.swap_tensors(p, torch.nn.Parameter(average[name]))
+
+
+def kernel(model, made):
+    """It writes to the memory, and says so."""
+    values = other(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for weight in made.scales.weights:
+        shard = weight.to_local()
+        memory = torch.from_numpy(shard._tensor.detach().numpy())
+        memory.copy_(values[names[id(weight)]])
+        shard.note_written()
+
+
+def another_dtype_and_back(model, made):
+    model.double()
+    loss(model, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    model.float()
+
+
+def negate_the_state_dict(model, made):
+    """As `torch.distributed.checkpoint.load` does with other values; the largest absolute value stays the same."""
+    for value in model.state_dict().values():
+        value.neg_()
+
+
+WAYS = {
+    "AdamW": torch_optimizer(foreach=False),
+    "AdamW, foreach": torch_optimizer(foreach=True),
+    "AdamW, fused": torch_optimizer(fused=True),
+    **{
+        change.__name__: change
+        for change in (
+            load_state_dict, set_model_state_dict, copy_under_no_grad, copy_into_data, copy_into_local_views,
+            foreach_lerp_to_an_average, swap_tensors_with_an_average, kernel, another_dtype_and_back,
+            negate_the_state_dict,
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)
+def test_a_changed_weight_is_encoded_again(mesh, encoded, change):
+    """The loss is that of a fresh model with the same weights, which keeps no codes, bit for bit."""
+    model, made = sharded(mesh, True)
+    before = loss(model)
+    assert loss(model) == before
+    assert len(encoded) == LAYERS
+    change(model, made)
+    got = loss(model)
+    fresh, _ = sharded(mesh, True, model=converted(weight_codes="per_gemm"))
+    fresh.load_state_dict(model.state_dict())
+    assert got == loss(fresh) != before
+
+
+def through_pickle(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
+    model, made = sharded(mesh, True)
+    loss_of(model, batch(0, 0)).backward()
+    model.zero_grad()  # torch cannot copy a DTensor with its gradient
+    state = model.state_dict()
+    assert set(state) == set(Net().state_dict())
+    assert all(type(value._local_tensor) is torch.Tensor for value in state.values())
+    loss_of(model, batch(0, 0)).backward()
+    model.zero_grad()
+    for weight, shard in zip(made.scales.weights, shards_of(made), strict=True):
+        assert shard._kept is not None
+        for copied in (copy.deepcopy(weight), copy.deepcopy(shard), weight.clone(), shard.detach()):
+            local = getattr(copied, "_local_tensor", copied)
+            assert local._kept is None
+            assert torch.equal(local._tensor, shard._tensor)
+        for loaded in (through_pickle(weight)._local_tensor, through_pickle(shard)):
+            assert type(loaded) is torch.Tensor
+            assert torch.equal(loaded, shard._tensor)
+    up = copy.deepcopy(model.blocks[0].up)
+    assert up.weight._local_tensor._kept is None
+    assert up.weight._local_tensor.data_ptr() != model.blocks[0].up.weight._local_tensor.data_ptr()
+
+
+def watched(model, made):
+    """References to all shards, their values and their codes."""
+    loss_of(model, batch(0, 0)).backward()
+    model.zero_grad()
+    return [weakref.ref(t) for shard in shards_of(made) for t in (shard, shard._tensor, shard._kept.codes)]
+
+
+def test_replaced_and_deleted_shards_are_freed_with_their_codes(mesh):
+    model, made = sharded(mesh, True)
+    old = watched(model, made)
+    model.to(torch.float64)
+    gc.collect()
+    assert [ref() for ref in old] == [None] * 3 * LAYERS
+    model.to(torch.float32)
+    old = watched(model, made)
+    del model, made
+    for _ in range(2):  # one round frees what held the others
+        gc.collect()
+    assert [ref() for ref in old] == [None] * 3 * LAYERS
+
+
 def test_a_kernel_says_that_it_has_written(mesh):
     model, made = sharded(mesh, True)
-    loss_of(model, batch(0, 0))
+    loss(model)
     assert not made.scales.stale
     made.scales.weights[0].to_local().note_written()
     assert made.scales.stale
+
+
+def test_a_model_that_is_sharded_keeps_its_choice():
+    """A Trainer with another choice raises, as with every other option that is built into a sharded model."""
+    identity = FP8TorchAO().sharded_identity()
+    assert identity == FP8TorchAO(weight_codes="per_step").sharded_identity()
+    assert identity != FP8TorchAO(weight_codes="per_gemm").sharded_identity()

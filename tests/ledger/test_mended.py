@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from benchmarks.gpu_lane import models
@@ -58,27 +59,73 @@ def toy_step(fabric):
 
 
 @pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
-@pytest.mark.parametrize("plugin", [FP8TorchAO(compile=False), FP8TE("current")], ids=["torchao", "te"])
-def test_a_shard_is_encoded_by_one_kernel(plugin):
-    """In forward and in backward; 5 bytes per element; no shape compiles anew, nor does a later step."""
+@pytest.mark.parametrize(
+    ("plugin", "offload", "times"),
+    [
+        (FP8TorchAO(compile=False), False, 1),
+        (FP8TE("current"), False, 1),
+        (FP8TorchAO(compile=False, weight_codes="per_gemm"), False, 2),
+        (FP8TorchAO(compile=False), True, 2),
+    ],
+    ids=["torchao", "te", "per_gemm", "cpu_offload"],
+)
+def test_a_shard_is_encoded_by_one_kernel(plugin, offload, times):
+    """Once per step, or in forward and in backward; 5 bytes per element; no shape nor later step compiles anew."""
     triton_bytes.start()
     known = set(triton_bytes.KERNELS)
-    strategy = FSDP2Strategy(process_group_backend="fake")
+    strategy = FSDP2Strategy(process_group_backend="fake", cpu_offload=offload)
     step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, strategy=strategy, plugins=plugin))
     step()
     graphs = counters["stats"]["unique_graphs"]
     with recording() as log:
         step()
-    assert counters["stats"]["unique_graphs"] == graphs == 2  # with and without autocast
+    assert counters["stats"]["unique_graphs"] == graphs == times  # with autocast, and in backward without
     shards = [s for p in bare.parameters() if isinstance(s := local_tensor(p), Fp8GatherShard)]
     encoding = [record for record in log.of("kernel") if record.name.startswith("triton_")]
     assert len({s.shape for s in shards}) > 3
-    assert len(encoding) == 2 * len(shards) == 28
-    assert not log.waits()
+    assert len(encoding) == times * len(shards) == times * 14
+    assert offload or not log.waits()
     written = set(triton_bytes.KERNELS) - known
     assert {record.name for record in encoding} == written
     first = shards[0].numel()  # the size for which the estimate was made
     assert all(5 * first <= triton_bytes.KERNELS[name] <= 5 * first + 8 for name in written)
+
+
+def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
+    """`unshard()` gathers on the stream that computes, a forward on the stream that copies; a refresh allocates."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cuda", (1,))
+    scales = GatherScales(TEWireFormat())
+    weight = DTensor.from_local(Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales), mesh, [Shard(0)])
+    scales.weights, shard = [weight], local_tensor(weight)
+    waits, wait = [], torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda own, other: (waits.append((own, other)), wait(own, other))
+    )
+    computing, copying = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def sent(stream):
+        with torch.cuda.stream(stream):
+            ((codes,), _) = shard.fsdp_pre_all_gather(mesh)
+        return codes
+
+    with torch.inference_mode():
+        scales.refresh()
+    first = shard._kept.codes
+    assert not waits
+    assert block_at(first.data_ptr())["stream"] == computing.cuda_stream
+    for _ in range(2):  # steps
+        assert all(sent(copying) is first for _ in range(2))
+        shard.mul_(2)
+        scales.refresh()
+    assert waits == [(copying, computing)]  # the memory may have had another owner, whose work may not have ended
+    assert sent(computing) is first
+    assert sent(copying) is first
+    assert waits == [(copying, computing), (computing, copying), (copying, computing)]
+    address = first.data_ptr()
+    del first
+    shard._kept = None
+    assert state_of(address) == "active_pending_free"  # the stream that copies may still read
 
 
 def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
@@ -97,8 +144,14 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
 
 def state_of(address):
     """What the caching allocator says of the block at ``address``."""
-    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-    return next((block["state"] for block in blocks if block["address"] == address), "free")
+    return block_at(address).get("state", "free")
+
+
+def block_at(address):
+    """What the caching allocator says of a block, and the stream of its segment."""
+    segments = torch.cuda.memory_snapshot()
+    blocks = ({**block, "stream": segment["stream"]} for segment in segments for block in segment["blocks"])
+    return next((block for block in blocks if block["address"] == address), {})
 
 
 PASSES_OF_O3 = 3

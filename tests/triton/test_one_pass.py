@@ -1,6 +1,7 @@
 """The kernel steps as torch's own optimizers do on float32 masters, in every form, and resumes from any state."""
 
 import copy
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -397,7 +398,7 @@ def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-2))
-        losses = []
+        losses, sent = [], []
         for _ in range(5):
             optimizer.zero_grad()
             loss = (model(X[:32, :24].repeat(1, 2)[:, :32]) - 1).float().square().mean()
@@ -405,7 +406,9 @@ def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
             optimizer.step()
             shards = [p.to_local() for p in net.parameters() if p.ndim == 2]
             assert [shard._scales.stale for shard in shards] == [True, True]
+            sent.append([p._local_tensor._kept.codes.float() for p in net.parameters() if p.ndim == 2])
             losses.append(loss.item())
+        assert not any(torch.equal(*codes) for i in (0, 1) for codes in pairwise(step[i] for step in sent))
         found.append(losses)
     assert launches
     assert found[0] == pytest.approx(found[1], rel=2e-3)

@@ -15,7 +15,7 @@ from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.registration import validate_name
-from lightning_lowprec.tools.planning import widths
+from lightning_lowprec.tools.planning import fits_command, widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
@@ -25,7 +25,9 @@ from lightning_lowprec.tools.planning.source import load
 def run(argv: Sequence[str]) -> int:
     """Print the plan; return 1 if nothing converts."""
     args = _parser().parse_args(argv)
-    if args.precisions:
+    if args.fits is not None:
+        return fits_command.run(args)
+    if args.precisions is not None:
         rows = [widths.widths(name) for name in widths.all_names()]
         print(json.dumps(rows, indent=1) if args.json else widths.text(rows))
         return 0
@@ -92,9 +94,11 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--precisions",
-        action="store_true",
+        type=str | None,
+        nargs="?",
+        const="",
         help="print instead a table of the number formats of every precision: GEMMs, weight, gradient, master, moments,"
-        " communication",
+        " communication; with --fits: the names to simulate, such as bf16-sr,fp8-tensorwise",
     )
     parser.add_argument(
         "--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config, as JSON or YAML"
@@ -107,6 +111,7 @@ def _parser() -> ArgumentParser:
         help="print what one rank of `strategy='fsdp2'` holds and sends, with so many ranks per copy of the model",
     )
     parser.add_argument("--copies", type=int, default=1, help="copies of the model (`replicate`), with --shards")
+    _add_fits(parser)
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
     parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")
@@ -116,3 +121,22 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--first_last_layers_bf16", action="store_true", help="keep the first and the last blocks")
     parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
     return parser
+
+
+def _add_fits(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--fits",
+        type=str | None,
+        help="print instead which precisions train the model within the memory of a GPU, such as 141GB, 80GiB, H200 or"
+        ' "RTX 4090": training steps with AdamW are simulated, without a GPU',
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences, images or rows per GPU and step, with --fits")
+    parser.add_argument("--seq", type=int | None, help="tokens per sequence, with --fits")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute blocks again in the backward, with --fits"
+    )
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), with --fits")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of --strategy, with --fits")
+    parser.add_argument("--strategy", type=str | None, help="fsdp2: the model is sharded over --devices, with --fits")
+    parser.add_argument("--data", type=str | None, help="a LightningDataModule whose batches are read, with --fits")
+    parser.add_argument("--data_args", type=Mapping[str, Any] | None, help="arguments of --data, as JSON or YAML")

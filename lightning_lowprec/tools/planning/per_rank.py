@@ -26,7 +26,7 @@ class Rank:
 
     Args:
         precision: the name.
-        state: weights, gradients, masters and moments of this rank.
+        state: weights, gradients, masters and moments of this rank, and the codes that the rank keeps of its shards.
         in_flight: an upper bound of gathered weights and of gradients on their way, at once; no activations.
         sent: what the rank sends in one step of one micro-batch, in rings.
     """
@@ -83,6 +83,7 @@ def per_rank(
         state = row.state + wider * sum(
             r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
         )
+        kept = together.fp8 + root.fp8 if of_codes is None else 0  # codes of shards in high precision, 1 byte each
         sent = volume.step(
             together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
         )
@@ -90,7 +91,7 @@ def per_rank(
         ranks.append(
             Rank(
                 precision=row.precision,
-                state=state * (together.total + root.total) / elements / shards,
+                state=(state * (together.total + root.total) / elements + kept) / shards,
                 in_flight=volume.in_flight(largest, root, param_dtype=param_dtype),
                 sent=sent,
             )

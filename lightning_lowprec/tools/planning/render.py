@@ -17,9 +17,9 @@ GATHER_NOTE = (
     " the bytes of a step."
 )
 RANK_NOTE = (
-    "state: weights, gradients, masters and moments of one rank. in flight: at most so much more, for gathered weights"
-    " and gradients on their way; activations come on top. The last three columns: what a rank sends in one step of one"
-    " micro-batch, in rings."
+    "state: weights, gradients, masters and moments of one rank, and the float8 codes that it keeps of its shards until"
+    " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
+    " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
 )
 
 

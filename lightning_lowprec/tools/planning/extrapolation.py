@@ -1,0 +1,132 @@
+"""Simulate a model with few of its equal blocks, and extend the figures to all of them.
+
+Every block adds the same to what lives at any moment of a step: its weights, gradients and state, and its activations
+until its backward. So the memory at each moment is a constant plus a number per block. Two depths give both. The
+moments are stretches of a step: the forward, the backward before the blocks, of the last block, of those between, of
+the first, and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, final
+
+from torch import nn
+
+from lightning_lowprec.tools.planning.memory_meter import Peaks
+from lightning_lowprec.tools.planning.memory_step import Setting, simulate
+from lightning_lowprec.tools.planning.simulated_inputs import Inputs
+
+DEPTHS: Final = (3, 4)
+"""Numbers of blocks that are simulated: the first, the last, and one or two between."""
+_FIRST, _BETWEEN, _LAST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks in a row: positions ``start`` to ``start + length - 1`` of the list at ``fqn``."""
+
+    fqn: str
+    start: int
+    length: int
+
+
+def longest_run(model: nn.Module) -> Run | None:
+    """Return the equal blocks with the most parameters, or None if no list has more of them than are simulated."""
+    best, most = None, 0
+    for fqn, stack in model.named_modules():
+        if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) <= max(DEPTHS):
+            continue
+        start = 0
+        for _, same in groupby(stack, key=_shape):
+            blocks = list(same)
+            size = sum(p.numel() for block in blocks for p in block.parameters())
+            if len(blocks) > max(DEPTHS) and size > most:
+                best, most = Run(fqn, start, len(blocks)), size
+            start += len(blocks)
+    return best
+
+
+def _shape(block: nn.Module) -> Any:
+    children = tuple((fqn, type(module)) for fqn, module in block.named_modules())
+    return children, tuple((fqn, p.shape, p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
+
+
+@final
+class Simulator:
+    """Simulate settings of one model; every setting once.
+
+    Args:
+        model: the model, on the meta device; it stays as it is.
+        inputs: make the batch and the loss.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.run = longest_run(model)
+        self._model = model if self.run is None else _cut(model, self.run, max(DEPTHS))
+        self._known: dict[str, Peaks] = {}
+
+    @property
+    def words(self) -> str | None:
+        """What is extrapolated, in words, or None."""
+        if self.run is None:
+            return None
+        shown = " and ".join(map(str, DEPTHS))
+        return f"extrapolated from {shown} to all {self.run.length} equal blocks of {self.run.fqn!r}"
+
+    def peaks(self, setting: Setting) -> Peaks:
+        """Return the peak of every stretch of a step: bytes by category.
+
+        Raises:
+            ValueError: see :func:`~lightning_lowprec.tools.planning.memory_step.simulate`.
+        """
+        key = repr(setting)
+        if key not in self._known:
+            self._known[key] = self._simulated(setting)
+        return self._known[key]
+
+    def _simulated(self, setting: Setting) -> Peaks:
+        if self.run is None:
+            return simulate(copy.deepcopy(self._model), self.inputs, setting)
+        few, more = (self._at(depth, self.run, setting) for depth in DEPTHS)
+        return extended(few, more, at=DEPTHS, to=self.run.length)
+
+    def _at(self, depth: int, run: Run, setting: Setting) -> Peaks:
+        cut = Run(run.fqn, run.start, max(DEPTHS))
+        model = _cut(self._model, cut, depth)
+        stack: Any = model.get_submodule(run.fqn)
+        blocks = list(stack)[run.start : run.start + depth]
+        return simulate(model, self.inputs, setting, blocks=_numbers(blocks))
+
+
+def _numbers(blocks: list[nn.Module]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for position, block in enumerate(blocks):
+        number = _FIRST if position == 0 else _LAST if position == len(blocks) - 1 else _BETWEEN
+        found |= {id(parameter): number for parameter in block.parameters()}
+    return found
+
+
+def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
+    """Return a copy of the model with ``depth`` blocks of the run."""
+    cut = slice(run.start + depth, run.start + run.length)
+    stack: Any = model.get_submodule(run.fqn)
+    left_out = {id(part): None for block in stack[cut] for part in [block]}
+    copied = copy.deepcopy(model, left_out)  # blocks that are left out are not copied
+    kept: Any = copied.get_submodule(run.fqn)
+    del kept[cut]
+    return copied
+
+
+def extended(few: Peaks, more: Peaks, *, at: tuple[int, int], to: int) -> Peaks:
+    """Return the line through two depths, at a third one, by stretch and category."""
+    steps = (to - at[0]) / (at[1] - at[0])
+
+    def line(start: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
+        return {name: round(start[name] + steps * (end[name] - start[name])) for name in start}
+
+    return {stretch: line(few[stretch], more[stretch]) for stretch in few if stretch in more}

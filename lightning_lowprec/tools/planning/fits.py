@@ -1,0 +1,274 @@
+"""Find out by simulation which precisions train a model within the memory of a GPU, and what to change if none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+from torch import nn
+
+from lightning_lowprec.registration import validate_name
+from lightning_lowprec.tools.planning.extrapolation import Simulator
+from lightning_lowprec.tools.planning.gpu_sizes import Gpu, read_gpu
+from lightning_lowprec.tools.planning.memory_meter import Peaks
+from lightning_lowprec.tools.planning.memory_step import Setting
+from lightning_lowprec.tools.planning.sharded_peaks import sharded_peaks
+from lightning_lowprec.tools.planning.simulated_inputs import Inputs, inputs_of
+from lightning_lowprec.tools.planning.simulated_precision import refusal
+
+DEFAULT_NAMES: Final = (
+    "bf16-mixed",
+    "bf16-true",
+    "bf16-master",
+    "bf16-remainder",
+    "bf16-sr",
+    "fp8-tensorwise",
+    "fp8-rowwise",
+    "fp8-tensorwise-remainder",
+    "fp8-tensorwise-sr",
+)
+MARGIN_SHARE: Final = 0.05
+"""Of the peak: for memory that the allocator holds in pieces that do not fit."""
+MARGIN: Final = 10**9
+"""Bytes: for CUDA's context, the kernels and NCCL."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one precision needs, per GPU.
+
+    Args:
+        precision: the name.
+        peak: bytes by category at the moment when most are allocated; empty if the precision was not simulated.
+        at: the part of the step in which that is.
+        fits: whether the peak and the margin are within the memory.
+        largest_batch: the largest batch that fits, to one fiftieth; 0 if none does; None if not looked for.
+        refused: why the precision was not simulated, or None.
+    """
+
+    precision: str
+    peak: dict[str, int]
+    at: str = ""
+    fits: bool = False
+    largest_batch: int | None = None
+    refused: str | None = None
+
+    @property
+    def total(self) -> int:
+        """The peak in bytes, as ``torch.cuda.max_memory_allocated()`` shows it."""
+        return sum(self.peak.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The verdicts on one model.
+
+    Args:
+        gpu: the GPU.
+        setting: how the model trains, but for the precision.
+        devices: ranks of ``strategy="fsdp2"``; 1 is a single GPU.
+        verdicts: names that fit first, and the largest batch first among them.
+        remedies: what would need less, if nothing fits: in words, and what it would need.
+        parameters: of the model.
+        inputs: the batch and the loss, in words.
+        extrapolated: what was extrapolated, in words, or None.
+    """
+
+    gpu: Gpu
+    setting: Setting
+    devices: int
+    verdicts: Sequence[Verdict]
+    remedies: Sequence[tuple[str, Verdict]]
+    parameters: int
+    inputs: str
+    extrapolated: str | None
+
+
+def needed(peak: float) -> float:
+    """Return the memory that a GPU must have for a peak, with the margin, in bytes."""
+    return peak * (1 + MARGIN_SHARE) + MARGIN
+
+
+def fits(
+    model: nn.Module,
+    gpu: str,
+    *,
+    names: Sequence[str] = DEFAULT_NAMES,
+    batch: int = 1,
+    sequence: int | None = None,
+    checkpointing: bool = False,
+    fused: bool = False,
+    devices: int = 1,
+    data: Any = None,
+    progress: Progress = lambda words: None,
+) -> Report:
+    """Simulate training steps with AdamW, and say which precisions fit.
+
+    Args:
+        model: the model, on the meta device.
+        gpu: such as ``"141GB"``, ``"80GiB"`` or ``"H200"``.
+        names: precisions.
+        batch: sequences, images or rows per GPU and step.
+        sequence: tokens per sequence.
+        checkpointing: whether each block is computed again in the backward.
+        fused: whether AdamW is fused.
+        devices: ranks of ``strategy="fsdp2"``.
+        data: a batch of your own, on CPU; None if the model reads tokens, or has an ``example_input_array``.
+        progress: is called with each precision before its simulation.
+
+    Raises:
+        ValueError: an unknown size, name or number; a model that needs a sequence length; or one that does not run on
+            tensors without values.
+    """
+    found = read_gpu(gpu)
+    for name, number in (("batch", batch), ("devices", devices), ("sequence", sequence)):
+        if number is not None and number < 1:
+            raise ValueError(f"`{name}={number}` is not valid; expected an integer of at least 1.")
+    inputs = inputs_of(model, data)
+    if inputs.reads_sequences and sequence is None:
+        raise ValueError(
+            f"`seq` is missing: {type(model).__name__} reads tokens. Give their number, such as `--seq 4096`."
+        )
+    for name in names:
+        validate_name(name)
+    search = _Search(model, inputs, found, devices)
+    setting = Setting(
+        precision="", batch=batch, sequence=sequence, checkpointing=checkpointing, fused=fused,
+        capability=found.capability,
+    )  # fmt: skip
+    verdicts = []
+    for name in names:
+        progress(name)
+        verdicts.append(search.verdict(replace(setting, precision=name)))
+    verdicts.sort(key=lambda v: (v.refused is not None, not v.fits, -(v.largest_batch or 0), v.total))
+    remedies: list[tuple[str, Verdict]] = []
+    if not any(verdict.fits for verdict in verdicts):
+        remedies = search.remedies(setting, [v for v in verdicts if v.refused is None], progress)
+    return Report(
+        gpu=found, setting=setting, devices=devices, verdicts=verdicts, remedies=remedies,
+        parameters=sum(p.numel() for p in model.parameters()), inputs=inputs.words,
+        extrapolated=search.simulator.words,
+    )  # fmt: skip
+
+
+@final
+class _Search:
+    """The simulations of one model for one kind of GPU."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, gpu: Gpu, devices: int) -> None:
+        self.simulator = Simulator(model, inputs)
+        self._model, self._gpu, self._devices = model, gpu, devices
+
+    def verdict(self, setting: Setting, devices: int | None = None, *, batches: bool = True) -> Verdict:
+        """Simulate one setting; ``batches``: also look for the largest batch."""
+        reason = refusal(setting.precision)
+        if reason is not None:
+            return Verdict(precision=setting.precision, peak={}, refused=reason)
+        ranks = self._devices if devices is None else devices
+        try:
+            peaks = self._peaks(setting, ranks)
+            largest = self._largest_batch(setting, ranks) if batches else None
+        except (ValueError, RuntimeError, ImportError) as error:
+            return Verdict(precision=setting.precision, peak={}, refused=str(error).splitlines()[0])
+        at = max(peaks, key=lambda stretch: sum(peaks[stretch].values()))
+        return Verdict(
+            precision=setting.precision, peak=peaks[at], at=at, fits=self._fits(peaks), largest_batch=largest,
+        )  # fmt: skip
+
+    def _fits(self, peaks: Peaks) -> bool:
+        return all(needed(sum(peak.values())) <= self._gpu.size for peak in peaks.values())
+
+    def _largest_batch(self, setting: Setting, ranks: int) -> int:
+        """Return the largest batch that fits, simulated, as the batch above it: a line is a guess from below."""
+
+        def fits_with(batch: int) -> bool:
+            return self._fits(self._peaks(replace(setting, batch=batch), ranks))
+
+        least = setting.batch if fits_with(setting.batch) else 1 if setting.batch > 1 and fits_with(1) else 0
+        if not least:
+            return 0
+        one, two = (self._peaks(replace(setting, batch=n * least), ranks) for n in (1, 2))
+        above = first_guess(one, two, least, self._gpu.size)
+        if fits_with(above):
+            return above
+        while above - least > max(1, least // _CLOSE):
+            between = above - max(1, (above - least) // _STEP_DOWN)
+            least, above = (between, above) if fits_with(between) else (least, between)
+        return least
+
+    def _peaks(self, setting: Setting, devices: int) -> Peaks:
+        if devices == 1:
+            return self.simulator.peaks(setting)
+        return sharded_peaks(self._model, self.simulator, setting, devices)
+
+    def remedies(self, setting: Setting, verdicts: Sequence[Verdict], progress: Progress) -> list[tuple[str, Verdict]]:
+        """Simulate what may help, alone and together, for the precision that needs the least."""
+        if not verdicts:
+            return []
+        least = replace(setting, precision=min(verdicts, key=lambda v: v.total).precision)
+        found: list[tuple[str, Verdict]] = []
+
+        def tried(words: str, changed: Setting, devices: int | None = None) -> bool:
+            progress(words)
+            verdict = self.verdict(changed, devices, batches=False)
+            if verdict.refused is None:
+                found.append((words, verdict))
+            return verdict.refused is None and verdict.fits
+
+        together = least
+        for words, change in _changes(least):
+            tried(words, replace(least, **change))
+            if found and found[-1][0] == words:
+                together = replace(together, **change)
+        tried("all of these", together)
+        if least.sequence is not None and least.sequence > 1:
+            tried("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
+        devices = self._devices
+        while devices < _MOST_DEVICES:
+            devices *= 2
+            words = f"all of these, --devices {devices} --strategy fsdp2"
+            if tried(words, together, devices):
+                break
+            if found and found[-1][0] == words:
+                found.pop()
+        return found
+
+
+_MOST_DEVICES: Final = 1024
+_MOST_ROWS: Final = 2**20
+_CLOSE: Final = 50  # a batch is found to one fiftieth
+_STEP_DOWN: Final = 4  # guesses are rarely far too large
+_SMALLEST: Final = "bf16-sr"
+
+
+def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
+    """Return what can be changed, in words, and the fields."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not setting.fused:
+        changes.append(("AdamW(fused=True) (--fused)", {"fused": True}))
+    if not setting.checkpointing:
+        changes.append(("--checkpointing", {"checkpointing": True}))
+    if not setting.precision.endswith("-sr"):
+        changes.append((f"precision={_SMALLEST!r}", {"precision": _SMALLEST}))
+    changes.append(("head='chunked' of the plugin", {"options": {**setting.options, "head": "chunked"}}))
+    return changes
+
+
+def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
+    """Return a batch that may fit; no larger batch does, because memory grows by more per row, never by less.
+
+    Args:
+        peaks: of a batch of ``batch``, which fits.
+        double: of twice the batch.
+        batch: rows.
+        size: bytes of the GPU.
+    """
+    limit = (size - MARGIN) / (1 + MARGIN_SHARE)
+    best = float(_MOST_ROWS)
+    for stretch, peak in peaks.items():
+        here, there = sum(peak.values()), sum(double[stretch].values())
+        if there > here:
+            best = min(best, batch + (limit - here) * batch / (there - here))
+    return int(best)

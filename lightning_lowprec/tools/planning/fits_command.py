@@ -1,0 +1,77 @@
+"""``lowprec plan MODEL --fits 141GB``: which precisions train the model within the memory of a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, final
+
+from lightning_lowprec.tools.class_path import build
+from lightning_lowprec.tools.planning.fits import DEFAULT_NAMES, MARGIN, MARGIN_SHARE, Report, fits
+from lightning_lowprec.tools.planning.fits_text import text
+from lightning_lowprec.tools.planning.source import load
+
+_QUIET: Final = 2.0  # seconds without a line on stderr
+STRATEGIES: Final = ("fsdp2",)
+
+
+def run(args: Any) -> int:
+    """Print the report; return 1 if no precision fits."""
+    if args.strategy is not None and args.strategy not in STRATEGIES:
+        raise ValueError(f"`strategy={args.strategy!r}` is not valid; expected one of: {', '.join(STRATEGIES)}.")
+    if args.devices > 1 and args.strategy is None:
+        raise ValueError(
+            f"`devices={args.devices}` needs `--strategy fsdp2`: other strategies hold all of the model on every GPU,"
+            " so leave `--devices` out for them."
+        )
+    if args.source is None:
+        raise ValueError("`source` is missing: give a model, such as a folder with a config.json or my.py:Model.")
+    source = load(args.source, args.args or {})
+    names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
+    report = fits(
+        source.model, args.fits, names=names, batch=args.batch, sequence=args.seq, checkpointing=args.checkpointing,
+        fused=args.fused, devices=args.devices, data=_first_batch(args.data, args.data_args or {}),
+        progress=_Progress(),
+    )  # fmt: skip
+    if args.markdown is not None:
+        Path(args.markdown).write_text(f"{text(report, source.origin, markdown=True)}\n", encoding="utf-8")
+    print(json.dumps(_json(report, source.origin), indent=1) if args.json else text(report, source.origin))
+    return 0 if any(verdict.fits for verdict in report.verdicts) else 1
+
+
+@final
+class _Progress:
+    """Say on stderr what is being simulated, once the command takes long."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self, words: str) -> None:
+        if time.monotonic() - self._start > _QUIET:
+            print(f"simulating {words} ...", file=sys.stderr, flush=True)
+
+
+def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:
+    if path is None:
+        return None
+    data = build(path, arguments, seed=0)
+    if hasattr(data, "prepare_data"):
+        data.prepare_data()
+        data.setup("fit")
+    loader = data.train_dataloader() if hasattr(data, "train_dataloader") else data
+    return next(iter(loader))
+
+
+def _json(report: Report, origin: str) -> dict[str, Any]:
+    return {
+        "source": origin,
+        "simulated": True,
+        **asdict(report),
+        "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
+        "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
+        "margin": {"share": MARGIN_SHARE, "bytes": MARGIN},
+    }

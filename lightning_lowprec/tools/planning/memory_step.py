@@ -1,0 +1,182 @@
+"""Simulate the first training steps of a model on a GPU that is not there, and count the memory.
+
+The model, the plugin of the precision, autograd and AdamW run on tensors that have no values, in the order of the
+Trainer: gradients live until the next backward. There are two steps, because AdamW makes its state in the first step,
+so that state and activations meet in the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_lowprec.numerics.triton_runs import simulated
+from lightning_lowprec.private.fake_compile import compiling_on_fakes
+from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
+from lightning_lowprec.private.transformers import as_with_values
+from lightning_lowprec.tools.planning import kernel_memory
+from lightning_lowprec.tools.planning.checkpointed import checkpoint_blocks
+from lightning_lowprec.tools.planning.memory_meter import (
+    ACTIVATIONS,
+    GRADIENTS,
+    STATE,
+    TEMPORARIES,
+    WEIGHTS,
+    MemoryMeter,
+    Peaks,
+)
+from lightning_lowprec.tools.planning.simulated_inputs import Inputs
+from lightning_lowprec.tools.planning.simulated_precision import Running, running
+
+SET_UP, FORWARD, BACKWARD, OPTIMIZER = "set-up", "forward", "backward", "optimizer"
+STEPS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model trains.
+
+    Args:
+        precision: a name for ``precision=``.
+        batch: sequences, images or rows of a step.
+        sequence: tokens of a sequence; None if the model reads none.
+        checkpointing: whether each block of the model is computed again in the backward.
+        fused: whether AdamW is fused; else torch's own choice on a GPU, one call for many parameters (foreach).
+        options: options of the plugin, such as ``{"head": "chunked"}``.
+        capability: the compute capability of the GPU.
+    """
+
+    precision: str
+    batch: int = 1
+    sequence: int | None = None
+    checkpointing: bool = False
+    fused: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    capability: tuple[int, int] = (9, 0)
+
+
+def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping[int, int] | None = None) -> Peaks:
+    """Return the peak of every stretch of the training steps: bytes by category, as torch's allocator counts them.
+
+    Args:
+        model: the model, on the meta device; the simulation changes the model.
+        inputs: make the batch, and the loss.
+        setting: how the model trains.
+        blocks: the number of a block by the ``id`` of its parameters, for a stretch of the backward per block.
+
+    Raises:
+        ValueError: an operation of the model needs values, or does not run on tensors that have none.
+        ImportError: torch has moved a private name.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for context in (_silent(), simulated(), as_with_values(), fake_gpu(setting.capability)):
+            stack.enter_context(context)
+        meter = MemoryMeter()
+        stack.enter_context(noting_resized(meter.resized))
+        stack.enter_context(compiling_on_fakes(meter.paused))
+        stack.enter_context(meter)
+        meter.begin(SET_UP, making=STATE)
+        numbers = _to_gpu(model, blocks or {})
+        if setting.checkpointing:
+            checkpoint_blocks(model)
+        step = running(setting.precision, setting.options, model, FAKE)
+        try:
+            return _steps(model.train(), inputs, setting, step, meter, numbers)
+        except NEEDS_VALUES as error:
+            raise ValueError(
+                f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, and"
+                f" simulated tensors have none ({str(error).splitlines()[0][:200]}). Leave the operation out of the"
+                " training step, or measure on a GPU: `lowprec compare` reports the peak."
+            ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Log nothing of what a plugin says of a run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _steps(
+    model: nn.Module, inputs: Inputs, setting: Setting, step: Running, meter: MemoryMeter, blocks: Mapping[int, int]
+) -> Peaks:
+    meter.begin(SET_UP, making=STATE)
+    optimizer = step.prepare(partial(AdamW, fused=True) if setting.fused else partial(AdamW, foreach=True))
+    meter.mark([*model.parameters(), *model.buffers()], WEIGHTS)
+    _watch_gradients(model, meter, blocks)
+    batch = inputs.batch(setting.batch, setting.sequence, FAKE)
+    for _ in range(STEPS):
+        _step(model, inputs, batch, step, meter, optimizer)
+    extra = kernel_memory.cublas(setting.capability)
+    return {name: {**peak, TEMPORARIES: peak[TEMPORARIES] + extra} for name, peak in meter.peaks.items()}
+
+
+def _step(
+    model: nn.Module, inputs: Inputs, batch: Any, step: Running, meter: MemoryMeter, optimizer: Optimizer
+) -> None:
+    meter.begin(FORWARD, making=ACTIVATIONS)
+    with step.forward():
+        loss = inputs.loss(model, step.input(batch))
+    optimizer.zero_grad()
+    meter.begin(BACKWARD, making=TEMPORARIES)
+    step.backward(loss)
+    del loss
+    meter.begin(OPTIMIZER, making=TEMPORARIES)
+    step.step(optimizer)
+    meter.mark_living(STATE, but=(WEIGHTS, GRADIENTS))
+
+
+def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[int, int]) -> None:
+    """Mark gradients, and begin a stretch with the first gradient of every block."""
+
+    def note(number: int | None, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            meter.mark([parameter.grad], GRADIENTS)
+        stretch = BACKWARD if number is None else f"{BACKWARD} {number}"
+        if number is not None and meter.stretch != stretch:
+            meter.begin(stretch, making=TEMPORARIES)
+
+    fqns = {id(parameter): position for position, parameter in enumerate(model.parameters())}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hook = partial(note, blocks.get(fqns[id(parameter)]))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
+    """Give every tensor of a model on the meta device memory on the simulated GPU; ties and flags stay.
+
+    Returns the numbers of blocks by the position of a parameter among the model's parameters.
+    """
+    numbers = {i: blocks[id(p)] for i, p in enumerate(model.parameters()) if id(p) in blocks}
+    made: dict[int, Tensor] = {}
+
+    def on_gpu(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=FAKE)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for held in places:
+            for name, value in list(held.items()):
+                if isinstance(value, Tensor):
+                    held[name] = on_gpu(value)
+    return numbers

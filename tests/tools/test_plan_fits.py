@@ -1,0 +1,262 @@
+"""`lowprec plan --fits`: the simulated peak by mathematics and by torch's tracker, verdicts, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.planning.extrapolation import Simulator, longest_run
+from lightning_lowprec.tools.planning.fits import fits, needed
+from lightning_lowprec.tools.planning.gpu_sizes import read_gpu
+from lightning_lowprec.tools.planning.kernel_memory import cublas
+from lightning_lowprec.tools.planning.memory_step import Setting, simulate
+from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
+
+SIDE, ROWS = 512, 16
+STEP = 512
+"""Bytes of AdamW's count of steps, one number, as the allocator rounds it."""
+TINY = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024, "num_hidden_layers": 5,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(SIDE, 2 * SIDE), nn.Linear(2 * SIDE, SIDE)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=5, checkpointing=False):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.checkpointing = checkpointing
+        self.example_input_array = torch.zeros(1, SIDE, device="meta")
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x
+
+
+class Square(nn.Module):
+    """One weight of SIDE x SIDE."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIDE, SIDE, bias=False)
+        self.example_input_array = torch.zeros(1, SIDE, device="meta")
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class AsksForValues(Square):
+    def forward(self, x):
+        return self.linear(x[x[:, 0].nonzero()[:, 0]])
+
+
+def on_meta(make, *args, **kwargs):
+    with torch.device("meta"):
+        return make(*args, **kwargs)
+
+
+def peaks_of(make, precision, *args, batch=ROWS, simulator=False, **options):
+    model = on_meta(make, *args)
+    setting = Setting(precision=precision, batch=batch, fused=True, **options)
+    inputs = inputs_of(model)
+    return Simulator(model, inputs).peaks(setting) if simulator else simulate(model, inputs, setting)
+
+
+def largest(peaks):
+    return max(peaks.values(), key=lambda peak: sum(peak.values()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight", "gradient", "state"),
+    [
+        ("32-true", 4, 4, 8),
+        ("bf16-mixed", 4, 4, 8),
+        ("bf16-true", 2, 2, 4),
+        ("bf16-master", 2, None, 12),
+        ("bf16-remainder", 2, None, 10),
+        ("bf16-sr", 2, None, 8),
+        ("fp8-tensorwise", 4, 4, 8 + 2),
+        ("fp8-tensorwise-remainder", 2, None, 10 + 2),
+    ],
+)
+def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
+    """In the second forward: the weight, and masters, moments and kept codes. The Trainer keeps gradients until then;
+    with masters, the step drops them."""
+    peak = peaks_of(Square, precision)["forward"]
+    size = SIDE * SIDE
+    assert peak["weights"] == weight * size
+    assert peak["gradients"] == (gradient or 0) * size
+    batch = 4 * ROWS * SIDE
+    assert 0 <= peak["state"] - state * size - STEP - batch <= 16 * STEP, "scales of the codes, a table of the kernel"
+
+
+def test_foreach_needs_the_root_of_the_second_moments():
+    fused = simulate(on_meta(Square), inputs_of(on_meta(Square)), Setting(precision="32-true", fused=True))
+    foreach = simulate(on_meta(Square), inputs_of(on_meta(Square)), Setting(precision="32-true"))
+    size = SIDE * SIDE
+    grown = foreach["optimizer"]["temporaries"] - fused["optimizer"]["temporaries"]
+    assert 4 * size <= grown <= 4 * size + 4 * STEP
+
+
+def test_activations_and_what_checkpointing_leaves_of_them():
+    """A block keeps its input and the relu's output; checkpointed, the input alone."""
+    more, batch = 4, 4096
+    shallow, deep = (peaks_of(Stack, "32-true", depth, batch=batch)["forward"] for depth in (2, 2 + more))
+    # the input and the relu's output; the linear's output is replaced
+    assert deep["activations"] - shallow["activations"] == more * batch * 4 * (SIDE + 2 * SIDE)
+    shallow, deep = (
+        peaks_of(Stack, "32-true", depth, batch=batch, checkpointing=True)["forward"] for depth in (2, 2 + more)
+    )
+    assert deep["activations"] - shallow["activations"] == pytest.approx(more * batch * 4 * SIDE, rel=0.01)
+
+
+def test_torchs_own_tracker_agrees():
+    """torch's MemTracker on fake CPU tensors, where a product in float32 takes the same memory as on CUDA."""
+    with FakeTensorMode():
+        model = Stack(3)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        tracker = MemTracker()
+        batch = torch.zeros(2048, SIDE)
+        tracker.track_external(model, optimizer, batch)
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                loss = model(batch).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                del loss
+                optimizer.step()
+        theirs = max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+    model = on_meta(Stack, 3)
+    ours = simulate(model, inputs_of(model), Setting(precision="32-true", batch=2048))
+    assert sum(largest(ours).values()) - cublas((9, 0)) == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-tensorwise"])
+def test_extrapolation_is_the_simulation_of_all_blocks(precision):
+    assert longest_run(on_meta(Stack, 4)) is None
+    assert longest_run(on_meta(Stack, 5)).length == 5
+    few = largest(peaks_of(Stack, precision, 6, batch=8192, simulator=True))
+    every = largest(peaks_of(Stack, precision, 6, batch=8192))
+    assert sum(few.values()) == pytest.approx(sum(every.values()), rel=0.002)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    size = 400 * 10**6 + 10**9
+    report = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-mixed", "bf16-sr"], batch=64)
+    assert [verdict.fits for verdict in report.verdicts] == [True, True]
+    first, second = report.verdicts
+    assert (first.precision, first.largest_batch > second.largest_batch) == ("bf16-sr", True)
+    for rows, enough in ((first.largest_batch, True), (first.largest_batch + first.largest_batch // 49 + 1, False)):
+        again = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-sr"], batch=rows).verdicts[0]
+        assert again.fits is enough
+        assert (needed(again.total) <= size) is enough
+
+
+def test_one_rank_of_fsdp2_holds_its_share():
+    model = on_meta(Stack)
+    report = fits(model, "80GB", names=["bf16-remainder", "fp8-tensorwise", "bf16-sr"], devices=4, batch=64)
+    total = sum(p.numel() for p in model.parameters())
+    found = {verdict.precision: verdict.peak["state"] for verdict in report.verdicts}
+    assert found["bf16-remainder"] == pytest.approx(14 * total / 4, rel=0.08)
+    assert found["bf16-sr"] == pytest.approx(12 * total / 4, rel=0.1)
+    assert all(verdict.at.startswith(("forward", "backward", "optimizer")) for verdict in report.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("141GB", 141e9), ("80GiB", 80 * 2**30), ("1.5 TB", 1.5e12), ("H200", 141e9), ("NVIDIA H100", 80e9),
+     ("rtx 4090", 24e9), ("4090", 24e9), ("NVIDIA GeForce RTX 3090", 24e9)],
+)  # fmt: skip
+def test_sizes_of_gpus(text, size):
+    assert read_gpu(text).size == size
+
+
+def test_a_gpu_without_fp8_refuses_fp8():
+    verdict = fits(on_meta(Square), "A100", names=["fp8-tensorwise"]).verdicts[0]
+    assert "no FP8 tensor cores" in verdict.refused
+
+
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def test_the_command(tmp_path, capsys):
+    words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--precisions"]
+    assert main([*words, "bf16-mixed,bf16-sr,msamp-o2", "--json", "--batch", "2"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["simulated"] is True
+    assert "all 5 equal blocks" in data["extrapolated"]
+    assert data["margin"] == {"share": 0.05, "bytes": 10**9}
+    assert {row["precision"]: row["fits"] for row in data["verdicts"]} == {
+        "bf16-mixed": True, "bf16-sr": True, "msamp-o2": False,
+    }  # fmt: skip
+    assert main([*words, "bf16-sr,msamp-o2"]) == 0
+    text = capsys.readouterr().out
+    assert "Simulated, not measured" in text
+    assert "AdamW (foreach, the default of torch)" in text
+    assert "5% of the peak + 1 GB" in text
+    assert "not simulated: msamp-o2" in text
+
+
+def test_remedies_where_nothing_fits(tmp_path, capsys):
+    words = ["plan", config(tmp_path), "--fits", "1.1GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
+    assert main([*words, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    found = {row["change"]: row["total"] for row in data["remedies"]}
+    peak = data["verdicts"][0]["total"]
+    assert found["--checkpointing"] < peak
+    assert found["precision='bf16-sr'"] < peak
+    assert found["all of these"] < min(found["--checkpointing"], found["precision='bf16-sr'"])
+    assert main(words) == 1
+    assert "What would need less, simulated" in capsys.readouterr().out
+
+
+def test_what_is_refused_names_the_way_out(tmp_path, capsys):
+    words = ["plan", config(tmp_path), "--fits"]
+    for more, message in (
+        (["lots", "--seq", "8"], "`fits='lots'` is not valid; expected a size such as 141GB"),
+        (["24GB"], "`seq` is missing: LlamaForCausalLM reads tokens"),
+        (["24GB", "--seq", "8", "--devices", "4"], "`devices=4` needs `--strategy fsdp2`"),
+        (["24GB", "--seq", "8", "--strategy", "ddp"], "`strategy='ddp'` is not valid; expected one of: fsdp2"),
+        (["24GB", "--seq", "8", "--batch", "0"], "`batch=0` is not valid"),
+        (["24GB", "--seq", "8", "--precisions", "fp9"], "fp9"),
+    ):
+        assert main([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    unknown = on_meta(nn.Linear, 4, 4)
+    with pytest.raises(ValueError, match=r"nothing tells what Linear reads. Name a LightningDataModule"):
+        fits(unknown, "24GB")
+
+
+def test_an_operation_that_needs_values_is_named():
+    verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]
+    assert "aten.nonzero.default needs values" in verdict.refused
+    assert "lowprec compare" in verdict.refused
+
+
+def test_nothing_is_left_behind():
+    """The process can train after a simulation."""
+    before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
+    peaks_of(Square, "fp8-tensorwise")
+    assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
+    x = torch.ones(2, 2, requires_grad=True)
+    (x @ x).sum().backward()
+    assert x.grad.eq(4).all()
