@@ -14,6 +14,8 @@ constexpr int KiB = 1 << 10;
 const Device DEVICES[] = {
     // key, name, capability, memory, SMs, threads per SM, shared memory per block and per SM, L2, bits of the bus
     {"h200", "NVIDIA H200", 9, 0, 143156 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 60 * (int)MiB, 6144},
+    // a card that nobody sells, to see how much memory a step would take
+    {"h200_1tb", "NVIDIA H200", 9, 0, 1048576 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 60 * (int)MiB, 6144},
     {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 81000 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 50 * (int)MiB, 5120},
     {"b200", "NVIDIA B200", 10, 0, 182600 * MiB, 148, 2048, 227 * KiB, 228 * KiB, 126 * (int)MiB, 8192},
     {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 24200 * MiB, 128, 1536, 99 * KiB, 100 * KiB, 72 * (int)MiB, 384},
