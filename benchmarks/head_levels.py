@@ -29,7 +29,8 @@ from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 REFERENCE = "half-auto, bf16"
 ROWS = (
     REFERENCE, "half-auto, chunked", "half-auto, fp8", "fp8-tensorwise, bf16", "fp8-tensorwise, fp8",
-    "fp8-tensorwise-remainder, bf16", "fp8-tensorwise-remainder, fp8", "fp8-tensorwise-sr, fp8",
+    "fp8-tensorwise-remainder, bf16", "fp8-tensorwise-remainder, fp8", "fp8-tensorwise-sr, fp8", "32-true, bf16",
+    "bf16-remainder, bf16", "bf16-lean, bf16", "bf16-lean-sr, bf16", "fp8-lean, bf16",
 )  # fmt: skip
 
 

@@ -106,9 +106,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     for row in results:
         start = f"| {row['model']} | "
         if "error" in row:
-            lines.append(
-                f"{start}| {row['precision']} | {row['tokens']} | {row['head'] or ''} | {row['error']} ||{'|' * len(CARDS)}"
-            )
+            said = f"{row['precision']} | {row['tokens']} | {row['head'] or ''} | {row['error']}"
+            lines.append(f"{start}| {said} ||{'|' * len(CARDS)}")
             continue
         peak, count = row["peak"] / 1e9, row["parameters"]
         verdicts = " | ".join("fits" if fits(peak, card) else "no" for card in CARDS.values())
