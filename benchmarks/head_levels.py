@@ -1,6 +1,7 @@
 """Compare forms of the head and of the weights: the validation loss after a training, over several seeds.
 
-    python -m benchmarks.head_levels [--steps 500] [--seeds 0 1 2] [--rows NAMES] [--out results.json]
+    python -m benchmarks.head_levels [--steps 500] [--seeds 0 1 2] [--rows NAMES] [--reference NAME]
+        [--out results.json]
 
 The byte-level GPT of ``lowprec compare`` learns Python's standard library by Fabric: equal initial weights, equal
 batches. A row is a precision and a form of head and loss: the model's own ("bf16"), ``linear_cross_entropy`` in chunks
@@ -72,13 +73,13 @@ def train(row: str, seed: int, steps: int) -> float:
         return statistics.fmean(model(*batch).item() for batch in data.val_dataloader())
 
 
-def table(runs: dict[str, dict[str, float]]) -> str:
+def table(runs: dict[str, dict[str, float]], reference: str) -> str:
     """Return the results as text."""
-    lines = [f"{'row':<32} {'validation loss by seed':<28} {'mean':>8} {'spread':>8} {'to bf16':>8}"]
+    lines = [f"{'row':<32} {'validation loss by seed':<28} {'mean':>8} {'spread':>8}  to {reference}"]
     for row, by_seed in runs.items():
         losses = [by_seed[seed] for seed in sorted(by_seed)]
-        both = sorted(by_seed.keys() & runs[REFERENCE].keys())
-        apart = statistics.fmean(by_seed[s] for s in both) / statistics.fmean(runs[REFERENCE][s] for s in both) - 1
+        both = sorted(by_seed.keys() & runs[reference].keys())
+        apart = statistics.fmean(by_seed[s] for s in both) / statistics.fmean(runs[reference][s] for s in both) - 1
         mean, by = statistics.fmean(losses), " ".join(f"{loss:.4f}" for loss in losses)
         lines.append(f"{row:<32} {by:<28} {mean:>8.4f} {max(losses) - min(losses):>8.4f} {apart:>+8.2%}")
     return "\n".join(lines)
@@ -90,6 +91,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument(
+        "--reference", choices=ROWS, default=REFERENCE, help="the row that the last column compares with"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"steps": args.steps, "machine": machine.facts(torch.device("cpu")), "runs": {}}
@@ -101,7 +105,7 @@ def main() -> None:
                 found["runs"].setdefault(row, {})[str(seed)] = train(row, seed, args.steps)
                 if args.out is not None:
                     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found["runs"]))
+    print(table(found["runs"], args.reference))
 
 
 if __name__ == "__main__":
