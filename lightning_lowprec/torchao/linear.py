@@ -194,7 +194,7 @@ def linear_config(
 
 
 def convert(
-    model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool
+    model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False
 ) -> None:
     """Make the Linears named by ``fqns`` FP8Linears, in place."""
     convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
@@ -202,7 +202,7 @@ def convert(
         configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval, per_step=per_step)
 
 
-def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool) -> None:
+def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False) -> None:
     """Make ``linear`` an FP8Linear of this configuration, in place."""
     with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
         made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
