@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.moment_rows import KINDS, moments_of
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.rules import Rule, numbers_of, rule_of
+from lightning_lowprec.masters.rules import NUMBERS, Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
@@ -153,7 +153,7 @@ def _step_rows(
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
-    numbers = numbers_of(rule, plain, group, steps, len(rows))
+    numbers = torch.zeros(len(rows), NUMBERS) if is_simulated() else numbers_of(rule, plain, group, steps, len(rows))
     factor = factor if rows[0].master.grad is None else 1.0
     hints = [(row.largest, row.param) for row in rows if row.largest is not None]
     if hints:

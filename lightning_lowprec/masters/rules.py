@@ -26,7 +26,8 @@ _ALONE: Final = tuple(
 )  # fmt: skip
 ALONE: Final = "independent_parameters"
 """An attribute by which the class of an optimizer says that it updates each parameter without looking at others."""
-Numbers = list[float]
+NUMBERS: Final = 9
+"""Numbers of a parameter for the kernel, see :func:`numbers_of`."""
 
 
 @final
