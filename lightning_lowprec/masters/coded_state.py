@@ -7,8 +7,8 @@ run holds 6. So a state dict has codes and exponents of moments, and the remaind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters import block_moments
 from lightning_lowprec.masters.block_moments import CODES, EXPONENTS
+from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.rounding import join_
 
@@ -79,6 +80,38 @@ def joined(param: Tensor, remainder: Tensor) -> Tensor:
     value = local(param).float()
     join_(value, local(remainder).to(value.device))
     return value
+
+
+@final
+class Bytes(NamedTuple):
+    """A float8 tensor for ``pickle``, which torch 2.11 reads back with an error; remove this when torch does not."""
+
+    values: Tensor
+    """uint8."""
+    dtype: torch.dtype
+
+
+def for_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer with :class:`Bytes` in the place of float8 tensors."""
+    return {param: _mapped(entry, _to_bytes) for param, entry in state.items()}
+
+
+def from_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Undo :func:`for_pickle`."""
+    return {param: _mapped(entry, _from_bytes) for param, entry in state.items()}
+
+
+def _mapped(entry: Any, function: Callable[[Any], Any]) -> Any:
+    return {name: function(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+
+
+def _to_bytes(value: Any) -> Any:
+    codes = type(value) is Tensor and value.dtype in block_floats.BY_DTYPE and value.dtype.is_floating_point
+    return Bytes(value.view(torch.uint8), value.dtype) if codes else value
+
+
+def _from_bytes(value: Any) -> Any:
+    return value.values.view(value.dtype) if isinstance(value, Bytes) else value
 
 
 def decode_on_load(optimizer: Optimizer) -> None:

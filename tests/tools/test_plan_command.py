@@ -88,6 +88,7 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     data = run_json(capsys, config, "--precision", "fp8-tensorwise", "--shards", 8, "--copies", 4)
     by_name = {row["precision"]: row for row in data["per_rank"]}
     state = {"32-true": 16, "bf16-true": 8, "bf16-sr": 12, "bf16-remainder": 14, "bf16-master": 16, "bf16-mixed": 16}
+    state |= {"bf16-lean-sr": 4, "bf16-lean": 6}
     assert {name: row["state"] * 8 / everything for name, row in by_name.items()} == {**state, "fp8-tensorwise": 16}
     assert by_name["bf16-mixed"]["in_flight"] == 6 * root, "more than a block beside the root"
     assert by_name["32-true"]["in_flight"] == max(8 * root, 8 * root + 12 * block)
