@@ -29,19 +29,19 @@ class Net(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def batches(count, first=0):
     generator = torch.Generator().manual_seed(7)
-    return Batches(*[torch.randn(8, WIDTH, generator=generator) for _ in range(first + count)][first:])
+    return Batches(*[torch.randn(32, WIDTH, generator=generator) for _ in range(first + count)][first:])
 
 
 def plugin(form="remainder", moments="8bit", update="backward", **options):
     return HalfMixed("bf16", master_weights=MasterConfig(form=form, moments=moments, update=update, **options))
 
 
-def in_fabric(precision, model, optimizer, *, by_name=True):
+def in_fabric(precision, model, optimizer):
     """Fabric on one CPU with a model and an optimizer set up; ``precision`` is a name."""
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
     return (fabric, *fabric.setup(model, optimizer))
