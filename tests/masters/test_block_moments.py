@@ -87,8 +87,9 @@ def test_float32_everywhere_is_torchs_adamw_on_the_same_gradients():
 
 
 def test_a_parameter_that_thaws_in_the_middle_is_hooked_from_the_next_step_on():
-    model, optimizer = wrapped(update="backward")
+    model = net().bfloat16()
     model[0].weight.requires_grad_(False)
+    optimizer = add_masters(groups_of(model), MasterConfig(update="backward"))
     train(model, optimizer, range(1))
     model[0].weight.requires_grad_(True)
     before = model[0].weight.detach().clone()

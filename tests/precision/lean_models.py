@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import HalfMixed, MasterConfig
-from tests.contract.contract_models import Batches
+from tests.contract.contract_models import Batches, trainer_with
 
+LEAN_NAMES = ["bf16-lean", "bf16-lean-sr", "fp8-lean"]
 WIDTH = 64  # squared: the smallest weight whose moments get 8 bits
 
 
@@ -57,3 +58,11 @@ def step(fabric, module, optimizer, batch):
 
 def weights(module):
     return [p.detach().clone() for p in module.parameters()]
+
+
+def fit(model, precision, steps=3, *, ckpt_path=None, **options):
+    """Epochs of 3 steps; the end of an epoch is where Lightning resumes with the next batch."""
+    end = {"max_epochs": steps // 3} if steps % 3 == 0 else {"max_steps": steps, "max_epochs": -1}
+    trainer = trainer_with(precision, **end, **options)
+    trainer.fit(model, batches(3), ckpt_path=ckpt_path)
+    return trainer

@@ -1,10 +1,5 @@
 """`bf16-lean` and its options as users meet them: Trainer, Fabric, refusals, checkpoints, callbacks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -20,26 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import HalfMixed, MasterConfig
 from lightning_lowprec.masters.config import LEAN
-from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.names import TABLE
 from tests.contract.contract_models import trainer_with
 from tests.masters.master_loops import equal
-from tests.precision.lean_models import WIDTH, Net, batches, in_fabric, plugin, step, weights
+from tests.precision.lean_models import LEAN_NAMES, WIDTH, Net, batches, fit, in_fabric, plugin, step, weights
 
-LEAN_NAMES = ["bf16-lean", "bf16-lean-sr", "fp8-lean"]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
-]
 every_name = pytest.mark.parametrize("name", LEAN_NAMES)
-
-
-def fit(model, precision, steps=3, *, ckpt_path=None, **options):
-    """Epochs of 3 steps; the end of an epoch is where Lightning resumes with the next batch."""
-    end = {"max_epochs": steps // 3} if steps % 3 == 0 else {"max_steps": steps, "max_epochs": -1}
-    trainer = trainer_with(precision, **end, **options)
-    trainer.fit(model, batches(3), ckpt_path=ckpt_path)
-    return trainer
 
 
 class Watcher(Callback):
@@ -231,6 +212,21 @@ def test_a_fabric_model_under_another_precision_has_no_hooks():
         new.zero_grad()
 
 
+def test_a_second_fit_with_the_same_optimizer_updates_in_the_backward_again():
+    class Keeps(Net):
+        def configure_optimizers(self):
+            if "made" not in vars(self):
+                vars(self)["made"] = super().configure_optimizers()
+            return vars(self)["made"]
+
+    model, watcher = Keeps(), Watcher()
+    fit(model, "bf16-lean")
+    trainer = fit(model, "bf16-lean", callbacks=[watcher])
+    assert ("after_backward", True) in watcher.calls
+    assert ("after_backward", False) not in watcher.calls
+    assert int(trainer.optimizers[0].state[model.layers[0].weight]["step"]) == 6
+
+
 def test_manual_optimization_with_one_optimizer():
     class Manual(Net):
         automatic_optimization = False
@@ -246,97 +242,6 @@ def test_manual_optimization_with_one_optimizer():
     fit(automatic, "bf16-lean")
     assert trainer.global_step == 3
     assert equal(manual.state_dict(), automatic.state_dict())
-
-
-# ---- checkpoints
-
-
-@every_name
-def test_a_checkpoint_resumes_bit_for_bit_and_is_plain(name, tmp_path):
-    whole, again = Net(), Net()
-    whole_trainer = fit(whole, name, steps=6)
-    half = Net()
-    fit(half, name, steps=3).save_checkpoint(tmp_path / "half.ckpt")
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
-    assert {t.dtype for t in saved["state_dict"].values()} == {torch.bfloat16}
-    trainer = fit(again, name, steps=6, ckpt_path=tmp_path / "half.ckpt")
-    assert equal(again.state_dict(), whole.state_dict())
-    assert equal(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
-
-
-OTHERS = ["bf16-remainder", "bf16-master", "bf16-sr", "fp8-hybrid", "half-auto", "bf16-lean-sr"]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_checkpoints_cross_between_lean_and_other_precisions(other, tmp_path):
-    first = Net()
-    trainer = fit(first, "bf16-lean", steps=3)
-    trainer.save_checkpoint(tmp_path / "lean.ckpt")
-    second = Net(1)
-    trainer = fit(second, other, steps=4, ckpt_path=tmp_path / "lean.ckpt")
-    state = trainer.optimizers[0].state[second.layers[0].weight]
-    assert int(state["step"]) == 4
-    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} or other == "bf16-lean-sr"
-    trainer.save_checkpoint(tmp_path / "other.ckpt")
-    back = Net(2)
-    trainer = fit(back, "bf16-lean", steps=5, ckpt_path=tmp_path / "other.ckpt")
-    assert "exp_avg_codes" in trainer.optimizers[0].state[back.layers[0].weight]
-    assert len({tuple(loss.item() for loss in losses) for losses in (first.losses, second.losses, back.losses)}) == 3
-    assert max(second.losses[0], back.losses[0]) < first.losses[0], "they go on, and do not begin anew"
-
-
-def test_the_masters_are_exact_in_other_precisions(tmp_path):
-    trainer = fit(Net(), "bf16-lean", steps=3)
-    exact = [value.detach().clone() for value in main_params(trainer.optimizers[0])]
-    trainer.save_checkpoint(tmp_path / "lean.ckpt")
-
-    class Looks(Callback):
-        def on_train_start(self, trainer, model):
-            self.found = [value.detach().clone() for value in main_params(trainer.optimizers[0])]
-
-    for other in ("bf16-remainder", "bf16-master"):
-        looks = Looks()
-        fit(Net(1), other, steps=4, ckpt_path=tmp_path / "lean.ckpt", callbacks=[looks])
-        assert equal(looks.found, exact)
-
-
-def test_lightnings_own_precision_does_not_go_on_from_codes(tmp_path):
-    fit(Net(), "bf16-lean", steps=3).save_checkpoint(tmp_path / "lean.ckpt")
-    with pytest.raises(KeyError, match="exp_avg"):
-        fit(Net(), "32-true", steps=4, ckpt_path=tmp_path / "lean.ckpt")
-
-
-KILLED = """
-import os, sys
-import lightning as L
-sys.path.insert(0, {root!r})
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tests.precision.lean_models import Net
-from tests.precision.test_lean import fit
-
-class Dies(Net):
-    def training_step(self, batch, batch_idx=0):
-        if self.trainer.global_step == 3:
-            self.layers[0].weight.register_hook(lambda grad: os._exit(7))  # the last Linear is updated, the first not
-        return super().training_step(batch)
-
-saves = ModelCheckpoint({folder!r}, every_n_train_steps=3, save_last=True)
-fit(Dies(), "bf16-lean", steps=6, callbacks=[saves], enable_checkpointing=True)
-"""
-
-
-def test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint_whole(tmp_path):
-    root = str(Path(__file__).parents[2])
-    script = KILLED.format(root=root, folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": root}, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 7
-    whole, again = Net(), Net()
-    fit(whole, "bf16-lean", steps=6)
-    fit(again, "bf16-lean", steps=6, ckpt_path=tmp_path / "last.ckpt")
-    assert equal(again.state_dict(), whole.state_dict())
-    assert len(again.losses) == 3
 
 
 # ---- models
@@ -440,14 +345,3 @@ def test_the_tuners_searches_leave_the_weights_as_they_were(finder, tmp_path):
 def test_averages_of_weights_are_warned_of():
     with pytest.warns(UserWarning, match=r"`StochasticWeightAveraging` averages .* `precision='bf16-lean'`"):
         trainer_with("bf16-lean", callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)]).fit(Net(), batches(1))
-
-
-def test_clip_last_norm_in_the_trainer_survives_a_checkpoint(tmp_path):
-    def run(model, steps, **options):
-        return fit(model, plugin(clip_last_norm=0.01), steps=steps, **options)
-
-    whole, half, again = Net(), Net(), Net()
-    run(whole, 6)
-    run(half, 3).save_checkpoint(tmp_path / "half.ckpt")
-    run(again, 6, ckpt_path=tmp_path / "half.ckpt")
-    assert equal(again.state_dict(), whole.state_dict())
