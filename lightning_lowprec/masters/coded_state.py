@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters import block_moments
@@ -21,6 +22,7 @@ from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.rounding import join_
 
 MASTER_REMAINDER: Final = "master_remainder"
+_OPTIONAL: Final = "momentum_buffer"  # state that torch's SGD takes for new where it is missing
 _HOOKED: Final = "_lowprec_decodes"
 
 
@@ -40,14 +42,27 @@ def taken_out(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CodedState
     found, state = CodedState(), {}
     for key, entry in state_dict["state"].items():
         if isinstance(entry, Mapping):
-            names = [name + end for name in block_moments.coded(dict(entry)) for end in (CODES, EXPONENTS)]
+            coded = list(block_moments.coded(dict(entry)))
+            names = [name + end for name in coded for end in (CODES, EXPONENTS)]
             if names:
                 found.moments[key] = {name: entry[name] for name in names}
+                names += coded  # of `guarded`
             if MASTER_REMAINDER in entry:
                 found.remainders[key] = entry[MASTER_REMAINDER]
             entry = {name: value for name, value in entry.items() if name not in (*names, MASTER_REMAINDER)}
         state[key] = entry
     return {**state_dict, "state": state}, found
+
+
+def guarded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter with which torch's SGD fails, instead of starting a new momentum.
+
+    An empty ``momentum_buffer`` has the effect. Other optimizers of torch raise ``KeyError`` without our help.
+    """
+    codes = entry.get(f"{_OPTIONAL}{CODES}")
+    if codes is None or isinstance(codes, DTensor):
+        return dict(entry)
+    return {**entry, _OPTIONAL: torch.empty(0)}
 
 
 def params_by_key(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:

@@ -199,7 +199,8 @@ def _norm(grad: Tensor | None) -> Tensor:
         norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float32)
         found: Tensor = norm.full_tensor()
         return found
-    whole: Tensor = torch.linalg.vector_norm(local(grad), dtype=torch.float32)
+    values = grad.coalesce().values() if grad.is_sparse else local(grad)
+    whole: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
     return whole
 
 

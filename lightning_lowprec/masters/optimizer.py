@@ -37,6 +37,7 @@ from lightning_lowprec.masters.coded_state import (
     decoded_entry,
     for_pickle,
     from_pickle,
+    guarded,
     params_by_key,
     taken_out,
 )
@@ -310,7 +311,8 @@ class MasterOptimizer(Optimizer):
         name, values = (
             (MASTER_REMAINDER, registry.remainders()) if registry.is_coded else (MASTER_PARAM, registry.values())
         )
-        state = dict(state_dict["state"])
+        state = {key: guarded(entry) for key, entry in state_dict["state"].items()} if registry.moments else {}
+        state = {**state_dict["state"], **state}
         for key, param in params_by_key(self, state_dict).items():
             if id(param) in values:
                 state[key] = {**state.get(key, {}), name: values[id(param)]}

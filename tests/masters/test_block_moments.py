@@ -339,3 +339,27 @@ def test_clip_tensor_and_clip_last_norm():
     (a, b), _ = moves([0.25, 1.0], clip_last_norm=6.5)  # 3.25 is below 6.5
     torch.testing.assert_close([a, b], [first * 1.25, second * 1.25])
     assert through_file(optimizer.state_dict())["param_groups"][0]["last_gradient_norm"].item() == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize("clip", [{"clip_tensor": 1.0}, {"clip_last_norm": 1.0}])
+def test_sparse_gradients_are_clipped_too(clip):
+    """Rows 0 and 1 get gradients of (3, 0) and (0, 4), row 0 in two halves: norm 5."""
+    table = nn.Embedding(4, 2, sparse=True).bfloat16()
+    table.weight.data.zero_()
+    optimizer = add_masters(sgd(table), MasterConfig(update="backward", **clip))
+    steps = 1 if "clip_tensor" in clip else 2
+    for _ in range(steps):
+        (table(torch.tensor([0, 0, 1])).float() * torch.tensor([[1.5, 0.0], [1.5, 0.0], [0.0, 4.0]])).sum().backward()
+        optimizer.step()
+    moved = 0.2 if steps == 1 else 1.2
+    expected = -moved * torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(masters_of(optimizer)[0], expected)
+
+
+def test_averaged_weights_and_signs_are_no_moments():
+    for make, kept in ((torch.optim.ASGD, {"ax"}), (torch.optim.Rprop, {"prev", "step_size"})):
+        model, optimizer = wrapped(lambda m, make=make: make(m.parameters()), moments="8bit", update="backward")
+        train(model, optimizer, range(2))
+        state = optimizer.state[model[0].weight]
+        assert {name for name, value in state.items() if value.dim()} == kept
+        assert all(value.dtype == torch.float32 for value in state.values())

@@ -32,7 +32,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_is_plain(name, tmp_path):
     assert equal(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
 
 
-OTHERS = ["bf16-remainder", "bf16-master", "bf16-sr", "fp8-hybrid", "half-auto", "bf16-lean-sr"]
+OTHERS = ["bf16-remainder", "bf16-master", "bf16-sr", "fp8-hybrid", "half-auto", "bf16-lean-sr", "msamp-o2"]
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -44,7 +44,8 @@ def test_checkpoints_cross_between_lean_and_other_precisions(other, tmp_path):
     trainer = fit(second, other, steps=4, ckpt_path=tmp_path / "lean.ckpt")
     state = trainer.optimizers[0].state[second.layers[0].weight]
     assert int(state["step"]) == 4
-    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} or other == "bf16-lean-sr"
+    scales = {"exp_avg_scale", "exp_avg_sq_scale"} if other == "msamp-o2" else set()
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq", *scales} or other == "bf16-lean-sr"
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     back = Net(2)
     trainer = fit(back, "bf16-lean", steps=5, ckpt_path=tmp_path / "other.ckpt")
@@ -68,10 +69,22 @@ def test_the_masters_are_exact_in_other_precisions(tmp_path):
         assert equal(looks.found, exact)
 
 
-def test_lightnings_own_precision_does_not_go_on_from_codes(tmp_path):
-    fit(Net(), "bf16-lean", steps=3).save_checkpoint(tmp_path / "lean.ckpt")
-    with pytest.raises(KeyError, match="exp_avg"):
-        fit(Net(), "32-true", steps=4, ckpt_path=tmp_path / "lean.ckpt")
+class Momentum(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize(("model", "message"), [(Net, "exp_avg"), (Momentum, "size of tensor a .0. must match")])
+def test_lightnings_own_precision_does_not_go_on_from_codes(model, message, tmp_path):
+    fit(model(), "bf16-lean", steps=3).save_checkpoint(tmp_path / "lean.ckpt")
+    with pytest.raises((KeyError, RuntimeError), match=message):
+        fit(model(), "32-true", steps=4, ckpt_path=tmp_path / "lean.ckpt")
+    trainer = fit(model(), "half-auto", steps=4, ckpt_path=tmp_path / "lean.ckpt")  # decoded
+    assert all(
+        value.dtype == torch.float32 for entry in trainer.optimizers[0].state.values() for value in entry.values()
+    )
+    trainer = fit(model(), "bf16-lean", steps=4, ckpt_path=tmp_path / "lean.ckpt")
+    assert all(value.numel() for entry in trainer.optimizers[0].state.values() for value in entry.values())
 
 
 KILLED = """
