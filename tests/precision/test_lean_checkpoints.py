@@ -1,8 +1,6 @@
 """Checkpoints of lean precisions: exact resumes, other precisions before and after, and a kill in an update."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowprec.masters.optimizer import main_params
+from tests.forked import python
 from tests.masters.master_loops import equal
 from tests.precision.lean_models import LEAN_NAMES, Net, fit, plugin
 
@@ -88,9 +87,7 @@ def test_lightnings_own_precision_does_not_go_on_from_codes(model, message, tmp_
 
 
 KILLED = """
-import os, sys
-import lightning as L
-sys.path.insert(0, {root!r})
+import os
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tests.precision.lean_models import Net, fit
 
@@ -107,11 +104,9 @@ fit(Dies(), "bf16-lean", steps=6, callbacks=[saves], enable_checkpointing=True)
 
 def test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint_whole(tmp_path):
     root = str(Path(__file__).parents[2])
-    script = KILLED.format(root=root, folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": root}, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 7
+    script = KILLED.format(folder=str(tmp_path))
+    done = python("-c", script, cwd=tmp_path, environ={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 7, done.stderr
     whole, again = Net(), Net()
     fit(whole, "bf16-lean", steps=6)
     fit(again, "bf16-lean", steps=6, ckpt_path=tmp_path / "last.ckpt")
