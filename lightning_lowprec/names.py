@@ -165,7 +165,7 @@ def _fill_table() -> None:
         chosen_lean = {"fp8-lean": replace(tensorwise, options=options, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}
-    TABLE.update({**_HALF, **chosen_lean, **dict(_rows(chosen)), **rows})
+    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **rows})
 
 
 backends.on_change(_fill_table)

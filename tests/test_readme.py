@@ -32,8 +32,8 @@ def test_the_lines_of_suffixes_say_which_names_have_them():
     said = re.findall(r"`([^`]+)`", line.split("`NAME-fp16`")[1].split(".")[0])
     assert set(said) == having["-fp16"]
     fp8 = {name for name in TABLE if TABLE[name].plugin in (FP8TorchAO, FP8TE) and not split(name)[1]}
-    assert fp8 - having["-sr"] == {"mxfp8", "nvfp4"}
-    assert "every FP8 name except `mxfp8` and `nvfp4`" in " ".join(text.split())
+    assert fp8 - having["-sr"] == {"mxfp8", "nvfp4", "fp8-lean"}
+    assert "every FP8 name except `mxfp8`, `nvfp4` and `fp8-lean`" in " ".join(text.split())
 
 
 def test_the_table_of_fsdp2_lists_every_option_with_its_default():

@@ -30,7 +30,12 @@ EVERYWHERE: Final[Mapping[str, str]] = {
 
 
 def split(name: str) -> tuple[str, str]:
-    """Return a name without its suffix, and the suffix, ``""`` if there is none. ``bf16-remainder`` has one too."""
+    """Return a name without its suffix, and the suffix, ``""`` if there is none. ``bf16-remainder`` has one too.
+
+    ``bf16-lean-sr`` has none: it differs from ``bf16-lean`` in other ways than a suffix says.
+    """
+    if name.endswith("-lean-sr"):
+        return name, ""
     suffix = next((suffix for suffix in OPTIONS if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 
@@ -65,7 +70,7 @@ def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
     for name in listed:
         if split(name)[1] and split(name)[0] in known:
             continue  # a member of a family
-        found.setdefault(tuple(suffix for suffix in OPTIONS if f"{name}{suffix}" in known), []).append(name)
+        found.setdefault(tuple(s for s in OPTIONS if f"{name}{s}" in known and split(f"{name}{s}")[1]), []).append(name)
     return found
 
 

@@ -29,6 +29,8 @@ LEAST: Final = 4096
 """Numbers of the smallest parameter whose state is coded."""
 NEVER_NEGATIVE: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
 """State of torch's optimizers that cannot be negative."""
+NO_MOMENTS: Final = ("ax", "prev", "step_size")
+"""State of ASGD and Rprop that is no average of gradients: averaged weights, signs and step sizes stay float32."""
 SEED_STEP: Final = 1 << 32  # added to the seed per kind of state, as in `moments.py`
 State = MutableMapping[str, Any]
 OptimizerState = MutableMapping[Any, Any]
@@ -98,7 +100,9 @@ class BlockMoments:
         """Encode the state of ``params``; ``step`` counts the calls."""
         for entry, param in _entries(state, params):
             if block := block_of(param):
-                names = sorted(name for name, value in entry.items() if _is_moment(value, param))
+                names = sorted(
+                    name for name, value in entry.items() if name not in NO_MOMENTS and _is_moment(value, param)
+                )
                 for number, name in enumerate(names, start=1):
                     self._encode(entry, name, param, block, self._seed + number * SEED_STEP, step)
 

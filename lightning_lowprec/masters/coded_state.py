@@ -7,19 +7,22 @@ run holds 6. So a state dict has codes and exponents of moments, and the remaind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters import block_moments
 from lightning_lowprec.masters.block_moments import CODES, EXPONENTS
+from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.rounding import join_
 
 MASTER_REMAINDER: Final = "master_remainder"
+_OPTIONAL: Final = "momentum_buffer"  # state that torch's SGD takes for new where it is missing
 _HOOKED: Final = "_lowprec_decodes"
 
 
@@ -39,14 +42,27 @@ def taken_out(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CodedState
     found, state = CodedState(), {}
     for key, entry in state_dict["state"].items():
         if isinstance(entry, Mapping):
-            names = [name + end for name in block_moments.coded(dict(entry)) for end in (CODES, EXPONENTS)]
+            coded = list(block_moments.coded(dict(entry)))
+            names = [name + end for name in coded for end in (CODES, EXPONENTS)]
             if names:
                 found.moments[key] = {name: entry[name] for name in names}
+                names += coded  # of `guarded`
             if MASTER_REMAINDER in entry:
                 found.remainders[key] = entry[MASTER_REMAINDER]
             entry = {name: value for name, value in entry.items() if name not in (*names, MASTER_REMAINDER)}
         state[key] = entry
     return {**state_dict, "state": state}, found
+
+
+def guarded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter with which torch's SGD fails, instead of starting a new momentum.
+
+    An empty ``momentum_buffer`` has the effect. Other optimizers of torch raise ``KeyError`` without our help.
+    """
+    codes = entry.get(f"{_OPTIONAL}{CODES}")
+    if codes is None or isinstance(codes, DTensor):
+        return dict(entry)
+    return {**entry, _OPTIONAL: torch.empty(0)}
 
 
 def params_by_key(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
@@ -79,6 +95,38 @@ def joined(param: Tensor, remainder: Tensor) -> Tensor:
     value = local(param).float()
     join_(value, local(remainder).to(value.device))
     return value
+
+
+@final
+class Bytes(NamedTuple):
+    """A float8 tensor for ``pickle``, which torch 2.11 reads back with an error; remove this when torch does not."""
+
+    values: Tensor
+    """uint8."""
+    dtype: torch.dtype
+
+
+def for_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer with :class:`Bytes` in the place of float8 tensors."""
+    return {param: _mapped(entry, _to_bytes) for param, entry in state.items()}
+
+
+def from_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Undo :func:`for_pickle`."""
+    return {param: _mapped(entry, _from_bytes) for param, entry in state.items()}
+
+
+def _mapped(entry: Any, function: Callable[[Any], Any]) -> Any:
+    return {name: function(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+
+
+def _to_bytes(value: Any) -> Any:
+    codes = type(value) is Tensor and value.dtype in block_floats.BY_DTYPE and value.dtype.is_floating_point
+    return Bytes(value.view(torch.uint8), value.dtype) if codes else value
+
+
+def _from_bytes(value: Any) -> Any:
+    return value.values.view(value.dtype) if isinstance(value, Bytes) else value
 
 
 def decode_on_load(optimizer: Optimizer) -> None:

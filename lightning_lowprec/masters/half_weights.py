@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Final, final
 
@@ -15,11 +16,13 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.coupled import coupled
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
+from lightning_lowprec.masters.in_backward import refuse_second
 from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, remove_masters
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.fsdp2 import reset_shards
+from lightning_lowprec.references import alive
 
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
@@ -39,6 +42,7 @@ class HalfWeights:
         self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
+        self._updating: list[weakref.ref[Optimizer]] = []  # those that update during the backward pass
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
 
     def cast(self, module: Module, dtype: torch.dtype) -> int:
@@ -105,7 +109,10 @@ class HalfWeights:
         if masters_are_stale(optimizer, self.config):
             self._originals = existing_masters(parameters_of(optimizer)) | self._originals
             remove_masters(optimizer)
+        refuse_second(optimizer, alive(self._updating))
         add_masters(optimizer, self.config, values=self._originals)
+        if self.config.update == "backward":
+            self._updating = [weakref.ref(found) for found in {*alive(self._updating), optimizer}]
         params = parameters_of(optimizer)
         self.gradients.prepare(params)
         for p in params:
@@ -123,7 +130,7 @@ class HalfWeights:
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""
-        return {**self.__dict__, "_originals": {}, "_counted": set()}
+        return {**self.__dict__, "_originals": {}, "_counted": set(), "_updating": []}
 
 
 def mark(parameter: Tensor) -> None:

@@ -10,8 +10,9 @@ FSDP2 runs the hooks after its reduce-scatter.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.numerics.parameters import parameters_of
 
 LAST_NORM: Final = "last_gradient_norm"  # in param_groups[0], where state dicts and pickles carry it along
 _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove their hook
@@ -43,34 +45,41 @@ class BackwardUpdates:
         self._update = update
         self._updated: set[int] = set()  # id(parameter), since the last step
         self._squares: list[Tensor] = []  # squared norms of gradients since the last step
+        self._rates: list[Any] = []  # the learning rates of the updates since the last step
+        self._warned = False
         self._config = registry.config
+        self.has_stepped = False
+        """Whether the optimizer made a step since :meth:`watch` was called."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether a parameter has a hook of this object."""
+        registry = self._registry()
+        return registry is not None and any(_is_owner(self, param) for param, _ in registry.pairs())
 
     def watch(self) -> None:
         """Hook the parameters that have masters; a hook of another optimizer is removed."""
         registry = self._registry()
         for param, _ in registry.pairs() if registry is not None else ():
-            owner = vars(param).get(_HANDLE)
-            if owner is not None and owner[0] is self:
-                continue
-            if owner is not None:
-                owner[1].remove()
-            if param.requires_grad:
-                hook: Any = param.register_post_accumulate_grad_hook
-                setattr(param, _HANDLE, _Owner((self, hook(self._on_gradient))))
+            if not _is_owner(self, param):
+                forget_updates([param])
+                if param.requires_grad:
+                    hook: Any = param.register_post_accumulate_grad_hook
+                    setattr(param, _HANDLE, _Owner((self, hook(self._on_gradient))))
 
     def forget(self) -> None:
         """Remove all hooks."""
         registry = self._registry()
-        for param, _ in registry.pairs() if registry is not None else ():
-            owner = vars(param).get(_HANDLE)
-            if owner is not None and owner[0] is self:
-                owner[1].remove()
-                delattr(param, _HANDLE)
+        forget_updates(
+            param for param, _ in (registry.pairs() if registry is not None else ()) if _is_owner(self, param)
+        )
 
     def finish(self) -> None:
         """Begin a new step."""
+        self.has_stepped = True
         self._updated.clear()
         optimizer = self._optimizer()
+        self._check_rates(optimizer)
         if self._config.clip_last_norm is not None and self._squares and optimizer is not None:
             optimizer.param_groups[0][LAST_NORM] = torch.stack(self._squares).sum().sqrt()
         self._squares = []
@@ -83,10 +92,26 @@ class BackwardUpdates:
             raise RuntimeError(
                 f"a second backward pass reached a parameter of shape {tuple(param.shape)} before `optimizer.step()`,"
                 " and the first one has updated it already: `update='backward'` cannot add up the gradients of several"
-                " backward passes. Add the losses and run one backward pass, or use `MasterConfig(update='step')`."
+                " backward passes. Add the losses and run one backward pass, or use `MasterConfig(update='step')`. If"
+                " the parameter is in several blocks under activation checkpointing, use `use_reentrant=False`: the"
+                " other way runs one backward pass per block."
             )
+        if not self._updated:
+            self._rates = _rates(self._optimizer())
         self._updated.add(id(param))
         self._update(param, self._factor(param))
+
+    def _check_rates(self, optimizer: Optimizer | None) -> None:
+        """Warn once if a learning rate was set after the updates that it was meant for."""
+        rates, self._rates = self._rates, []
+        if rates and not self._warned and any(a != b for a, b in zip(rates, _rates(optimizer), strict=False)):
+            self._warned = True
+            warnings.warn(
+                "A learning rate was changed between `backward` and `optimizer.step()`. `update='backward'` has updated"
+                " the parameters during `backward`, so the change takes effect one step late. Set learning rates before"
+                " `backward`, or after `optimizer.step()` as schedulers do.",
+                stacklevel=2,
+            )
 
     def _factor(self, param: Tensor) -> float | Tensor:
         """Return what clipping multiplies the gradient by, and note the norm of the gradient if it is needed."""
@@ -102,6 +127,60 @@ class BackwardUpdates:
         return _clipped(self._config.clip_last_norm, last.to(param.device))
 
 
+def forget_updates(params: Iterable[Tensor]) -> None:
+    """Remove the hooks by which any optimizer updates ``params`` during the backward pass."""
+    for param in params:
+        owner = vars(param).pop(_HANDLE, None)
+        if owner is not None:
+            owner[1].remove()
+
+
+def refuse_second(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Raise if one backward pass would update the parameters of several optimizers, as in a GAN.
+
+    An optimizer that takes the place of another one, or that comes after the other one has trained, is allowed.
+
+    Args:
+        optimizer: gets masters.
+        others: have masters of the same plugin.
+
+    Raises:
+        RuntimeError: another optimizer has other parameters, and has not made a step yet.
+    """
+    held = {id(p) for p in parameters_of(optimizer)}
+    for other in others:
+        updates = vars(other).get("_updates")
+        if other is optimizer or updates is None or updates.has_stepped or not updates.watches:
+            continue
+        if any(id(p) not in held for p in parameters_of(other)):
+            raise RuntimeError(
+                "a second optimizer was set up, and `update='backward'` would update the weights of both in every"
+                " backward pass. Use a precision that updates in the step:"
+                " `master_weights=MasterConfig(form='remainder', moments='8bit')`. To train several models one after"
+                " another, make a new Fabric and a new plugin for each."
+            )
+
+
+def refuse_together(optimizer: Optimizer) -> ValueError:
+    """Return the error for an optimizer that cannot step one parameter at a time."""
+    return ValueError(
+        f"`update='backward'` steps one parameter at a time, and {type(optimizer).__name__} must see all of them at"
+        " once (LBFGS, step hooks, arguments of `step`, and classes of your own that do not say"
+        " `independent_parameters = True`). Use `MasterConfig(update='step')`, or another optimizer."
+    )
+
+
+def _is_owner(updates: BackwardUpdates, param: Tensor) -> bool:
+    owner = vars(param).get(_HANDLE)
+    return owner is not None and owner[0] is updates
+
+
+def _rates(optimizer: Optimizer | None) -> list[float]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
+
+
+@final
 class _Owner(tuple[Any, ...]):
     """What hooks a parameter; no part of its copies and pickles."""
 
@@ -120,7 +199,8 @@ def _norm(grad: Tensor | None) -> Tensor:
         norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float32)
         found: Tensor = norm.full_tensor()
         return found
-    whole: Tensor = torch.linalg.vector_norm(local(grad), dtype=torch.float32)
+    values = grad.coalesce().values() if grad.is_sparse else local(grad)
+    whole: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
     return whole
 
 

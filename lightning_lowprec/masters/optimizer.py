@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -31,9 +32,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
-from lightning_lowprec.masters.coded_state import MASTER_REMAINDER, decoded_entry, params_by_key, taken_out
+from lightning_lowprec.masters.coded_state import (
+    MASTER_REMAINDER,
+    decoded_entry,
+    for_pickle,
+    from_pickle,
+    guarded,
+    params_by_key,
+    taken_out,
+)
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
-from lightning_lowprec.masters.in_backward import BackwardUpdates
+from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
@@ -69,6 +78,8 @@ def add_masters(
         if optimizer._masters.config != config:
             raise RuntimeError(f"the optimizer already has masters by {optimizer._masters.config}, asked for {config}.")
         optimizer._masters.add_missing(values or {})
+        if optimizer._updates is not None:
+            optimizer._updates.watch()
         return optimizer
     if isinstance(getattr(optimizer, "optim", None), Optimizer):
         raise TypeError(
@@ -78,11 +89,7 @@ def add_masters(
     check(MASTERS)
     check_step(optimizer, MASTERS)
     if config.update == "backward" and not steps_alone(optimizer, type(optimizer)):
-        raise ValueError(
-            f"`update='backward'` steps one parameter at a time, and {type(optimizer).__name__} must see all of them at"
-            " once (LBFGS, step hooks, and classes of your own that do not say `independent_parameters = True`). Use"
-            " `MasterConfig(update='step')`, or another optimizer."
-        )
+        raise refuse_together(optimizer)
     registry = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
@@ -237,6 +244,8 @@ class MasterOptimizer(Optimizer):
         if not args and not kwargs and steps_alone(self, plain_class(self)):
             self._step_apart(super().step)
             return first
+        if self._updates is not None:
+            raise refuse_together(self)
         registry.load()
         registry.move_grads(1.0)
         with registry.stepping(), registry.showing_masters():
@@ -302,7 +311,8 @@ class MasterOptimizer(Optimizer):
         name, values = (
             (MASTER_REMAINDER, registry.remainders()) if registry.is_coded else (MASTER_PARAM, registry.values())
         )
-        state = dict(state_dict["state"])
+        state = {key: guarded(entry) for key, entry in state_dict["state"].items()} if registry.moments else {}
+        state = {**state_dict["state"], **state}
         for key, param in params_by_key(self, state_dict).items():
             if id(param) in values:
                 state[key] = {**state.get(key, {}), name: values[id(param)]}
@@ -337,9 +347,10 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         values = registry.values()
         held = {id(p): i for i, p in enumerate(registry.params())}
+        own: Any = self.__getstate__()
         return _rebuild, (
             plain_class(self),
-            self.__getstate__(),
+            {**own, "state": for_pickle(own["state"])},
             registry.config,
             {held[k]: v.clone() for k, v in values.items()},
         )
@@ -353,7 +364,7 @@ def _update(optimizer: weakref.ref[Any], param: Tensor, factor: float | Tensor) 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:
     optimizer = plain.__new__(plain)
-    optimizer.__setstate__(state)
+    optimizer.__setstate__({**state, "state": defaultdict(dict, from_pickle(state["state"]))})
     params = parameters_of(optimizer)
     return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
 

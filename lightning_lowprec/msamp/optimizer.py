@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.masters.coded_state import decoded_entry
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.flat_step import Flats, FlatStep
 from lightning_lowprec.msamp.fused_step import FusedStep
@@ -286,7 +287,7 @@ class ScaledOptimizer(Optimizer):
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         for key, (group, p) in zip(_keys(state_dict), params, strict=True):
             if key in state_dict["state"]:
-                self._load(p, state_dict["state"][key], self._moments(group))
+                self._load(p, decoded_entry(dict(state_dict["state"][key]), p), self._moments(group))
 
     def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
         others = sorted(saved.keys() - {"step", MASTER_PARAM, *moments})

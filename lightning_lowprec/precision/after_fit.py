@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.float32_weights import Float32Weights
+from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.references import alive
 
@@ -51,6 +52,8 @@ class AfterFit:
         before, self._before = self._before, None
         weights = Float32Weights()
         for module in modules:
+            if trained:
+                forget_updates(module.parameters())  # else a loop after the run would still update by its optimizer
             if before is not None or (plain and trained):
                 backends.revert_all(module)
                 weights.make(module)

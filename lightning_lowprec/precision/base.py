@@ -284,11 +284,12 @@ class LowPrecision(TrainerPrecision, ABC):
         self.see_module(model)
         self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
+            if self.masters is not None:
+                check_trainer(model, optimizers, self.masters.config, self.precision)
             for optimizer in optimizers:
                 self._prepare_optimizer(optimizer)
             if self.masters is not None:
                 self.masters.drop_originals()
-                check_trainer(model, optimizers, self.masters.config, self.precision)
             self._check_optimizers(optimizers)
         self.modules.note_check()
         return super().connect(model, optimizers, lr_schedulers)

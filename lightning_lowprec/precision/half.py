@@ -11,6 +11,7 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device
+from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
@@ -33,6 +34,8 @@ _NAMES: dict[tuple[str, str | None], str] = {
     ("bf16", "stochastic"): "bf16-sr",
     **{("auto", form): "half-auto-master" for form in ("fp32", "remainder", "stochastic")},
 }
+
+_LEAN: dict[tuple[str, MasterConfig | None], str] = {("bf16", LEAN): "bf16-lean", ("bf16", LEAN_SR): "bf16-lean-sr"}
 
 
 class HalfChoices(LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
@@ -60,7 +63,8 @@ class HalfMixed(LowPrecision):
         masters = take(MasterOptions, options).resolve(dtype)
         super().__init__(None if dtype == "auto" else scale, masters, take(WeightOptions, options))
         self.head = take(HeadOptions, options).head
-        self.precision = _NAMES[dtype, None if masters is None else masters.config.form]
+        config = None if masters is None else masters.config
+        self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.form]
 
     @property
     @override

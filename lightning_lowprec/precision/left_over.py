@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
 from lightning_lowprec.masters.half_weights import is_marked
+from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import is_compiled
 
@@ -91,7 +92,8 @@ def warn_of_half_weights(model: Module, run: str) -> None:
 
 
 def forget(model: Module) -> None:
-    """Remove the hooks of :func:`warn_at_first_forward`."""
+    """Remove what an earlier run has left: updates during the backward pass, hooks of :func:`warn_at_first_forward`."""
+    forget_updates(model.parameters())
     for module in model.modules():
         warn = vars(module).pop(_ATTRIBUTE, None)
         if warn is not None:

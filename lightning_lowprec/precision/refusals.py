@@ -110,9 +110,9 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
     if config.update == "step" or trainer is None:
         return
     what = None
-    if trainer.accumulate_grad_batches != 1:
+    if (batches := _accumulated(trainer)) != 1:
         what = (
-            f"`accumulate_grad_batches={trainer.accumulate_grad_batches}` adds up gradients, and `update='backward'`"
+            f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
             " has used and freed each one. Use larger batches, activation checkpointing, or a precision that updates in"
             " the step: `master_weights=MasterConfig(form='remainder', moments='8bit')`."
         )
@@ -126,6 +126,14 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
         )
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")
+
+
+def _accumulated(trainer: Any) -> int:
+    """Return the most batches whose gradients the Trainer, or its scheduler of accumulation, will ever add up."""
+    kind = lightning.pytorch.callbacks.GradientAccumulationScheduler
+    found = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kind)]
+    most: int = max(trainer.accumulate_grad_batches, *(number for numbers in found for number in numbers), 1)
+    return most
 
 
 def _averaging(callbacks: Iterable[Any]) -> list[Any]:

@@ -93,7 +93,7 @@ def buffers_of(optimizer: Any) -> list[torch.Tensor]:
         return []
     stores, moments = optimizer._masters.stores, optimizer._masters.moments
     remainders = [store.remainder for store in stores if hasattr(store, "remainder")]
-    moment_stores = [store for found in moments.values() for store in found._stores.values()]
+    moment_stores = [store for found in moments.values() for store in getattr(found, "_stores", {}).values()]
     return [*remainders, *(store.buffer.flat for store in (*stores, *moment_stores))]
 
 

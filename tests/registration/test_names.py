@@ -52,7 +52,7 @@ def test_name_in_fabric_and_trainer(name):
 
 def test_the_designed_names_and_no_others_are_registered():
     tensorwise = {"fp8-hybrid", "fp8-e4m3", "fp8-tensorwise", "fp8-hybrid-torchao", "fp8-e4m3-torchao"}
-    masters = {"fp16-master", "bf16-master", "bf16-remainder", "bf16-sr"}
+    masters = {"fp16-master", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "bf16-lean-sr", "fp8-lean"}
     expected = {
         *masters,
         "half-auto",

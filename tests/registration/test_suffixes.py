@@ -19,7 +19,7 @@ FORMS = {"-master": True, "-remainder": "remainder", "-sr": "stochastic"}
 BF16_BASED = [
     name
     for name, row in TABLE.items()
-    if row.plugin in (FP8TorchAO, FP8TE) and split(name)[1] == "" and name not in ("mxfp8", "nvfp4")
+    if row.plugin in (FP8TorchAO, FP8TE) and split(name)[1] == "" and name not in ("mxfp8", "nvfp4", "fp8-lean")
 ]
 HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_spec("transformer_engine")]
 

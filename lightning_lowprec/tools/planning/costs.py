@@ -21,7 +21,10 @@ LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
     "bf16-master": (2, 2, 12, 2),
     "bf16-mixed": (4, 4, 8, 2),
 }
-"""Bytes per parameter: the weight, the gradient, master and moments, and the weight as FSDP2 gathers it."""
+"""Bytes per parameter: the weight, the gradient, master and moments, and the weight as FSDP2 gathers it.
+
+A gradient counts 0 bytes where it is used and freed during the backward pass: one parameter has one at a time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,8 @@ def footprints(
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
-    state = next(row for row in rows if row.precision == f"bf16{suffix}") if suffix in MASTERS else mixed
+    twin = "bf16-lean" if precision == "fp8-lean" else f"bf16{suffix}" if suffix in MASTERS else mixed.precision
+    state = next(row for row in rows if row.precision == twin)
     last = replace(state, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes

@@ -14,7 +14,7 @@ from lightning_lowprec.tools.table import format_table
 GATHER_NOTE = (
     "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
     " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
-    " the bytes of a step."
+    " the bytes of a step. Gradients of 0: each is used and freed during the backward pass (docs/memory.md)."
 )
 RANK_NOTE = (
     "state: weights, gradients, masters and moments of one rank, and the float8 codes that it keeps of its shards until"
