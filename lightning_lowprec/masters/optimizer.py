@@ -251,6 +251,8 @@ class MasterOptimizer(Optimizer):
         registry.follow_moves()
         registry.deferred_grads()
         try:
+            if self._updates is not None:
+                self._updates.update_left()
             step_in_one_pass(self, plain_class(self), registry)
             for store in registry.stores:
                 if any(t.grad is not None for t in (*store.params, *store.masters)):

@@ -47,7 +47,13 @@ from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
-from lightning_lowprec.precision.refusals import check_runs, check_trainer, refuse_sharded, refuse_uncast
+from lightning_lowprec.precision.refusals import (
+    check_runs,
+    check_trainer,
+    refuse_sharded,
+    refuse_uncast,
+    say_updates_in_step,
+)
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -264,6 +270,7 @@ class LowPrecision(TrainerPrecision, ABC):
         """Prepare a module that DDP has wrapped, to reduce gradients in the chosen dtype."""
         if self.masters is not None:
             self.masters.gradients.reduce_ddp(module)
+            say_updates_in_step(module, self.masters.config, self.precision)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:

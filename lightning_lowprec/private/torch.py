@@ -78,6 +78,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._to_copy.default",
         "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
@@ -304,6 +305,19 @@ def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def first_element(tensor: Tensor) -> int:
+    """Return the position of this rank's first element in the whole tensor, in the order of rows."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    position = 0
+    for size, offset in zip(tensor.shape, offsets, strict=True):
+        position = position * size + offset
+    return position
 
 
 def disable_autograd_cache() -> None:
