@@ -2,7 +2,8 @@
 
 The state of a parameter under the name of, for example, ``exp_avg`` is two plain tensors between steps:
 ``exp_avg_codes``, of the parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded
-like the parameter; blocks lie inside rows, so that they do not depend on the number of ranks. Within a step ``exp_avg`` is float32, unless a kernel steps the parameter.
+like the parameter; blocks lie inside rows, so that codes do not depend on the number of ranks. Within a step
+``exp_avg`` is float32, unless a kernel steps the parameter.
 
 Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
 """

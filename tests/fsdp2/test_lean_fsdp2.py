@@ -7,15 +7,26 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
+from lightning_lowprec.masters.coded_state import decoded_entry
+from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
+from lightning_lowprec.masters.in_backward import LAST_NORM
+from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.numerics.parameters import parameters_of
 from tests.fsdp2.test_resume_fabric import state
-from tests.fsdp2.toy import adamw, assert_same, full
+from tests.fsdp2.toy import QUIET, adamw, assert_same, full
 from tests.fsdp2.worlds import run
 
 LEANS = ("bf16-lean", "bf16-lean-sr", "fp8-lean")
 KINDS = ("sharded", "full")
+CROSSINGS = (
+    ("bf16-lean", "bf16-remainder", "full"), ("bf16-lean", "fp8-hybrid", "sharded"), ("fp8-lean", "bf16-mixed", "full"),
+    ("bf16-lean-sr", "bf16-sr", "sharded"),
+)  # fmt: skip
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+CLIP = 1e-3
 CODED = {"up.weight", "down.weight", "experts", "tall.weight"}
 WIDTH = 64
 pytestmark = pytest.mark.distributed
@@ -36,13 +47,26 @@ class Net(L.LightningModule):
         x = torch.einsum("nd,efd->nef", x, self.experts.to(x.dtype)).flatten(1)  # (n, 96)
         return self.tall(F.pad(x.repeat(1, 10), (0, 64)))
 
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.left = {name for name, p in self.named_parameters() if p.grad is not None}
+
 
 def batch(step: int, rank: int = 0):
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
 
-def setup(precision, ranks, seed=0, kind="sharded", strategy=None, **options):
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def setup(precision, ranks, seed=0, kind="sharded", strategy=None, make=adamw, **options):
     from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 
     words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
@@ -50,7 +74,7 @@ def setup(precision, ranks, seed=0, kind="sharded", strategy=None, **options):
     fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **words)
     fabric.launch()
     model = Net(seed)
-    model, optimizer = fabric.setup(model, adamw(model))
+    model, optimizer = fabric.setup(model, make(model))
     return fabric, model, optimizer
 
 
@@ -99,6 +123,17 @@ def as_bytes(value):
     return value.view(torch.int16 if value.dtype == torch.int16 else torch.uint8).clone()
 
 
+def floats_of(model, optimizer):
+    """What the run computes with, by fqn: masters, else weights, and moments; float32."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    masters = dict(zip(map(id, parameters_of(plain)), main_params(plain), strict=True))
+    found = {}
+    for name, p in model.module.named_parameters():
+        entry = decoded_entry(plain.state[p], p)
+        found[name] = full({"value": masters[id(p)].detach().float(), **{k: entry[k].float() for k in MOMENTS}})
+    return found
+
+
 # ---- in two processes
 
 
@@ -107,6 +142,16 @@ def on_two(rank, ranks, folder):
         as_in_the_step(rank, ranks, precision)
         for kind in KINDS:
             resumes(rank, ranks, folder, precision, kind)
+        as_one_process(rank, ranks, folder, precision)
+    in_the_trainer(rank, ranks, folder)
+    for source, target, kind in CROSSINGS:
+        crosses(rank, ranks, folder, source, target, kind)
+    for clip in ("clip_tensor", "clip_last_norm"):
+        check_clipping(
+            *setup(HalfMixed("bf16", master_weights=replace(LEAN, **{clip: CLIP})), ranks, make=sgd), rank, clip
+        )
+    with pytest.raises(ValueError, match="whose float32 shards take the place of masters. Use `form='remainder'`"):
+        setup(HalfMixed("bf16", master_weights=MasterConfig(moments="8bit")), ranks)
 
 
 def as_in_the_step(rank, ranks, precision):
@@ -137,12 +182,106 @@ def resumes(rank, ranks, folder, precision, kind):
     after = everything(model, optimizer)
     if rank == 0:
         torch.save(saved, folder / f"{name}.truth")
-    fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind)
+    fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind, cpu_offload=kind == "full")
     fabric.load(path, state(fabric, model, optimizer))
     assert_same(everything(model, optimizer), saved, name)
     train(fabric, model, optimizer, range(3, 6), rank)
     assert_same(everything(model, optimizer), after, name)
 
 
+def as_one_process(rank, ranks, folder, precision):
+    """The ranks train on the same batches, so that the mean of their gradients is the gradient."""
+    fabric, model, optimizer = setup(precision, ranks)
+    train(fabric, model, optimizer, range(4))
+    if rank == 0:
+        torch.save(everything(model, optimizer), folder / f"{precision}.same_batches")
+    else:
+        everything(model, optimizer)
+
+
+def in_the_trainer(rank, ranks, folder):
+    from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), precision="bf16-lean", max_steps=4,
+        use_distributed_sampler=False, enable_checkpointing=False, default_root_dir=folder, **QUIET,
+    )  # fmt: skip
+    model = Net()
+    trainer.fit(model, DataLoader([batch(step) for step in range(4)], batch_size=None))
+    assert model.left == set()
+    found = everything(model, trainer.optimizers[0])
+    assert_same(found, torch.load(folder / "bf16-lean.same_batches"), "Trainer and Fabric")
+
+
+def crosses(rank, ranks, folder, source, target, kind):
+    """From ``source`` to ``target`` and back: weights, masters and moments stay as they are."""
+    fabric, model, optimizer = setup(source, ranks, kind=kind)
+    train(fabric, model, optimizer, range(3), rank)
+    exact = floats_of(model, optimizer)
+    for at, precision in enumerate((target, source)):
+        path = folder / f"{source}.{target}.{at}.ckpt"
+        fabric.save(path, state(fabric, model, optimizer))
+        fabric, model, optimizer = setup(precision, ranks, seed=8, kind=kind)
+        fabric.load(path, state(fabric, model, optimizer))
+        assert_same(floats_of(model, optimizer), exact, f"{source} to {precision}")
+    train(fabric, model, optimizer, range(3, 4), rank)
+
+
+def check_clipping(fabric, model, optimizer, rank, clip):
+    """SGD with a rate of 1 changes the masters by the clipped gradients; masters are exact float32."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    masters, norms = [], []
+    for step in range(3):
+        masters.append([full(m.detach()).double() for m in main_params(plain)])
+        plain.zero_grad()  # frees the masters
+        if step < 2:
+            train(fabric, model, optimizer, range(step, step + 1), rank)
+            norms.append(plain.param_groups[0].get(LAST_NORM))
+    first, second = ([(b - a).norm() for a, b in zip(*pair, strict=True)] for pair in zip(masters, masters[1:]))
+    if clip == "clip_tensor":
+        assert [norm.item() for norm in first] == pytest.approx([CLIP] * len(first), rel=1e-3)
+        return
+    norm = torch.stack(first).norm().item()  # the first step is not clipped
+    assert norms[0].item() == pytest.approx(norm, rel=1e-4)
+    assert norm > 10 * CLIP
+    clipped = norms[1].item() * CLIP / norm
+    assert torch.stack(second).norm().item() == pytest.approx(clipped, rel=1e-3)
+
+
+# ---- in other numbers of processes
+
+
+def on_one(rank, ranks, folder):
+    for precision in LEANS:
+        for kind in KINDS:
+            loads(ranks, folder, precision, kind, f"{precision}.{kind}.ckpt")
+            fabric, model, optimizer = loads(ranks, folder, precision, kind, f"{precision}.{kind}.ckpt")
+            fabric.save(folder / f"{precision}.{kind}.of_one.ckpt", state(fabric, model, optimizer, 3))
+
+
+def on_four(rank, ranks, folder):
+    for precision, kind in (("bf16-lean", "sharded"), ("bf16-lean", "full"), ("bf16-lean-sr", "sharded")):
+        run = loads(ranks, folder, precision, kind, f"{precision}.{kind}.of_one.ckpt")
+        assert train(*run, range(3, 5)) == set()
+        tall = dict(run[1].module.named_parameters())["tall.weight"]
+        assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
+        assert "exp_avg_codes" in run[2].state[tall], "also where the rank has no rows"
+
+
+def loads(ranks, folder, precision, kind, file):
+    fabric, model, optimizer = setup(precision, ranks, seed=5, kind=kind)
+    fabric.load(folder / file, state(fabric, model, optimizer))
+    assert_same(everything(model, optimizer), torch.load(folder / f"{precision}.{kind}.truth"), file)
+    return fabric, model, optimizer
+
+
 def test_leans(tmp_path):
     run(on_two, 2, tmp_path, tmp_path)
+    run(on_one, 1, tmp_path, tmp_path)
+    run(on_four, 4, tmp_path, tmp_path)
+    for precision in LEANS:  # without FSDP2
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+        model = Net()
+        model, optimizer = fabric.setup(model, adamw(model))
+        train(fabric, model, optimizer, range(4))
+        assert_same(everything(model, optimizer), torch.load(tmp_path / f"{precision}.same_batches"), precision)
