@@ -143,8 +143,8 @@ def _clipped(largest: float, norm: Tensor) -> Tensor:
 
 
 def _is_averaged_later(param: Tensor) -> bool:
-    """Return whether the ranks may average the gradient after its hooks, as DDP does."""
-    return not isinstance(param, DTensor) and dist.is_initialized() and dist.get_world_size() > 1
+    """Return whether DDP may write the gradient after its hooks, which it does in a group of one process too."""
+    return not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
 
 
 def refuse_clipping(optimizer: Optimizer) -> None:

@@ -22,6 +22,8 @@ LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
     "bf16-mixed": (4, 4, 8, 2),
 }
 """Bytes per parameter: the weight, the gradient, master and moments, and the weight as FSDP2 gathers it."""
+STATE_LIKE: Mapping[str, str] = {"fp8-lean": "bf16-lean"}
+"""For FP8 names without a suffix of half-precision weights: the name in ``LAYOUT`` with the same state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,8 @@ def footprints(
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
-    state = next(row for row in rows if row.precision == f"bf16{suffix}") if suffix in MASTERS else mixed
+    like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
+    state = next(row for row in rows if row.precision == like)
     last = replace(state, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes
