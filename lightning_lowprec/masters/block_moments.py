@@ -22,6 +22,7 @@ from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.block_floats import BlockFormat
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.rounding import bits_of_positions
+from lightning_lowprec.private.torch import dtensor
 
 BlockKind = Literal["8bit", "fp8"]
 CODES: Final = "_codes"
@@ -150,7 +151,7 @@ def _like(param: Tensor, shard: Tensor, columns: int = 0) -> Tensor:
     shape, stride = param.shape, param.stride()
     if columns:
         shape, stride = torch.Size([param.shape[0], columns]), (columns, 1)
-    return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    return dtensor(shard, param.device_mesh, param.placements, shape, stride)
 
 
 def _row(param: Tensor) -> int:

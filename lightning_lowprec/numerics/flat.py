@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.private.torch import dtensor
+
 _ALIGN: Final = 8  # elements: every view starts at a multiple of 16 bytes, as vectorised kernels prefer
 
 
@@ -80,4 +82,4 @@ def _sharding(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     if not isinstance(tensor, DTensor):
         return Tensor.detach
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return lambda view: DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride).detach()
+    return lambda view: dtensor(view, mesh, placements, shape, stride).detach()

@@ -88,6 +88,7 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     data = run_json(capsys, config, "--precision", "fp8-tensorwise", "--shards", 8, "--copies", 4)
     by_name = {row["precision"]: row for row in data["per_rank"]}
     state = {"32-true": 16, "bf16-true": 8, "bf16-sr": 12, "bf16-remainder": 14, "bf16-master": 16, "bf16-mixed": 16}
+    state |= {"bf16-lean": 6, "bf16-lean-sr": 4}
     assert {name: row["state"] * 8 / everything for name, row in by_name.items()} == {**state, "fp8-tensorwise": 16}
     assert by_name["bf16-mixed"]["in_flight"] == 6 * root, "more than a block beside the root"
     assert by_name["32-true"]["in_flight"] == max(8 * root, 8 * root + 12 * block)
@@ -95,6 +96,9 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     assert sent["all_gather_forward"] == (2 * (linears + 2 * 2 * 4096) + 2 * root) * 7 / 8
     assert sent["all_gather_backward"] == 2 * (linears + 2 * 2 * 4096) * 7 / 8
     assert (sent["reduce_scatter"], sent["all_reduce"]) == (4 * everything * 7 / 8, 2 * 4 * everything / 8 * 3 / 4)
+    lean = run_json(capsys, config, "--precision", "fp8-lean", "--shards", 8)["per_rank"][-1]
+    assert (lean["precision"], lean["state"] * 8) == ("fp8-lean", 6 * everything)
+    assert lean["sent"]["all_gather_backward"] == sent["all_gather_backward"]
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
     data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
     o3 = data["per_rank"][-1]
