@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.gradients import norm_of_norms
 from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 
 LAST_NORM: Final = "last_gradient_norm"  # in param_groups[0], where state dicts and pickles carry it along
 _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove their hook
@@ -113,6 +114,7 @@ class BackwardUpdates:
         return _clipped(self._config.clip_last_norm, last.to(param.device))
 
 
+@final
 class _Owner(tuple[Any, ...]):
     """What hooks a parameter; no part of its copies and pickles."""
 
@@ -152,7 +154,9 @@ def refuse_clipping(optimizer: Optimizer) -> None:
 
     Raises:
         RuntimeError: the optimizer updates parameters during the backward pass.
+        TypeError: the optimizer copies gradients during the backward pass.
     """
+    refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
     registry = vars(optimizer).get("_masters")
     if registry is not None and registry.config.update == "backward":
         raise RuntimeError(clipping_refused("gradients were to be clipped"))

@@ -37,6 +37,7 @@ from lightning_lowprec.masters.in_backward import BackwardUpdates
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check, tree_map_only
@@ -60,7 +61,7 @@ def add_masters(
 
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
-        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer).
+        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer, CPUOffloadOptimizer).
         RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
         ImportError: torch has moved a private name.
     """
@@ -70,6 +71,7 @@ def add_masters(
             raise RuntimeError(f"the optimizer already has masters by {optimizer._masters.config}, asked for {config}.")
         optimizer._masters.add_missing(values or {})
         return optimizer
+    refuse_copies(optimizer, "half-precision weights, whose masters it would not see")
     if isinstance(getattr(optimizer, "optim", None), Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use the other"
