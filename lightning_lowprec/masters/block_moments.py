@@ -65,7 +65,8 @@ def decode(state: State, name: str, param: Tensor) -> Tensor:
     whole = state[f"{name}{CODES}"], state[f"{name}{EXPONENTS}"]
     block = whole[0].numel() // whole[1].numel()
     codes, exponents = map(local, whole)
-    if codes.numel() != exponents.numel() * block:
+    row = _row(param)
+    if not row or row % block:  # on all ranks, or on none
         raise ValueError(
             f"the codes of {name!r} of a parameter of shape {tuple(param.shape)} share an exponent per {block} numbers,"
             " and the ranks of a tensor-parallel group have parts of such blocks now. Load the checkpoint with the"

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -265,6 +266,31 @@ def on_four(rank, ranks, folder):
         tall = dict(run[1].module.named_parameters())["tall.weight"]
         assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
         assert "exp_avg_codes" in run[2].state[tall], "also where the rank has no rows"
+    fabric, model, optimizer = setup("bf16-lean", ranks, replicate=2)
+    train(fabric, model, optimizer, range(4))
+    assert_same(everything(model, optimizer), torch.load(folder / "bf16-lean.same_batches"), "two copies")
+    tensor_parallel(ranks, folder)
+
+
+def tensor_parallel(ranks, folder):
+    """Rows of `down.weight` are cut in two, and so are the exponents of its blocks."""
+    options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
+    for kind in ("sharded", "full"):
+        fabric, model, optimizer = setup("bf16-lean", ranks, kind=kind, **options)
+        assert train(fabric, model, optimizer, range(3)) == set()
+        down = dict(model.module.named_parameters())["down.weight"]
+        entry = optimizer.state[down]
+        assert entry["exp_avg_codes"].to_local().shape == (32, 64)
+        assert entry["exp_avg_exponents"].to_local().shape == (32, 1)
+        fabric.save(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
+        saved = everything(model, optimizer)
+        fabric, model, optimizer = setup("bf16-lean", ranks, seed=5, kind=kind, **options)
+        fabric.load(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
+        assert_same(everything(model, optimizer), saved, kind)
+        assert train(fabric, model, optimizer, range(3, 4)) == set()
+    fabric, model, optimizer = setup("bf16-lean", ranks, **options)
+    with pytest.raises(ValueError, match="Load the checkpoint with the `tensor_parallel_size` that it was saved with"):
+        fabric.load(folder / "bf16-lean.sharded.of_one.ckpt", state(fabric, model, optimizer))
 
 
 def loads(ranks, folder, precision, kind, file):
