@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torchao import parameters_of_copies
+
 
 def check_converted(
     modules: Iterable[nn.Module],
@@ -58,7 +61,7 @@ def check_membership(
         RuntimeError: the message names the first missing parameter, and says whether an optimizer holds a stale
             parameter of the same shape.
     """
-    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for optimizer in optimizers for p in parameters_of_copies(optimizer) or parameters_of(optimizer)}
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in converted and id(p) not in held and p.requires_grad}
     if not missing:
         return

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import atomic, folder, optimizer_state, torch_file
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredCheckpoint
+from lightning_lowprec.masters.coded_state import MASTER_REMAINDER, decoded_entry, joined
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
@@ -79,6 +80,8 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
         has_master = has_masters(optimizer) and params[fqn].dtype in HALF_DTYPES
+        if fqn in state and not has_master:
+            state[fqn] = _decoded(state[fqn], params[fqn], values.get(fqn))
         master = state.get(fqn, {}).get(MASTER_PARAM)
         weight = values.get(fqn)
         if has_master and master is None and weight is not None and weight.dtype == torch.float32:
@@ -89,6 +92,16 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
                 values[fqn] = _reconciled(master, weight)
         if fqn in state and not state[fqn]:
             del state[fqn]
+
+
+def _decoded(entry: State, param: Tensor, weight: Tensor | None) -> State:
+    """Return state of 8 bits as float32 values, and a remainder as the float32 master."""
+    entry = decoded_entry(entry, param)
+    remainder = entry.pop(MASTER_REMAINDER, None)
+    if remainder is not None and weight is not None:
+        master = joined(weight, remainder)
+        entry[MASTER_PARAM] = with_local_tensor(master, weight) if isinstance(weight, DTensor) else master
+    return entry
 
 
 def _reconciled(master: Tensor, weight: Tensor) -> Tensor:

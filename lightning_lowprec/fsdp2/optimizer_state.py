@@ -7,16 +7,19 @@ optimizers that ignore the learning rate. The functions here load exactly what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.fp8_gather import plain
 from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
+from lightning_lowprec.masters.block_moments import EXPONENTS
 from lightning_lowprec.private.torch import tree_map_only
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -110,15 +113,25 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters, quantised state too."""
 
-    def placed_like(value: Any, like: Tensor) -> Any:
+    def placed_like(name: str, value: Any, like: Tensor) -> Any:
+        rows = rows_of_blocks(name, like)
+
         def one(tensor: Tensor) -> Tensor:
+            if rows is not None:
+                return place(tensor, like, rows)
             return place(tensor, like) if is_placed_like(tensor.shape, like) else tensor.detach().clone()
 
         return unpacked(torchao_optimizers.pack(value), like, one)
 
     return {
-        fqn: {name: placed_like(value, params[fqn]) for name, value in entry.items()} for fqn, entry in state.items()
+        fqn: {name: placed_like(name, value, params[fqn]) for name, value in entry.items()}
+        for fqn, entry in state.items()
     }
+
+
+def rows_of_blocks(name: str, like: Tensor) -> Sequence[Placement] | None:
+    """Return how the exponents of coded state are sharded, (rows, blocks per row); None for any other state."""
+    return like.placements if name.endswith(EXPONENTS) and isinstance(like, DTensor) else None
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:

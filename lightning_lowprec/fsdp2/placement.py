@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+from lightning_lowprec.private.torch import local_tensor, with_local_tensor
+
+_SENT_AS: Final = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}
+"""By dtype that gloo does not gather: the dtype as which its bits are gathered."""
 
 
 def placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
@@ -28,12 +34,14 @@ def is_placed_like(shape: Sequence[int], like: Tensor) -> bool:
 
 
 @torch.no_grad()
-def place(whole: Tensor, like: Tensor) -> Tensor:
+def place(whole: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
     """Return this rank's part of ``whole``, placed as ``like`` is, in new memory and in the dtype of ``whole``."""
     if not isinstance(like, DTensor):
         return whole.detach().to(like.device, copy=True)
+    if whole.dtype in _SENT_AS:
+        return _viewed(place(whole.view(_SENT_AS[whole.dtype]), like, placements), whole.dtype)
     on_device = whole.detach().to(like.device_mesh.device_type)
-    placements = placements_like(whole.shape, like)
+    placements = placements or placements_like(whole.shape, like)
     placed = distribute_tensor(on_device, like.device_mesh, placements, src_data_rank=None)
     return placed.to(like.device).clone()
 
@@ -53,4 +61,13 @@ def empty(
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor whole on the CPU, by a collective if it is sharded."""
+    if tensor.dtype in _SENT_AS and isinstance(tensor, DTensor):
+        return whole(_viewed(tensor, _SENT_AS[tensor.dtype])).view(tensor.dtype)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of a tensor as another dtype of the same size."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(dtype)
+    return with_local_tensor(local_tensor(tensor).view(dtype), tensor)

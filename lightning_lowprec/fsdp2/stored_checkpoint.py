@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import atomic, foreign_table, manifest, torch_file, torchao_optimizers
 from lightning_lowprec.fsdp2.agreement import on_all_ranks, on_rank_zero, rank_and_ranks
-from lightning_lowprec.fsdp2.optimizer_state import by_fqn, clean, named_parameters, placed, unpacked
+from lightning_lowprec.fsdp2.optimizer_state import by_fqn, clean, named_parameters, placed, rows_of_blocks, unpacked
 from lightning_lowprec.fsdp2.placement import empty, place
 from lightning_lowprec.fsdp2.shard_files import NamedFiles, other_save
 from lightning_lowprec.fsdp2.table import EntryPath, StoredTensor, Table, metadata_of
@@ -140,7 +140,7 @@ class StoredFolder(StoredCheckpoint):
         if like is None:
             return torch.empty(size, dtype=dtype)
         if f"{prefix}.{torchao_optimizers.CLASS}" not in self._path_of:
-            return empty(size, dtype, like)
+            return empty(size, dtype, like, rows_of_blocks(name, like))
         block_size = like.numel() // self._tensors[f"{prefix}.scale"][0].numel()
         rows = name != "qmap" and torchao_optimizers.keeps_blocks(block_size, like)
         return empty(size, dtype, like, like.placements if rows and isinstance(like, DTensor) else ())

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.fsdp2.placement import place
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.private.torch import disable_autograd_cache, local_tensor, with_local_tensor
+from lightning_lowprec.private.torch import disable_autograd_cache, dtensor, local_tensor, with_local_tensor
 
 CLASS: Final = "lowbit_class"
 _CLASSES: Final = {
@@ -67,9 +67,16 @@ def pack(value: Any) -> Any:
         inner = getattr(local, name)
         inner = inner.view(torch.uint8) if name == "codes" else inner  # gloo gathers no float8
         if name != "qmap" and isinstance(value, DTensor):
-            inner = DTensor.from_local(inner, value.device_mesh, value.placements, run_check=False)
+            inner = _rows_as(value, inner)
         packed[name] = inner
     return packed
+
+
+def _rows_as(value: DTensor, inner: Tensor) -> DTensor:
+    """Return a DTensor whose rows on all ranks follow each other, sharded as the rows of ``value``."""
+    ranks = (_rows_of(value) or (0, 1))[1]
+    shape = [inner.shape[0] * ranks, *inner.shape[1:]]
+    return dtensor(inner, value.device_mesh, value.placements, shape, inner.stride())
 
 
 def unpack(packed: Mapping[str, Any], like: Tensor) -> Tensor:

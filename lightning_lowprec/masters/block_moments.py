@@ -2,7 +2,8 @@
 
 The state of a parameter under the name of, for example, ``exp_avg`` is two plain tensors between steps:
 ``exp_avg_codes``, of the parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded
-like the parameter. Within a step ``exp_avg`` is float32, unless a kernel steps the parameter.
+like the parameter; blocks lie inside rows, so that codes do not depend on the number of ranks. Within a step
+``exp_avg`` is float32, unless a kernel steps the parameter.
 
 Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
 """
@@ -14,13 +15,14 @@ from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.block_floats import BlockFormat
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.rounding import bits_of_positions
+from lightning_lowprec.private.torch import dtensor
 
 BlockKind = Literal["8bit", "fp8"]
 CODES: Final = "_codes"
@@ -46,9 +48,10 @@ def format_of(kind: BlockKind, name: str) -> BlockFormat:
 def block_of(param: Tensor) -> int:
     """Return how many numbers of ``param`` share an exponent, or 0 if its state stays float32."""
     shard = local(param)
-    if param.dim() < 2 or param.numel() < LEAST or not shard.numel() or not _is_dense(shard):
+    if param.dim() < 2 or param.numel() < LEAST or not _is_dense(shard):
         return 0
-    return block_floats.block_size(shard.numel() // shard.shape[0])
+    row = _row(param)
+    return block_floats.block_size(row) if row else 0
 
 
 def coded(state: State) -> Iterator[str]:
@@ -61,8 +64,17 @@ def coded(state: State) -> Iterator[str]:
 @torch.no_grad()
 def decode(state: State, name: str, param: Tensor) -> Tensor:
     """Return the float32 values of coded state, of the shape of ``param``."""
-    codes, exponents = local(state[f"{name}{CODES}"]), local(state[f"{name}{EXPONENTS}"])
-    flat = block_floats.decode(_flat(codes), exponents.view(-1), _block(codes, exponents), _format(codes))
+    whole = state[f"{name}{CODES}"], state[f"{name}{EXPONENTS}"]
+    block = whole[0].numel() // whole[1].numel()
+    codes, exponents = map(local, whole)
+    row = _row(param)
+    if not row or row % block:  # on all ranks, or on none
+        raise ValueError(
+            f"the codes of {name!r} of a parameter of shape {tuple(param.shape)} share an exponent per {block} numbers,"
+            " and the ranks of a tensor-parallel group have parts of such blocks now. Load the checkpoint with the"
+            " `tensor_parallel_size` that it was saved with."
+        )
+    flat = block_floats.decode(_flat(codes), exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
@@ -132,28 +144,28 @@ def _is_moment(value: Any, param: Tensor) -> bool:
 
 def _set(state: State, name: str, param: Tensor, codes: Tensor, exponents: Tensor) -> None:
     state[f"{name}{CODES}"] = _like(param, codes)
-    rows = codes.shape[0]
-    per_row = exponents.numel() // rows
-    state[f"{name}{EXPONENTS}"] = _like(param, exponents.view(rows, per_row), matrix=True)
+    per_row = _row(param) // block_of(param)
+    columns = param.numel() // param.shape[0] // block_of(param)
+    state[f"{name}{EXPONENTS}"] = _like(param, exponents.view(codes.shape[0], per_row), columns)
 
 
-def _like(param: Tensor, shard: Tensor, *, matrix: bool = False) -> Tensor:
-    """Return ``shard`` as a DTensor if ``param`` is one; ``matrix``: it has a row for each row of ``param``."""
+def _like(param: Tensor, shard: Tensor, columns: int = 0) -> Tensor:
+    """Return ``shard`` as a DTensor if ``param`` is one, of its shape or with ``columns`` numbers per row of it."""
     if not isinstance(param, DTensor):
         return shard
     shape, stride = param.shape, param.stride()
-    if matrix:
-        columns = shard.shape[1] * (param.numel() // param.shape[0]) // (local(param).numel() // local(param).shape[0])
+    if columns:
         shape, stride = torch.Size([param.shape[0], columns]), (columns, 1)
-    return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    return dtensor(shard, param.device_mesh, param.placements, shape, stride)
 
 
-def _format(codes: Tensor) -> BlockFormat:
-    return block_floats.BY_DTYPE[codes.dtype]
-
-
-def _block(codes: Tensor, exponents: Tensor) -> int:
-    return codes.numel() // exponents.numel()
+def _row(param: Tensor) -> int:
+    """Return how many numbers of a row are on this rank; 0 if ranks have unequal parts of rows, or no whole parts."""
+    parts = 1
+    for dim, placement in enumerate(param.placements if isinstance(param, DTensor) else ()):
+        if isinstance(placement, Shard) and placement.dim > 0:
+            parts *= param.device_mesh.size(dim) if placement.dim == 1 else 0  # type: ignore[attr-defined]
+    return 0 if not parts or (parts > 1 and param.shape[1] % parts) else param.numel() // param.shape[0] // parts
 
 
 def _flat(tensor: Tensor) -> Tensor:

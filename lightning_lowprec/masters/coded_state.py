@@ -154,6 +154,6 @@ def moments_kept(moments: Mapping[str, Tensor], keeper: object, param: Tensor) -
     size = block_moments.block_of(param)
     return size > 0 and all(
         local(moments[f"{name}{CODES}"]).dtype == block_moments.format_of(keeper.kind, name).dtype
-        and local(moments[f"{name}{EXPONENTS}"]).numel() * size == local(param).numel()
+        and moments[f"{name}{EXPONENTS}"].numel() * size == param.numel()
         for name in block_moments.coded(dict(moments))
     )

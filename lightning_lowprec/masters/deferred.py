@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.gradients import multiply
+from lightning_lowprec.masters.gradients import multiply, over_ranks, together
 from lightning_lowprec.masters.optimizer import MasterOptimizer, plain_class
 from lightning_lowprec.masters.registry import all_registries
 from lightning_lowprec.masters.rules import steps_alone
@@ -53,7 +52,7 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     if not deferred and not others:
         return torch.tensor(0.0)
     parts = [norm * registry.gradients.factor for norm in _norms(deferred, norm_type)] + _norms(others, norm_type)
-    total = _together(parts, norm_type)
+    total = together(parts, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     registry.gradients.fold(factor, deferred)
     multiply(others, factor)
@@ -72,7 +71,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     registry.gradients.fold(inv_scale, grads)
     if not grads:
         return torch.zeros(())
-    return (~_together(_norms(grads, math.inf), math.inf).isfinite()).float()
+    return (~together(_norms(grads, math.inf), math.inf).isfinite()).float()
 
 
 def settle() -> None:
@@ -87,10 +86,4 @@ def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, getattr(grad, "device_mesh", None)), []).append(grad)
-    norms: list[Any] = [torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups.values()]
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-
-
-def _together(norms: list[Tensor], order: float) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
-    return total
+    return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups.values()])

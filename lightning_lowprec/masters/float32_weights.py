@@ -22,6 +22,7 @@ from lightning_lowprec.masters.optimizer import float32_state, remove_masters
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.private.torchao import parameters_of_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Float32Weights:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Remove masters that ``optimizer`` has of these parameters, and make its half-precision state float32."""
+        if parameters_of_copies(optimizer) is not None:  # its own optimizers were never any other precision's
+            return
         made = list(filter(_is_made, parameters_of(optimizer)))
         if made:
             remove_masters(optimizer)

@@ -86,9 +86,16 @@ class HalfWeights:
         FSDP2 reduces gradients of half-precision shards in float32 without our help.
 
         Raises:
-            ValueError: ``grad_accumulation_dtype`` was set and the shards are half precision.
+            ValueError: ``grad_accumulation_dtype`` was set and the shards are half precision, or the shards are float32
+                and the configuration asks for more than masters.
         """
         if self.config.form == "fp32":
+            if self.config.moments != "fp32" or self.config.update == "backward":
+                raise ValueError(
+                    f"`MasterConfig(moments={self.config.moments!r}, update={self.config.update!r})` with"
+                    " `form='fp32'` is not possible under FSDP2, whose float32 shards take the place of masters. Use"
+                    " `form='remainder'`: it keeps the same masters in 2 bytes per parameter less."
+                )
             return None
         if self.gradients.accumulation is not None:
             raise ValueError(

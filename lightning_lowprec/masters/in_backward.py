@@ -4,8 +4,8 @@ So there are never gradients of the whole model, and float32 values of one param
 then counts the step, and updates what has a gradient all the same: parameters without masters, and gradients that other
 code has assigned.
 
-Under DDP gradients are averaged after the hooks of their parameters, so that parameters are updated in the step there.
-FSDP2 runs the hooks after its reduce-scatter.
+Under DDP gradients are averaged after the hooks of their parameters, so that parameters are updated in the step there:
+as in the backward pass, but the gradients of the whole model exist. FSDP2 runs the hooks after its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters.gradients import norm_of_norms
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.parameters import parameters_of
 
 LAST_NORM: Final = "last_gradient_norm"  # in param_groups[0], where state dicts and pickles carry it along
@@ -44,7 +45,7 @@ class BackwardUpdates:
         self._registry = weakref.ref(registry)
         self._update = update
         self._updated: set[int] = set()  # id(parameter), since the last step
-        self._squares: list[Tensor] = []  # squared norms of gradients since the last step
+        self._norms: list[Tensor] = []  # of gradients since the last step; of DTensors, not summed over the ranks
         self._rates: list[Any] = []  # the learning rates of the updates since the last step
         self._warned = False
         self._config = registry.config
@@ -80,9 +81,19 @@ class BackwardUpdates:
         self._updated.clear()
         optimizer = self._optimizer()
         self._check_rates(optimizer)
-        if self._config.clip_last_norm is not None and self._squares and optimizer is not None:
-            optimizer.param_groups[0][LAST_NORM] = torch.stack(self._squares).sum().sqrt()
-        self._squares = []
+        if self._norms and optimizer is not None:
+            optimizer.param_groups[0][LAST_NORM] = norm_of_norms(self._norms)
+        self._norms = []
+
+    @torch.no_grad()
+    def update_left(self) -> None:
+        """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
+        registry = self._registry()
+        if registry is None or (self._config.clip_tensor is None and self._config.clip_last_norm is None):
+            return
+        for param, _ in list(registry.pairs()):
+            if param.grad is not None:
+                self._update(param, self._factor(param))
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
@@ -99,6 +110,7 @@ class BackwardUpdates:
         if not self._updated:
             self._rates = _rates(self._optimizer())
         self._updated.add(id(param))
+        _wait_for_offload(param)
         self._update(param, self._factor(param))
 
     def _check_rates(self, optimizer: Optimizer | None) -> None:
@@ -116,10 +128,10 @@ class BackwardUpdates:
     def _factor(self, param: Tensor) -> float | Tensor:
         """Return what clipping multiplies the gradient by, and note the norm of the gradient if it is needed."""
         if self._config.clip_tensor is not None:
-            return _clipped(self._config.clip_tensor, _norm(param.grad))
+            return _clipped(self._config.clip_tensor, norm_of_norms([_norm(param.grad)]))
         if self._config.clip_last_norm is None:
             return 1.0
-        self._squares.append(_norm(param.grad).square())
+        self._norms.append(_norm(param.grad))
         optimizer = self._optimizer()
         last = None if optimizer is None else optimizer.param_groups[0].get(LAST_NORM)
         if last is None:
@@ -193,15 +205,18 @@ class _Owner(tuple[Any, ...]):
 
 
 def _norm(grad: Tensor | None) -> Tensor:
-    """Return the norm of a gradient, of a DTensor over all its shards: a float32 scalar."""
+    """Return the norm of a gradient: a float32 scalar, of a DTensor a DTensor that is not yet summed over the ranks."""
     assert grad is not None
-    if isinstance(grad, DTensor):
-        norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        found: Tensor = norm.full_tensor()
-        return found
-    values = grad.coalesce().values() if grad.is_sparse else local(grad)
-    whole: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
-    return whole
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    return norm
+
+
+def _wait_for_offload(param: Tensor) -> None:
+    """Wait until the gradient of an offloaded shard is in CPU memory: torch 2.11 copies it while the hook runs."""
+    kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    if kind != param.device.type:
+        torch.get_device_module(kind).current_stream().synchronize()
 
 
 def _clipped(largest: float, norm: Tensor) -> Tensor:
@@ -209,8 +224,8 @@ def _clipped(largest: float, norm: Tensor) -> Tensor:
 
 
 def _is_averaged_later(param: Tensor) -> bool:
-    """Return whether the ranks may average the gradient after its hooks, as DDP does."""
-    return not isinstance(param, DTensor) and dist.is_initialized() and dist.get_world_size() > 1
+    """Return whether DDP may write the gradient after its hooks, which it does in a group of one process too."""
+    return not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
 
 
 def refuse_clipping(optimizer: Optimizer) -> None:
@@ -218,7 +233,9 @@ def refuse_clipping(optimizer: Optimizer) -> None:
 
     Raises:
         RuntimeError: the optimizer updates parameters during the backward pass.
+        TypeError: the optimizer copies gradients during the backward pass.
     """
+    refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
     registry = vars(optimizer).get("_masters")
     if registry is not None and registry.config.update == "backward":
         raise RuntimeError(clipping_refused("gradients were to be clipped"))

@@ -46,6 +46,7 @@ from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_togeth
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check, tree_map_only
@@ -69,7 +70,7 @@ def add_masters(
 
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
-        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer).
+        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer, CPUOffloadOptimizer).
         RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
         ImportError: torch has moved a private name.
     """
@@ -81,6 +82,7 @@ def add_masters(
         if optimizer._updates is not None:
             optimizer._updates.watch()
         return optimizer
+    refuse_copies(optimizer, "half-precision weights, whose masters it would not see")
     if isinstance(getattr(optimizer, "optim", None), Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use the other"
@@ -260,6 +262,8 @@ class MasterOptimizer(Optimizer):
         registry.follow_moves()
         registry.deferred_grads()
         try:
+            if self._updates is not None:
+                self._updates.update_left()
             step_in_one_pass(self, plain_class(self), registry)
             for store in registry.stores:
                 if any(t.grad is not None for t in (*store.params, *store.masters)):

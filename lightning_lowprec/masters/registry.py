@@ -80,7 +80,7 @@ class MasterRegistry:
 
     def _new_store(self, params: list[Tensor], values: Mapping[int, Tensor]) -> Store:
         config = self.config
-        start = sum(store.buffer.flat.numel() for store in self.stores)
+        start = sum(store.elements for store in self.stores)
         store: Store
         if config.form == "stochastic":
             store = StochasticStore(params, values, seed=config.seed, start=start)

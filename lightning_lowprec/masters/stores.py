@@ -14,6 +14,7 @@ can be keyed by them. A master must not be read between :meth:`Store.release` an
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import rounding
-from lightning_lowprec.numerics.flat import FlatBuffer, local
-from lightning_lowprec.private.torch import copy_all_, version_of
+from lightning_lowprec.numerics.flat import FlatBuffer, aligned, local
+from lightning_lowprec.private.torch import copy_all_, first_element, version_of
 
 
 class Store(ABC):
@@ -40,7 +41,10 @@ class Store(ABC):
     form: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     start: int = 0
-    """The position of the first element among the elements of all stores of the optimizer."""
+    """The position of the first element of the first parameter among the elements of all stores of the optimizer.
+
+    Of DTensors, the whole tensors count, so that positions do not depend on the number of ranks.
+    """
 
     @torch.no_grad()
     def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor]) -> None:
@@ -53,6 +57,10 @@ class Store(ABC):
             )
         self.buffer = FlatBuffer(self.params, torch.float32)
         self.masters = self.buffer.tensors
+        *firsts, self.elements = itertools.accumulate((aligned(p.numel()) for p in self.params), initial=0)
+        self._positions = [at + first_element(p) for at, p in zip(firsts, self.params, strict=True)]
+        gaps = {position - offset for position, offset in zip(self._positions, self.buffer.offsets, strict=True)}
+        self._in_line = len(gaps) == 1  # the positions follow each other as the memory does
         self._unsaved = False  # whether the buffer has values that are stored nowhere else
         self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
         self.set_values(values)
@@ -131,8 +139,8 @@ class Store(ABC):
         return None
 
     def position(self, index: int) -> int:
-        """Return the position of a parameter's first element among the elements of all stores of the optimizer."""
-        return self.start + self.buffer.offsets[index]
+        """Return the position of a shard's first element among the elements of all stores of the optimizer."""
+        return self.start + self._positions[index]
 
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
@@ -248,7 +256,7 @@ class StochasticStore(Store):
         params: bf16 parameters.
         values: unused, because the weights are the masters.
         seed: the seed of the run; the random bits depend on the seed, the step and the position only.
-        start: the position of the first element among the elements of all stores of the optimizer.
+        start: the position of the first element of the first parameter, see :attr:`Store.start`.
     """
 
     form = "stochastic"
@@ -262,7 +270,9 @@ class StochasticStore(Store):
         self.buffer.free()
 
     def _round(self, step: int) -> None:
-        rounding.stochastic_round_(self.buffer.flat, seed=self.seed, step=step, start=self.start)
+        parts = [self.buffer.flat] if self._in_line else self.buffer.parts()
+        for index, part in enumerate(parts):
+            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

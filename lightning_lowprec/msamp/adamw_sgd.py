@@ -34,6 +34,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.msamp.flat_step import Flats
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
@@ -207,6 +208,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         ValueError: an option that is not possible with MS-AMP, or an optimizer of another level.
         RuntimeError: somebody replaced ``optimizer.step``.
     """
+    refuse_copies(optimizer, "the weights of MS-AMP, which are codes")
     coded = [p for p in parameters_of(optimizer) if msamp_state_of(p) is not None]
     if not coded:
         return

@@ -78,9 +78,10 @@ def encode(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tup
         block: numbers that share an exponent.
         format: of the codes. If it is not ``signed``, values must not be negative.
     """
+    blocks = (values.numel() // block, block)  # not -1: a shard may be empty
     magnitude = values.abs()
-    exponents = _exponents(magnitude.view(-1, block).amax(1), format)
-    scaled = (magnitude.view(-1, block) * power_of_two(_inside(2 * _BIAS - exponents))[:, None]).view(-1)
+    exponents = _exponents(magnitude.view(blocks).amax(1), format)
+    scaled = (magnitude.view(blocks) * power_of_two(_inside(2 * _BIAS - exponents))[:, None]).view(-1)
     shift = _MANTISSA - format.mantissa
     normal = ((scaled.view(torch.int32) + (bits << (shift - 16))) >> shift) - ((_BIAS - format.top) << format.mantissa)
     steps = scaled * 2.0 ** (format.top - 1 + format.mantissa) + bits * 2.0**-16
@@ -91,7 +92,7 @@ def encode(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tup
     else:
         codes = torch.where(values > 0, codes.clamp(min=1), codes)
     lost = (exponents == 0) | (exponents == NAN_EXPONENT)
-    codes = torch.where(lost[:, None], 0, codes.view(-1, block)).view(-1)
+    codes = torch.where(lost[:, None], 0, codes.view(blocks)).view(-1)
     return codes.to(torch.uint8).view(format.dtype), exponents.to(torch.uint8)
 
 
@@ -108,7 +109,7 @@ def decode(codes: Tensor, exponents: Tensor, block: int, format: BlockFormat) ->
     shared = exponents.to(torch.int32)
     scales = power_of_two(_inside(shared))
     scales = torch.where(shared == NAN_EXPONENT, torch.nan, torch.where(shared == 0, 0.0, scales))
-    return (values.view(-1, block) * scales[:, None]).view(-1)
+    return (values.view(len(scales), block) * scales[:, None]).view(-1)
 
 
 def _exponents(largest: Tensor, format: BlockFormat) -> Tensor:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.private.torch import dtensor
+
 _ALIGN: Final = 8  # elements: every view starts at a multiple of 16 bytes, as vectorised kernels prefer
+
+
+def aligned(elements: int) -> int:
+    """Return how many elements of a flat buffer a tensor takes."""
+    return -(-elements // _ALIGN) * _ALIGN
 
 
 @final
@@ -25,7 +32,7 @@ class FlatBuffer:
     @torch.no_grad()
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
         shards = [local(t) for t in like]
-        sizes = [-(-t.numel() // _ALIGN) * _ALIGN for t in shards]
+        sizes = [aligned(t.numel()) for t in shards]
         *self.offsets, total = accumulate(sizes, initial=0)
         self.flat = torch.zeros(total, dtype=dtype, device=like[0].device)
         # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
@@ -46,6 +53,11 @@ class FlatBuffer:
     def views_on(self, flat: Tensor) -> list[Tensor]:
         """Return new ``views`` on another flat tensor of the same size."""
         return [flat.as_strided(*layout) for layout in self._layout]
+
+    def parts(self) -> list[Tensor]:
+        """Return the elements of every view, in the order of the memory: views of ``flat``."""
+        sizes = [view.numel() for view in self.views]
+        return [self.flat[at : at + size] for at, size in zip(self.offsets, sizes, strict=True)]
 
     def allocate(self) -> None:
         """Allocate the memory; the content is undefined if the buffer had none."""
@@ -70,4 +82,4 @@ def _sharding(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     if not isinstance(tensor, DTensor):
         return Tensor.detach
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return lambda view: DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride).detach()
+    return lambda view: dtensor(view, mesh, placements, shape, stride).detach()

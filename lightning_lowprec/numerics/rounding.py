@@ -76,8 +76,8 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
         flat: changed in place.
         seed: the seed of the run.
         step: counts the roundings; the same step gives the same bits.
-        start: the position of the first element among all elements that share ``seed``, an even number. A tensor that
-            is rounded in parts gets the same bits.
+        start: the position of the first element among all elements that share ``seed``. A tensor that is rounded in
+            parts gets the same bits.
     """
     bits = _canonical_nan_(flat).view(torch.int32)
     for part, chunk, first in _chunks(bits, start):
@@ -106,18 +106,18 @@ def random_bits(
 
     Every value pair is a 32-bit hash of a counter. The hash has two rounds; (seed, step, start) gives the keys that are
     added before and between the rounds. The rounds are ``lowbias32`` of C. Wellons (nullprogram.com/blog/2018/07/31).
-    The values are those at ``first``, an even number, and after.
+    The values are those at ``first`` and after.
     """
     key, second_key = _keys(seed, step, start)
     x = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device).add_(key)
     _xor_shift_(x, 16).mul_(0x7FEB352D)
     _xor_shift_(x, 15).add_(second_key).mul_(0x846CA68B - (1 << 32))
     _xor_shift_(x, 16)
-    return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(_LOWER)
+    return x.view(torch.int16)[first % 2 : first % 2 + count].to(torch.int32).bitwise_and_(_LOWER)
 
 
 def bits_of_positions(count: int, seed: int, step: int, start: int, device: torch.device) -> Tensor:
-    """Return the bits by which :func:`stochastic_round_` rounds ``count`` values at ``start``, even: (count,) int32."""
+    """Return the bits by which :func:`stochastic_round_` rounds ``count`` values at ``start``: (count,) int32."""
     bits = torch.empty(count, dtype=torch.int32, device=device)
     for part, chunk, first in _chunks(bits, start):
         part.copy_(random_bits(part.numel(), seed, step, chunk, device, first))

@@ -38,7 +38,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import left_over, state, step
+from lightning_lowprec.precision import left_over, refusals, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
@@ -47,7 +47,6 @@ from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
-from lightning_lowprec.precision.refusals import check_runs, check_trainer, refuse_sharded, refuse_uncast
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -167,7 +166,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self.modules.bind(trainer.strategy.root_device)
         if self.modules.is_sharded(module):
             return module
-        refuse_sharded(module, self.precision)
+        refusals.refuse_sharded(module, self.precision)
         if self.modules.add(module):
             self._prepare_waiting()
         else:  # before DDP makes buckets of the parameters' dtypes
@@ -178,7 +177,7 @@ class LowPrecision(TrainerPrecision, ABC):
     def _prepare_waiting(self) -> None:
         prepared = []
         for module, device in self.modules.take_waiting():
-            check_runs(self, device)
+            refusals.check_runs(self, device)
             left_over.forget(module)
             backends.revert_all(module, except_for=self.backend)
             if self.masters is None:
@@ -264,6 +263,7 @@ class LowPrecision(TrainerPrecision, ABC):
         """Prepare a module that DDP has wrapped, to reduce gradients in the chosen dtype."""
         if self.masters is not None:
             self.masters.gradients.reduce_ddp(module)
+            refusals.say_updates_in_step(module, self.masters.config, self.precision)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:
@@ -285,7 +285,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
             if self.masters is not None:
-                check_trainer(model, optimizers, self.masters.config, self.precision)
+                refusals.check_trainer(model, optimizers, self.masters.config, self.precision)
             for optimizer in optimizers:
                 self._prepare_optimizer(optimizer)
             if self.masters is not None:
@@ -300,7 +300,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._check_optimizers([*self.optimizers.known, optimizer])
         self._prepare_weights_of(optimizer)  # with `plugins=`, the optimizer was not known before
         if self.masters is not None:
-            refuse_uncast(self.modules.sharded, self.precision)
+            refusals.refuse_uncast(self.modules.sharded, self.precision)
             self.masters.gradients.check_reduced()
             self.masters.drop_originals()
         self.modules.note_check()

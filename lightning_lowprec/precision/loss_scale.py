@@ -30,6 +30,7 @@ from lightning_lowprec.masters.optimizer import (
     move_grads_to_masters,
     without_masters,
 )
+from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 
@@ -111,7 +112,12 @@ class LossScaler:
         return self.scale
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer, to multiply its gradients when the scale changes."""
+        """Remember an optimizer, to multiply its gradients when the scale changes.
+
+        Raises:
+            TypeError: the optimizer copies the gradients before they are divided by the scale.
+        """
+        refuse_copies(optimizer, "loss scaling, because it copies gradients before they are divided by the scale")
         self._gradients.setdefault(optimizer, _Gradients())
 
     def scale_loss(self, loss: Tensor) -> Tensor:

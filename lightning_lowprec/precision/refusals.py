@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import lightning.pytorch.callbacks
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
@@ -134,6 +135,22 @@ def _accumulated(trainer: Any) -> int:
     found = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kind)]
     most: int = max(trainer.accumulate_grad_batches, *(number for numbers in found for number in numbers), 1)
     return most
+
+
+def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:
+    """Log that DDP moves the updates of ``update="backward"`` into the step, and what this costs.
+
+    Args:
+        module: a module that was set up, perhaps wrapped by DDP.
+        config: of the masters.
+        precision: the name of the precision.
+    """
+    if config.update == "backward" and isinstance(module, DistributedDataParallel):
+        rank_zero_info(
+            f"{precision}: under DDP weights are updated in the step, not during the backward pass, because DDP"
+            " averages gradients in buckets that it keeps: 2 bytes per parameter more. `strategy='fsdp2'` updates"
+            " during the backward pass."
+        )
 
 
 def _averaging(callbacks: Iterable[Any]) -> list[Any]:

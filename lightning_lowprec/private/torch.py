@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.private.names import missing
@@ -79,6 +80,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.ops.aten._to_copy.default",
         "torch.ops.aten._pin_memory.default",
         "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
@@ -323,9 +327,38 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor with the shape and placements of ``like``, of which this rank has the shard ``local``."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """Return a DTensor of which this rank has ``local``: the memory of ``local`` itself, on its device.
+
+    ``DTensor.from_local`` copies shards in CPU memory (``cpu_offload``) to the device of the mesh.
+    """
+    shape = torch.Size(shape)
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), local.dtype))
+    made: Any = DTensor
+    sharded: DTensor = made(local, spec, requires_grad=False)
+    return sharded
+
+
+def first_element(tensor: Tensor) -> int:
+    """Return the position of this rank's first element in the whole tensor, in the order of rows."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    position = 0
+    for size, offset in zip(tensor.shape, offsets, strict=True):
+        position = position * size + offset
+    return position
 
 
 def disable_autograd_cache() -> None:

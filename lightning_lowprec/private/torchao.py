@@ -26,3 +26,12 @@ def constructor_arguments(tensor: Any) -> tuple[Any, ...]:
 def set_scale(tensor: Any, scale: Tensor) -> None:
     """Give a ``Float8TrainingTensor`` another scale, in place."""
     tensor._scale = scale
+
+
+def parameters_of_copies(optimizer: Any) -> list[Tensor] | None:
+    """Return the model's parameters that a ``CPUOffloadOptimizer`` updates; None for any other optimizer."""
+    kinds = type(optimizer).__mro__
+    if not any(cls.__name__ == "CPUOffloadOptimizer" and cls.__module__.startswith("torchao.") for cls in kinds):
+        return None
+    kept = [p for group in optimizer.d_param_groups for p in group["params"]]
+    return [*optimizer.param_d2h_map, *kept]

@@ -92,7 +92,8 @@ def test_sharded(tmp_path):
             assert entry["sees fsdp2"]
             assert entry["held"]
             assert entry["recomputes by"] == {"transformer_engine.pytorch.distributed"}
-            assert "no NVIDIA driver" in entry["error"]  # its checkpoint asks CUDA for the state of its generator
+            # its checkpoint asks CUDA for the state of its generator; the second is what CUDA says in a forked process
+            assert any(words in entry["error"] for words in ("no NVIDIA driver", "Cannot re-initialize CUDA"))
         assert rank["meta"]["weights"]
     for entry in found[0].values():  # rank 0 has the whole model
         assert entry["keys"] == list(Net().state_dict())

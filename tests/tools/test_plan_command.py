@@ -100,6 +100,7 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     assert (sent["reduce_scatter"], sent["all_reduce"]) == (4 * everything * 7 / 8, 2 * 4 * everything / 8 * 3 / 4)
     lean = run_json(capsys, config, "--precision", "fp8-lean", "--shards", 8)["per_rank"][-1]
     assert (lean["precision"], lean["state"] * 8) == ("fp8-lean", 6 * everything)
+    assert lean["sent"]["all_gather_backward"] == sent["all_gather_backward"]
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
     data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
     o3 = data["per_rank"][-1]

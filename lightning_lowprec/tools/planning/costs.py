@@ -25,6 +25,8 @@ LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
 
 A gradient counts 0 bytes where it is used and freed during the backward pass: one parameter has one at a time.
 """
+STATE_LIKE: Mapping[str, str] = {"fp8-lean": "bf16-lean"}
+"""For FP8 names without a suffix of half-precision weights: the name in ``LAYOUT`` with the same state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,8 @@ def footprints(
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
-    twin = "bf16-lean" if precision == "fp8-lean" else f"bf16{suffix}" if suffix in MASTERS else mixed.precision
-    state = next(row for row in rows if row.precision == twin)
+    like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
+    state = next(row for row in rows if row.precision == like)
     last = replace(state, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.fsdp2.options import blocks
@@ -83,7 +84,8 @@ def per_rank(
         state = row.state + wider * sum(
             r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
         )
-        kept = together.fp8 + root.fp8 if of_codes is None else 0  # codes of shards in high precision, 1 byte each
+        keeps = of_codes is None and _keeps_codes(row.precision)
+        kept = together.fp8 + root.fp8 if keeps else 0  # codes of shards in high precision, 1 byte each
         sent = volume.step(
             together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
         )
@@ -107,3 +109,9 @@ def _check_even(plan: Plan, shards: int) -> None:
                 " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
                 " (`--keep`), or take a divisor (`--shards`)."
             )
+
+
+def _keeps_codes(precision: str) -> bool:
+    """Return whether the plugin of this name keeps the codes of its shards from gather to gather."""
+    row = names.TABLE.get(precision)
+    return row is None or row.options.get("weight_codes") != "per_gemm"

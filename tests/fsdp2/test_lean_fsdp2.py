@@ -1,0 +1,312 @@
+"""`bf16-lean`, `bf16-lean-sr` and `fp8-lean` under FSDP2: updates during the backward pass, codes in checkpoints."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.masters.coded_state import decoded_entry
+from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
+from lightning_lowprec.masters.in_backward import LAST_NORM
+from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.numerics.parameters import parameters_of
+from tests.fsdp2.test_resume_fabric import state
+from tests.fsdp2.toy import QUIET, adamw, assert_same, full
+from tests.fsdp2.worlds import run
+
+LEANS = ("bf16-lean", "bf16-lean-sr", "fp8-lean")
+SAVED = (("bf16-lean", "sharded"), ("bf16-lean", "full"), ("bf16-lean-sr", "sharded"), ("fp8-lean", "full"))
+CROSSINGS = (
+    ("bf16-lean", "bf16-remainder", "full"), ("bf16-lean", "fp8-hybrid", "sharded"), ("fp8-lean", "bf16-mixed", "full"),
+    ("bf16-lean-sr", "bf16-sr", "sharded"),
+)  # fmt: skip
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+CLIP = 1e-3
+CODED = {"up.weight", "down.weight", "experts", "tall.weight"}
+WIDTH = 64
+pytestmark = pytest.mark.distributed
+
+
+class Net(L.LightningModule):
+    """Weights of 4096 numbers and more: one in three dimensions, one of five rows (the last of four ranks has none)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.experts = nn.Parameter(torch.randn(3, 32, WIDTH) / 8)
+        self.tall = nn.Linear(1024, 5, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(F.gelu(self.up(x)))
+        x = torch.einsum("nd,efd->nef", x, self.experts.to(x.dtype)).flatten(1)  # (n, 96)
+        return self.tall(F.pad(x.repeat(1, 10), (0, 64)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.left = {name for name, p in self.named_parameters() if p.grad is not None}
+
+
+def batch(step: int, rank: int = 0):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def setup(precision, ranks, seed=0, kind="sharded", strategy=None, make=adamw, **options):
+    from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+
+    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    strategy = strategy or FabricFSDP2Strategy(state_dict_type=kind, **options)
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **words)
+    fabric.launch()
+    model = Net(seed)
+    model, optimizer = fabric.setup(model, make(model))
+    return fabric, model, optimizer
+
+
+def train(fabric, model, optimizer, steps, rank=0):
+    """Train on the batches of ``rank``; return the names of the parameters that had gradients before the step."""
+    left = set()
+    for step in steps:
+        x, y = batch(step, rank)
+        fabric.backward(F.cross_entropy(model(x).float(), y))
+        left |= {name for name, p in model.module.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return left
+
+
+def in_step(precision, **options):
+    """The plugin of a precision, with updates in the step."""
+    config = replace(LEAN_SR if precision.endswith("sr") else LEAN, update="step", **options)
+    if precision == "fp8-lean":
+        return FP8TorchAO(master_weights=config, weight_codes="per_gemm")
+    return HalfMixed("bf16", master_weights=config)
+
+
+def everything(model, optimizer):
+    model, optimizer = getattr(model, "module", model), getattr(optimizer, "optimizer", optimizer)
+    return {"model": as_bytes(dict(model.state_dict())), "optimizer": as_bytes(optimizer.state_dict())}
+
+
+SENT_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}
+
+
+def as_bytes(value):
+    """Whole tensors; bits that gloo does not gather in a dtype that it gathers."""
+    if isinstance(value, dict):
+        return {key: as_bytes(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_bytes(v) for v in value]
+    if not isinstance(value, torch.Tensor) or value.dtype not in SENT_AS:
+        return full(value)
+    if hasattr(value, "to_local"):
+        layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+        local = value.to_local().view(SENT_AS[value.dtype])
+        return as_bytes(
+            type(value).from_local(local, value.device_mesh, value.placements, **layout).full_tensor().view(value.dtype)
+        )
+    return value.view(torch.int16 if value.dtype == torch.int16 else torch.uint8).clone()
+
+
+def floats_of(model, optimizer):
+    """What the run computes with, by fqn: masters, else weights, and moments; float32."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    masters = dict(zip(map(id, parameters_of(plain)), main_params(plain), strict=True))
+    found = {}
+    for name, p in model.module.named_parameters():
+        entry = decoded_entry(plain.state[p], p)
+        found[name] = full({"value": masters[id(p)].detach().float(), **{k: entry[k].float() for k in MOMENTS}})
+    return found
+
+
+# ---- in two processes
+
+
+def on_two(rank, ranks, folder):
+    for precision in LEANS:
+        as_in_the_step(rank, ranks, precision)
+        as_one_process(rank, ranks, folder, precision)
+    for precision, kind in SAVED:
+        resumes(rank, ranks, folder, precision, kind)
+    in_the_trainer(rank, ranks, folder)
+    for source, target, kind in CROSSINGS:
+        crosses(rank, ranks, folder, source, target, kind)
+    for clip in ("clip_tensor", "clip_last_norm"):
+        check_clipping(
+            *setup(HalfMixed("bf16", master_weights=replace(LEAN, **{clip: CLIP})), ranks, make=sgd), rank, clip
+        )
+    with pytest.raises(ValueError, match=r"whose float32 shards take the place of masters\. Use `form='remainder'`"):
+        setup(HalfMixed("bf16", master_weights=MasterConfig(moments="8bit")), ranks)
+
+
+def as_in_the_step(rank, ranks, precision):
+    fabric, model, optimizer = setup(precision, ranks)
+    assert train(fabric, model, optimizer, range(4), rank) == set(), precision
+    found = everything(model, optimizer)
+    held = {name for name, p in model.module.named_parameters() if "exp_avg_codes" in optimizer.state[p]}
+    assert held == CODED
+    for p in model.module.parameters():
+        if "exp_avg_codes" in optimizer.state[p]:
+            entry = optimizer.state[p]
+            assert entry["exp_avg_codes"].dtype == torch.float8_e4m3fn
+            assert entry["exp_avg_codes"].placements == entry["exp_avg_sq_exponents"].placements == p.placements
+            row = p.numel() // p.shape[0]
+            assert entry["exp_avg_exponents"].shape == (p.shape[0], row // min(256, row & -row))
+    fabric, model, optimizer = setup(in_step(precision), ranks)
+    assert train(fabric, model, optimizer, range(4), rank) == {n for n, _ in model.module.named_parameters()}
+    assert_same(everything(model, optimizer), found, f"{precision}: backward and step")
+
+
+def resumes(rank, ranks, folder, precision, kind):
+    name, path = f"{precision}.{kind}", folder / f"{precision}.{kind}.ckpt"
+    fabric, model, optimizer = setup(precision, ranks, kind=kind)
+    train(fabric, model, optimizer, range(3), rank)
+    fabric.save(path, state(fabric, model, optimizer, 3))
+    saved = everything(model, optimizer)
+    train(fabric, model, optimizer, range(3, 6), rank)
+    after = everything(model, optimizer)
+    if rank == 0:
+        torch.save(saved, folder / f"{name}.truth")
+    fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind, cpu_offload=kind == "full")
+    fabric.load(path, state(fabric, model, optimizer))
+    assert_same(everything(model, optimizer), saved, name)
+    train(fabric, model, optimizer, range(3, 6), rank)
+    assert_same(everything(model, optimizer), after, name)
+
+
+def as_one_process(rank, ranks, folder, precision):
+    """The ranks train on the same batches, so that the mean of their gradients is the gradient."""
+    fabric, model, optimizer = setup(precision, ranks)
+    train(fabric, model, optimizer, range(4))
+    if rank == 0:
+        torch.save(everything(model, optimizer), folder / f"{precision}.same_batches")
+    else:
+        everything(model, optimizer)
+
+
+def in_the_trainer(rank, ranks, folder):
+    from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), precision="bf16-lean", max_steps=4,
+        use_distributed_sampler=False, enable_checkpointing=False, default_root_dir=folder, **QUIET,
+    )  # fmt: skip
+    model = Net()
+    trainer.fit(model, DataLoader([batch(step) for step in range(4)], batch_size=None))
+    assert model.left == set()
+    found = everything(model, trainer.optimizers[0])
+    assert_same(found, torch.load(folder / "bf16-lean.same_batches"), "Trainer and Fabric")
+
+
+def crosses(rank, ranks, folder, source, target, kind):
+    """From ``source`` to ``target`` and back: weights, masters and moments stay as they are."""
+    fabric, model, optimizer = setup(source, ranks, kind=kind)
+    train(fabric, model, optimizer, range(3), rank)
+    exact = floats_of(model, optimizer)
+    for at, precision in enumerate((target, source)):
+        path = folder / f"{source}.{target}.{at}.ckpt"
+        fabric.save(path, state(fabric, model, optimizer))
+        fabric, model, optimizer = setup(precision, ranks, seed=8, kind=kind)
+        fabric.load(path, state(fabric, model, optimizer))
+        assert_same(floats_of(model, optimizer), exact, f"{source} to {precision}")
+    train(fabric, model, optimizer, range(3, 4), rank)
+
+
+def check_clipping(fabric, model, optimizer, rank, clip):
+    """SGD with a rate of 1 changes the masters by the clipped gradients; masters are exact float32."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    masters, norms = [], []
+    for step in range(3):
+        masters.append([full(m.detach()).double() for m in main_params(plain)])
+        plain.zero_grad()  # frees the masters
+        if step < 2:
+            train(fabric, model, optimizer, range(step, step + 1), rank)
+            norms.append(plain.param_groups[0].get(LAST_NORM))
+    first, second = ([(b - a).norm() for a, b in zip(*pair, strict=True)] for pair in pairwise(masters))
+    if clip == "clip_tensor":
+        assert [norm.item() for norm in first] == pytest.approx([CLIP] * len(first), rel=1e-3)
+        return
+    norm = torch.stack(first).norm().item()  # the first step is not clipped
+    assert norms[0].item() == pytest.approx(norm, rel=1e-4)
+    assert norm > 10 * CLIP
+    clipped = norms[1].item() * CLIP / norm
+    assert torch.stack(second).norm().item() == pytest.approx(clipped, rel=1e-3)
+
+
+# ---- in other numbers of processes
+
+
+def on_one(rank, ranks, folder):
+    for precision, kind in SAVED:
+        fabric, model, optimizer = loads(ranks, folder, precision, kind, f"{precision}.{kind}.ckpt")
+        fabric.save(folder / f"{precision}.{kind}.of_one.ckpt", state(fabric, model, optimizer, 3))
+
+
+def on_four(rank, ranks, folder):
+    for precision, kind in SAVED[:3]:
+        run = loads(ranks, folder, precision, kind, f"{precision}.{kind}.of_one.ckpt")
+        assert train(*run, range(3, 5)) == set()
+        tall = dict(run[1].module.named_parameters())["tall.weight"]
+        assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
+        assert "exp_avg_codes" in run[2].state[tall], "also where the rank has no rows"
+    fabric, model, optimizer = setup("bf16-lean", ranks, replicate=2)
+    train(fabric, model, optimizer, range(4))
+    assert_same(everything(model, optimizer), torch.load(folder / "bf16-lean.same_batches"), "two copies")
+    tensor_parallel(ranks, folder)
+
+
+def tensor_parallel(ranks, folder):
+    """Rows of `down.weight` are cut in two, and so are the exponents of its blocks."""
+    options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
+    for kind in ("sharded", "full"):
+        fabric, model, optimizer = setup("bf16-lean", ranks, kind=kind, **options)
+        assert train(fabric, model, optimizer, range(3)) == set()
+        down = dict(model.module.named_parameters())["down.weight"]
+        entry = optimizer.state[down]
+        assert entry["exp_avg_codes"].to_local().shape == (32, 64)
+        assert entry["exp_avg_exponents"].to_local().shape == (32, 1)
+        fabric.save(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
+        saved = everything(model, optimizer)
+        fabric, model, optimizer = setup("bf16-lean", ranks, seed=5, kind=kind, **options)
+        fabric.load(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
+        assert_same(everything(model, optimizer), saved, kind)
+        assert train(fabric, model, optimizer, range(3, 4)) == set()
+    fabric, model, optimizer = setup("bf16-lean", ranks, **options)
+    with pytest.raises(ValueError, match="Load the checkpoint with the `tensor_parallel_size` that it was saved with"):
+        fabric.load(folder / "bf16-lean.sharded.of_one.ckpt", state(fabric, model, optimizer))
+
+
+def loads(ranks, folder, precision, kind, file):
+    fabric, model, optimizer = setup(precision, ranks, seed=5, kind=kind)
+    fabric.load(folder / file, state(fabric, model, optimizer))
+    assert_same(everything(model, optimizer), torch.load(folder / f"{precision}.{kind}.truth"), file)
+    return fabric, model, optimizer
+
+
+def test_leans(tmp_path):
+    run(on_two, 2, tmp_path, tmp_path)
+    run(on_one, 1, tmp_path, tmp_path)
+    run(on_four, 4, tmp_path, tmp_path)
+    for precision in LEANS:  # without FSDP2
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+        model = Net()
+        model, optimizer = fabric.setup(model, adamw(model))
+        train(fabric, model, optimizer, range(4))
+        assert_same(everything(model, optimizer), torch.load(tmp_path / f"{precision}.same_batches"), precision)

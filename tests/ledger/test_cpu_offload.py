@@ -1,0 +1,103 @@
+"""Optimizer state in CPU memory on the null GPU: `cpu_offload=True` of FSDP2, and torchao's CPUOffloadOptimizer."""
+
+import pytest
+import torch
+
+from benchmarks.ledger.recorder import on_null_gpu
+
+pytestmark = [
+    pytest.mark.skipif(not on_null_gpu(), reason="needs the null GPU: python -m benchmarks.ledger.launch COMMAND"),
+    pytest.mark.filterwarnings("ignore"),  # of libraries, about this machine
+]
+RATE, DECAY = 0.25, 1.0
+
+
+def set_up(precision):
+    import lightning as L
+    from torch import distributed as dist
+    from torch import nn
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from benchmarks.ledger.world_case import OneOfMany
+    from lightning_lowprec import FabricFSDP2Strategy
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(2), cpu_offload=True)
+    fabric = L.Fabric(accelerator="cuda", devices=1, num_nodes=2, strategy=strategy, precision=precision)
+    fabric.launch()
+    model = fabric.setup_module(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    return fabric, model, fabric.setup_optimizers(optimizer)
+
+
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", "bf16-remainder", "bf16-sr", "bf16-lean", "bf16-lean-sr", "fp8-lean"]
+)
+def test_shards_in_cpu_memory_are_updated(precision):
+    """Gradients are zero on the null GPU, so that AdamW multiplies the weights, which are real, by 1 - 0.25."""
+    fabric, model, optimizer = set_up(precision)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().fill_(1.0)
+    for step in (1, 2):
+        fabric.backward(model(torch.zeros(8, 256, device=fabric.device)).float().square().mean())
+        assert all((p.grad is None) == ("lean" in precision) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            assert torch.all(p.to_local().detach().float() == (1 - RATE * DECAY) ** step)
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    held = [getattr(value, "_local_tensor", value) for value in state]
+    assert {value.device.type for value in held} == {"cpu"}
+    assert any(value.dtype == torch.float8_e4m3fn for value in held) == ("lean" in precision)
+
+
+def torchao_offload(precision):
+    import lightning as L
+    from torch import nn
+    from torchao.optim import CPUOffloadOptimizer
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    fabric = L.Fabric(accelerator="cuda", devices=1, precision=precision)
+    model = fabric.setup_module(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, weight_decay=DECAY)
+    return fabric, model, fabric.setup_optimizers(optimizer)
+
+
+@pytest.mark.parametrize("precision", ["half-auto", "fp8-tensorwise", "fp8-hybrid-te"])
+def test_torchao_offloads_float32_weights(precision):
+    fabric, model, optimizer = torchao_offload(precision)
+    plain = optimizer.optimizer
+    for copy in plain.param_d2h_map.values():
+        copy.fill_(1.0)
+    written = [p._version for p in plain.param_d2h_map]
+    for step in (1, 2):
+        fabric.backward(model(torch.zeros(8, 256, device=fabric.device)).float().square().mean())
+        for copy in plain.param_d2h_map.values():
+            copy.grad.zero_()  # pinned memory that the null GPU did not write
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(plain.param_d2h_map) == 2, "the biases are small"
+        for copy in plain.param_d2h_map.values():
+            assert torch.all(copy == (1 - RATE * DECAY) ** step)
+    assert all(p._version > before for p, before in zip(plain.param_d2h_map, written, strict=True))
+    fabric.backward(model(torch.zeros(8, 256, device=fabric.device)).float().square().mean())
+    with pytest.raises(TypeError, match="does not go with clipping, because it copies each gradient"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        ("bf16-lean", "half-precision weights"), ("bf16-remainder", "half-precision weights"),
+        ("fp8-lean", "half-precision weights"), ("fp8-hybrid-fp16", "loss scaling"),
+        ("msamp-o2", "the weights of MS-AMP"),
+    ],
+)  # fmt: skip
+def test_torchao_offload_is_refused_with_the_way_out(precision, reason):
+    with pytest.raises(TypeError, match=reason) as caught:
+        torchao_offload(precision)
+    assert "`strategy=FSDP2Strategy(cpu_offload=True)`, on one device too" in str(caught.value)
