@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
-from lightning_lowprec.private.torch import before_compiled_call
+from lightning_lowprec.private.torch_modules import before_compiled_call
 
 
 class _Handle(Protocol):

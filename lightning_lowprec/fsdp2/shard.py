@@ -35,7 +35,7 @@ from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import fill, origin, send_all
-from lightning_lowprec.private.torch import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_norm
 
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
 

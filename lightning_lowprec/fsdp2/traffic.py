@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_lowprec.private.torch import is_batch_norm, local_tensor
+from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.private.torch_modules import is_batch_norm
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 

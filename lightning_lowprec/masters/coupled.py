@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_lowprec.private.torch import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_norm
 
 
 @dataclass(frozen=True, kw_only=True)

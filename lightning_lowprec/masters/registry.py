@@ -67,8 +67,6 @@ class MasterRegistry:
         limit = self.config.bucket_bytes // 4 if self.config.update == "step" else 1  # elements
         for members in (part for group in new.values() for part in chunks(group.values(), limit)):
             store = self._new_store(members, values)
-            if self.config.update == "backward" and store.form == "remainder":
-                store.settle(0)  # else float32 masters of the whole model were in memory until the first step
             self.stores.append(store)
             for index, (p, master) in enumerate(zip(store.params, store.masters, strict=True)):
                 self.place_of[id(p)] = (store, index)

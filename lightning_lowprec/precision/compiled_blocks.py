@@ -15,7 +15,7 @@ from torch.nn import Module
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.private.lightning import is_compiled_whole
-from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.private.torch_modules import is_compiled
 
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""

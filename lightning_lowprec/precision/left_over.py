@@ -18,7 +18,7 @@ from lightning_lowprec.conversion.head import LossHead
 from lightning_lowprec.masters.half_weights import is_marked
 from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.private.torch_modules import is_compiled
 
 _ATTRIBUTE: Final = "warns_at_first_forward"
 """Attribute of a layer with the hook, which a copy of the layer has too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -218,49 +218,6 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
 def users_of_storage(storage: UntypedStorage) -> int:
     """Return how many tensors look at the memory of ``storage``, which the caller holds too."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether the user compiled ``module`` itself, by ``torch.compile`` or ``module.compile()``."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-@final
-class CompiledCall:
-    """A function that runs before each call of a module that ``module.compile()`` compiled, until it is removed.
-
-    Hooks of such a module are a part of what is compiled, so a hook that comes later would not run.
-    """
-
-    def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        self._module, self._call = module, module._compiled_call_impl
-        call: Any = self._call
-
-        def call_after_function(*args: Any, **kwargs: Any) -> Any:
-            function()
-            return call(*args, **kwargs)
-
-        module._compiled_call_impl = call_after_function
-
-    def remove(self) -> None:
-        """Restore the call."""
-        self._module._compiled_call_impl = self._call
-
-
-def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
-    """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
-    return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
-
-
-def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Remove every forward hook of ``module`` that is ``function``."""
-    for key in [key for key, hook in module._forward_hooks.items() if hook is function]:
-        del module._forward_hooks[key]
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.private.torch import remove_forward_hook
+from lightning_lowprec.private.torch_modules import remove_forward_hook
 
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _HALF: Final = (torch.bfloat16, torch.float16)

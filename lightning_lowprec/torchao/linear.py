@@ -35,7 +35,8 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active, before_compiled_call
+from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.private.torch_modules import before_compiled_call
 from lightning_lowprec.private.torchao import set_scale
 from lightning_lowprec.torchao import rowwise_backward
 from lightning_lowprec.torchao.coded import CodedMatmul

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.weight import codes_of
-from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.private.torch_modules import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
 from tests.fsdp2.test_fsdp2_trainer import Module, loader, trainer_for, wire

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.private.torch import is_compiled
+from lightning_lowprec.private.torch_modules import is_compiled
 from lightning_lowprec.te.fusion.candidates import ExpertsCandidate, NormCandidate, activation_name, candidates
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

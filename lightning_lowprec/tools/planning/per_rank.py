@@ -80,10 +80,6 @@ def per_rank(
         of_codes = bytes_of_codes if row is sizes[-1] else None
         if of_codes is not None:  # the step reduces the scales of codes and moments
             together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
-        wider = 0 if of_codes is None else _FLOAT32 - of_codes[1]
-        state = row.state + wider * sum(
-            r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
-        )
         keeps = of_codes is None and _keeps_codes(row.precision)
         kept = together.fp8 + root.fp8 if keeps else 0  # codes of shards in high precision, 1 byte each
         sent = volume.step(
@@ -93,7 +89,7 @@ def per_rank(
         ranks.append(
             Rank(
                 precision=row.precision,
-                state=(state * (together.total + root.total) / elements + kept) / shards,
+                state=(_state(row, plan, of_codes) * (together.total + root.total) / elements + kept) / shards,
                 in_flight=volume.in_flight(largest, root, param_dtype=param_dtype),
                 sent=sent,
             )
@@ -115,3 +111,11 @@ def _keeps_codes(precision: str) -> bool:
     """Return whether the plugin of this name keeps the codes of its shards from gather to gather."""
     row = names.TABLE.get(precision)
     return row is None or row.options.get("weight_codes") != "per_gemm"
+
+
+def _state(row: Bytes, plan: Plan, of_codes: tuple[int, int, int] | None) -> int:
+    """Return the bytes of a model's state; gradients of weights that are kept as codes are float32."""
+    wider = 0 if of_codes is None else _FLOAT32 - of_codes[1]
+    return row.state + wider * sum(
+        r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
+    )
