@@ -65,6 +65,17 @@ def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_s
     assert held == (sum(weight.numel() for weight in made.scales.weights) if per_step == 1 else 0)
 
 
+def test_kept_codes_of_inputs_change_no_gradient(mesh):
+    """The gathered weight gives its codes; blocks are gathered in forward and in backward."""
+    found = {}
+    for saved in ("values", "codes"):
+        model, _ = sharded(mesh, True, model=converted(saved_inputs=saved))
+        loss_of(model, batch(0, 0)).backward()
+        found[saved] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert found["values"].keys() == found["codes"].keys()
+    assert all(torch.equal(grad, found["codes"][name]) for name, grad in found["values"].items())
+
+
 def torch_optimizer(**options):
     def change(model, made):
         loss_of(model, batch(1, 0)).backward()
