@@ -84,6 +84,10 @@ class FP8TorchAO(LowPrecision):
             GEMM, as torchao does, and under FSDP2 at every all-gather: same results, fewer bytes kept, more bytes
             moved. ``"auto"`` is ``"per_step"`` where one scale per weight allows it (``recipe="tensorwise"`` without
             ``config``).
+        saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
+            element, which layers that read one input share: same results, less memory where blocks are not compiled
+            (``recipe="tensorwise"`` without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the
+            input; compiled blocks keep codes by themselves.
         rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values

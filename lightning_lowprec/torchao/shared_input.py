@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.numerics.triton_runs import is_simulated
 from lightning_lowprec.private.torch import current_dispatch_mode, version_of
 
 Codes = tuple[Tensor, Tensor]
@@ -89,17 +88,16 @@ def codes_of(
 
 
 def _may_be_shared(input: Tensor) -> bool:
-    """Return whether a change of ``input`` will be seen, and whether a backward will follow."""
+    """Return whether a change of ``input`` will be seen, and whether a backward may follow."""
     if not torch.is_grad_enabled() or input.is_inference():
         return False
-    if type(input) not in (Tensor, nn.Parameter) and not is_simulated():
+    if type(input) not in (Tensor, nn.Parameter):
         return False
     # a captured graph is replayed with other values in the same memory
-    return not (input.is_cuda and not is_simulated() and torch.cuda.is_current_stream_capturing())
+    return not (input.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _state(input: Tensor) -> tuple[Any, ...]:
     """Return a value that changes when ``input`` is written to, and with the stream that computes."""
-    stream = torch.cuda.current_stream(input.device) if input.is_cuda and not is_simulated() else None
-    place = 0 if is_simulated() else input.data_ptr()
-    return version_of(input), place, input.shape, input.stride(), stream
+    stream = torch.cuda.current_stream(input.device) if input.is_cuda else None
+    return version_of(input), input.data_ptr(), input.shape, input.stride(), stream
