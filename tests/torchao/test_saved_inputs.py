@@ -181,6 +181,18 @@ def test_siblings_keep_one_byte_per_element_of_their_input(weight_codes, rows, d
     assert len(encoded) == 1, "twice the same input, unchanged"
 
 
+@pytest.mark.parametrize("saved", ["values", "codes"])
+def test_compiled_siblings_keep_one_tensor_of_codes(saved):
+    """The compiler finds that the three layers compute the same codes, and keeps codes in place of values."""
+    model, autocast = converted(Siblings(), saved, weight_codes="per_gemm")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = Saved(model)
+    with autocast(), found.hooks():
+        compiled(inputs(64, 64).requires_grad_())
+    kept = [(t.dtype, t.numel()) for t in found.held() if t.ndim]
+    assert kept == [(torch.float8_e4m3fn, 64 * 64)]
+
+
 def test_a_frozen_weight_keeps_nothing_of_its_input():
     net = Siblings().requires_grad_(False)
     _, model = set_up(net)
