@@ -105,6 +105,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._are_functorch_transforms_active",
         "torch._scaled_mm",
         "torch.compiler._is_exporting_flag",
+        "torch.Tensor._version",
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
     ),
     SIMULATED_MEMORY: (
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -389,6 +391,11 @@ def is_exporting() -> bool:
     same flag. Remove with torch 2.11.
     """
     return torch.compiler._is_exporting_flag
+
+
+def current_dispatch_mode() -> Any:
+    """Return the innermost mode that sees every operation, such as the one of a selective checkpoint, or None."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode()
 
 
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ class CodedMatmul(torch.autograd.Function):
         ctx.save_for_backward(input, weight, columns, weight_scale)
         ctx.options = gradients, power_of_2, emulate
         x = input.reshape(-1, input.shape[-1])
-        scale = _scale(x, DTYPE, power_of_2)
-        out = _product(_encode(x, scale, DTYPE), rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
+        scale = scale_of(x, DTYPE, power_of_2)
+        out = product(encoded(x, scale, DTYPE), rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     @staticmethod
@@ -76,29 +76,32 @@ class CodedMatmul(torch.autograd.Function):
                 None,
             )
         g = grad_output.reshape(-1, grad_output.shape[-1])
-        scale = _scale(g, gradients, power_of_2)
+        scale = scale_of(g, gradients, power_of_2)
         if needs_input:
-            g_codes = _encode(g, scale, gradients)
-            grad_input = _product(g_codes, columns.t(), scale, weight_scale, g.dtype, emulate).view(input.shape)
+            g_codes = encoded(g, scale, gradients)
+            grad_input = product(g_codes, columns.t(), scale, weight_scale, g.dtype, emulate).view(input.shape)
         if needs_weight:
             x = input.reshape(-1, input.shape[-1])
-            x_scale = _scale(x, DTYPE, power_of_2)
-            g_columns = _transposed(g, scale, gradients)
-            grad_weight = _product(g_columns, _transposed(x, x_scale, DTYPE).t(), scale, x_scale, g.dtype, emulate)
+            x_scale = scale_of(x, DTYPE, power_of_2)
+            g_columns = transposed(g, scale, gradients)
+            grad_weight = product(g_columns, transposed(x, x_scale, DTYPE).t(), scale, x_scale, g.dtype, emulate)
         return grad_input, grad_weight, None, None, None, None, None, None
 
 
-def _scale(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+def scale_of(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    """Return the scale, [] float32, by which ``x`` is multiplied before it is rounded to ``dtype``."""
     scale: Tensor = amax_to_scale(tensor_to_amax(x), dtype, power_of_2)
     return scale
 
 
-def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def encoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, K] -> codes, [M, K] of ``dtype``."""
     limit = torch.finfo(dtype).max
     return _stored((x.float() * scale).clamp(-limit, limit).to(dtype))
 
 
-def _transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, K] -> codes, [K, M] of ``dtype``, contiguous."""
     limit = torch.finfo(dtype).max
     return _stored((x.float() * scale).clamp(-limit, limit).to(dtype).t().contiguous())
 
@@ -108,7 +111,7 @@ def _stored(codes: Tensor) -> Tensor:
     return codes.as_strided(codes.shape, codes.stride())
 
 
-def _product(
+def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool, *, fast: bool = False
 ) -> Tensor:
     """[M, K] float8 row-major @ [K, N] float8 column-major -> [M, N] of ``dtype``."""

@@ -38,7 +38,7 @@ from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.private.torch_modules import before_compiled_call
 from lightning_lowprec.private.torchao import set_scale
-from lightning_lowprec.torchao import rowwise_backward
+from lightning_lowprec.torchao import rowwise_backward, saved_codes
 from lightning_lowprec.torchao.coded import CodedMatmul
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.rowwise_backward import ScaledInside
@@ -79,6 +79,8 @@ class FP8Linear(Float8Linear):
     fp8_eval: bool
     weight_codes: WeightCodes | None
     """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
+    saves_codes: bool
+    """Whether the codes of the input are kept for the backward, in place of the input."""
     encoded_per_step: bool
     """Whether FSDP2's shards of the weight are encoded once per optimizer step, or at every all-gather."""
 
@@ -92,7 +94,7 @@ class FP8Linear(Float8Linear):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
-        device_type = input.device.type
+        given, device_type = input, input.device.type
         if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
@@ -100,8 +102,12 @@ class FP8Linear(Float8Linear):
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
         codes = self.weight_codes
-        if codes is None or not self._may_use(codes):
-            output: Tensor = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        if codes is not None and not self._may_use(codes):
+            codes = None
+        if self.saves_codes:
+            output = self._saving_codes(given, rows, codes)
+        elif codes is None:
+            output = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
         else:
             output = self._with_codes(rows, codes)
         if self.bias is not None:
@@ -115,6 +121,18 @@ class FP8Linear(Float8Linear):
             rows, self.weight, made.rows, made.columns, made.scale, gradients, power_of_2, config.emulate
         )
         return output
+
+    def _saving_codes(self, input: Tensor, rows: Tensor, codes: WeightCodes | None) -> Tensor:
+        config = self.config
+        return saved_codes.matmul(
+            input,
+            rows,
+            self.weight,
+            None if codes is None else codes.made,
+            gradients=config.cast_config_grad_output.target_dtype,
+            power_of_2=config.round_scales_to_power_of_2,
+            emulate=config.emulate,
+        )
 
     def _may_use(self, codes: WeightCodes) -> bool:
         """Return whether kept codes can be used, after bringing them up to date."""
@@ -195,19 +213,28 @@ def linear_config(
 
 
 def convert(
-    model: nn.Module, fqns: Sequence[str], config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False
+    model: nn.Module,
+    fqns: Sequence[str],
+    config: Float8LinearConfig,
+    *,
+    fp8_eval: bool,
+    per_step: bool = False,
+    saves_codes: bool = False,
 ) -> None:
     """Make the Linears named by ``fqns`` FP8Linears, in place."""
     convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        configure(model.get_submodule(fqn), config, fp8_eval=fp8_eval, per_step=per_step)
+        layer = model.get_submodule(fqn)
+        configure(layer, config, fp8_eval=fp8_eval, per_step=per_step, saves_codes=saves_codes)
 
 
-def configure(linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False) -> None:
+def configure(
+    linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False, saves_codes: bool = False
+) -> None:
     """Make ``linear`` an FP8Linear of this configuration, in place."""
     with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
         made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-    own = {"fp8_eval": fp8_eval, "weight_codes": None, "encoded_per_step": per_step}
+    own = {"fp8_eval": fp8_eval, "weight_codes": None, "encoded_per_step": per_step, "saves_codes": saves_codes}
     in_place.become(linear, FP8Linear, {**vars(made), **own})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -38,6 +38,7 @@ from lightning_lowprec.torchao import half_norms, own_config
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
+SavedInputs = Literal["values", "codes"]
 BACKEND: Final = "torchao"
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
@@ -83,6 +84,10 @@ class FP8TorchAO(LowPrecision):
             GEMM, as torchao does, and under FSDP2 at every all-gather: same results, fewer bytes kept, more bytes
             moved. ``"auto"`` is ``"per_step"`` where one scale per weight allows it (``recipe="tensorwise"`` without
             ``config``).
+        saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
+            element, which layers that read one input share: same results, less memory where blocks are not compiled
+            (``recipe="tensorwise"`` without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the
+            input; compiled blocks keep codes by themselves.
         rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
@@ -110,6 +115,7 @@ class FP8TorchAO(LowPrecision):
         rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
         weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
+        saved_inputs: SavedInputs = "values",
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
@@ -137,6 +143,7 @@ class FP8TorchAO(LowPrecision):
         self.rowwise_backward: RowwiseBackward = rowwise_backward
         self.config = config
         self.weight_codes = _codes(weight_codes, recipe, config)
+        self.saved_inputs = _saved(saved_inputs, recipe, config)
         name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
@@ -183,8 +190,8 @@ class FP8TorchAO(LowPrecision):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward, self.weight_codes
-        return self.precision, self.layers, *running, self.config
+        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
+        return self.precision, self.layers, *running, self.weight_codes, self.saved_inputs, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
@@ -205,7 +212,15 @@ class FP8TorchAO(LowPrecision):
             )
         with unchanged(module):
             per_step = self.weight_codes == "per_step"
-            linear.convert(module, plan.converted, config, fp8_eval=self.fp8_eval, per_step=per_step)
+            saves_codes = self.saved_inputs == "codes"
+            linear.convert(
+                module,
+                plan.converted,
+                config,
+                fp8_eval=self.fp8_eval,
+                per_step=per_step,
+                saves_codes=saves_codes,
+            )
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
         if plan.converted:
@@ -291,6 +306,17 @@ def _codes(choice: str, recipe: Recipe, config: Any) -> Literal["per_step", "per
             " and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
         )
     return "per_step" if one_scale and choice != "per_gemm" else "per_gemm"
+
+
+def _saved(choice: str, recipe: Recipe, config: Any) -> SavedInputs:
+    check_choice("saved_inputs", choice, get_args(SavedInputs))
+    if choice == "codes" and (recipe != "tensorwise" or config is not None):
+        given = f"recipe={recipe!r}" if config is None else "config=Float8LinearConfig(...)"
+        raise ValueError(
+            f"`saved_inputs='codes'` is not valid with `{given}`: only one scale per input is the same in forward and"
+            " backward. Use `recipe='tensorwise'`, or leave `saved_inputs` out."
+        )
+    return "codes" if choice == "codes" else "values"
 
 
 def _check(recipe: str, base: str, fp8_format: str | None, rowwise_backward: str) -> None:

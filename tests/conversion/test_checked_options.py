@@ -101,6 +101,7 @@ TORCHAO = [
     ("rowwise_backward", "exact", "one of: scaled_after, scaled_inside"),
     ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
     ("weight_codes", "per_epoch", "one of: auto, per_step, per_gemm"),
+    ("saved_inputs", "bf16", "one of: values, codes"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),

@@ -1,0 +1,161 @@
+"""The three GEMMs of a Linear in FP8, which keep float8 codes of the input for the backward.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+Forward and weight gradient multiply by the same codes of the input, in two layouts: one scale per tensor. So the codes
+of the forward are kept, 1 byte per element, and the backward transposes them. Results are those of
+:mod:`~lightning_lowprec.torchao.coded` and of torchao, bit for bit.
+
+A layer whose weight does not train keeps nothing of its input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_lowprec.numerics.encode import DTYPE, Encoded
+from lightning_lowprec.private.torchao import constructor_arguments
+from lightning_lowprec.torchao.coded import encoded, product, scale_of, transposed
+from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+from lightning_lowprec.torchao.shared_input import Codes, Entry, codes_of, forget
+
+
+@final
+@torch.compiler.allow_in_graph
+class _Matmul(torch.autograd.Function):
+    """[*, K] @ [K, N] -> [*, N] in the dtype of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        codes: Tensor | None,
+        scale: Tensor | None,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        weight_scale: Tensor | None,
+        gradients: torch.dtype,
+        power_of_2: bool,
+        emulate: bool,
+        entry: weakref.ref[Entry] | None,
+    ) -> Tensor:
+        """Multiply.
+
+        Args:
+            ctx: autograd's.
+            input: [*, K] bf16, fp16 or float32; the product of * is a multiple of 16.
+            weight: [N, K] float, or gathered by FSDP2 as float8.
+            codes: of the input, [M, K]; None: encode here.
+            scale: [] float32, of these codes.
+            rows: codes of the weight that are kept, [N, K]; None: codes of ``weight``, here and in the backward.
+            columns: codes of the weight that are kept, [K, N].
+            weight_scale: [] float32, of the kept codes.
+            gradients: the float8 format of gradients.
+            power_of_2: whether scales are rounded down to powers of two.
+            emulate: whether products are computed from decoded values.
+            entry: what keeps ``codes`` for the next layer.
+        """
+        if codes is None or scale is None:
+            codes, scale = _encode(input, power_of_2)
+        ctx.options = gradients, power_of_2, emulate, entry
+        used = (codes, scale) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(*used, weight, columns, weight_scale)
+        if rows is None or weight_scale is None:
+            rows, weight_scale = _weight_codes(weight, power_of_2)
+        out = product(codes, rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input and weight, each in the dtype of ``grad_output``.
+
+        Raises:
+            RuntimeError: the gradients will be differentiated.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "`create_graph=True` needs the values of the inputs, and `saved_inputs='codes'` has kept their float8"
+                " codes only. Use `FP8TorchAO(saved_inputs='values')`."
+            )
+        codes, scale, weight, columns, weight_scale = ctx.saved_tensors
+        gradients, power_of_2, emulate, entry = ctx.options
+        grad_input = grad_weight = None
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        g_scale = scale_of(g, gradients, power_of_2)
+        if ctx.needs_input_grad[0]:
+            if columns is None:
+                rows, weight_scale = _weight_codes(weight, power_of_2)
+                columns = rows.t().contiguous()
+            g_codes = encoded(g, g_scale, gradients)
+            grad_input = product(g_codes, columns.t(), g_scale, weight_scale, g.dtype, emulate)
+            grad_input = grad_input.view(*grad_output.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            g_columns = transposed(g, g_scale, gradients)
+            x_columns = codes.t().contiguous()
+            grad_weight = product(g_columns, x_columns.t(), g_scale, scale, g.dtype, emulate)
+        if entry is not None:
+            forget(entry)
+        return grad_input, grad_weight, *(None,) * 9
+
+
+def matmul(
+    input: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    kept: Encoded | None,
+    *,
+    gradients: torch.dtype,
+    power_of_2: bool,
+    emulate: bool,
+) -> Tensor:
+    """[*, K] @ [K, N] -> [*, N] in the dtype of ``rows``.
+
+    Args:
+        input: what the layer was called with: layers that are called with one tensor share its codes.
+        rows: the input in the dtype of autocast, padded, [*, K]; the product of * is a multiple of 16.
+        weight: [N, K] float, or gathered by FSDP2 as float8.
+        kept: codes of the weight; None encodes it here and in the backward.
+        gradients: the float8 format of gradients.
+        power_of_2: whether scales are rounded down to powers of two.
+        emulate: whether products are computed from decoded values.
+
+    Raises:
+        RuntimeError: ``weight`` is cut by tensor parallelism; in the backward, if the gradients will be differentiated.
+    """
+    if isinstance(weight, DTensor):
+        raise RuntimeError(
+            "`saved_inputs='codes'` does not run with tensor parallelism, which cuts the weight (got a DTensor of shape"
+            f" {tuple(weight.shape)}). Use `FP8TorchAO(saved_inputs='values')`."
+        )
+    codes = scale = entry = None
+    if not torch.compiler.is_compiling():
+        how = rows.dtype, power_of_2
+        codes, scale, entry = codes_of(input, how, lambda: _encode(rows, power_of_2))
+    of_weight = (None, None, None) if kept is None else (kept.rows, kept.columns, kept.scale)
+    out: Tensor = _Matmul.apply(  # type: ignore[no-untyped-call]
+        rows, weight, codes, scale, *of_weight, gradients, power_of_2, emulate, entry
+    )
+    return out
+
+
+@torch.no_grad()
+def _encode(input: Tensor, power_of_2: bool) -> Codes:
+    x = input.reshape(-1, input.shape[-1])
+    scale = scale_of(x, DTYPE, power_of_2)
+    return encoded(x, scale, DTYPE), scale
+
+
+def _weight_codes(weight: Tensor, power_of_2: bool) -> Codes:
+    if isinstance(weight, GatheredWeight):
+        codes, scale, *_ = constructor_arguments(weight)
+        return codes, scale
+    scale = scale_of(weight, DTYPE, power_of_2)
+    return encoded(weight, scale, DTYPE), scale
