@@ -54,14 +54,15 @@ def taken_out(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CodedState
     return {**state_dict, "state": state}, found
 
 
-def guarded(entry: Mapping[str, Any]) -> dict[str, Any]:
+def guarded(entry: Any) -> Any:
     """Return the state of one parameter with which torch's SGD fails, instead of starting a new momentum.
 
-    An empty ``momentum_buffer`` has the effect. Other optimizers of torch raise ``KeyError`` without our help.
+    An empty ``momentum_buffer`` has the effect. Other optimizers of torch raise ``KeyError`` without our help. What an
+    optimizer keeps under other keys is returned as it is.
     """
-    codes = entry.get(f"{_OPTIONAL}{CODES}")
+    codes = entry.get(f"{_OPTIONAL}{CODES}") if isinstance(entry, Mapping) else None
     if codes is None or isinstance(codes, DTensor):
-        return dict(entry)
+        return entry
     return {**entry, _OPTIONAL: torch.empty(0)}
 
 
