@@ -11,6 +11,7 @@ from contract_models import Net, assert_same_tensors, fabric_with, net, random_b
 from plugins_under_test import every_plugin, make, weight_dtype
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.masters import block_moments
 
 REPRESENTATIVES: dict[str, Callable[[], Any]] = {
     "stock 32-true": lambda: "32-true",
