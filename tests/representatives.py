@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 
 WITH_MASTERS = {
@@ -26,3 +27,9 @@ def representatives(names: Iterable[str] | None = None) -> list[str]:
     return [
         name for name in table if name in WITH_MASTERS or not (split(name)[1] in MASTERS and split(name)[0] in TABLE)
     ]
+
+
+def updates_in_backward(name: str) -> bool:
+    """Whether a name updates weights during the backward pass: it accumulates no gradients and clips no norm of all."""
+    masters = TABLE[name].options.get("master_weights")
+    return isinstance(masters, MasterConfig) and masters.update == "backward"

@@ -24,7 +24,7 @@ from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.wire_format import TEWireFormat
-from tests.representatives import representatives
+from tests.representatives import representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")
 
@@ -166,11 +166,13 @@ NAMES = [
 def test_a_step_does_not_wait_for_the_gpu(name):
     """With a loss scale the host reads one number per step, to skip a step with inf.
 
-    Kernels of ours get addresses and numbers from pinned memory: of weights to encode, and of an optimizer's step.
+    Kernels of ours get addresses and numbers from pinned memory: of weights to encode, and of an optimizer's step. An
+    update in the backward pass launches one per weight.
     """
     entry = TABLE[name]
     options = {**entry.options, "compile": False} if entry.plugin in (FP8TorchAO, MSAMP) else entry.options
-    step, _ = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
+    launches = len(list(bare.parameters())) if updates_in_backward(name) else 1
     for _ in range(2):
         step()
     with recording() as log:
@@ -178,7 +180,7 @@ def test_a_step_does_not_wait_for_the_gpu(name):
     copied = [record.name for record in log.of("memcpy")]
     reads = ["D2H"] if name in ("fp16-master", *(n for n in TABLE if n.endswith("-fp16"))) else []
     assert copied.count("D2H") == len(reads)
-    assert copied.count("H2D") <= 3
+    assert copied.count("H2D") <= 3 * launches
     assert not [record for record in log.of("memcpy") if "pageable" in record.info and record.name == "H2D"]
     assert log.count("sync") == len(reads)
 
