@@ -179,6 +179,8 @@ def fabric_for(case: Case) -> L.Fabric:
 
 def train(case: Case, model: nn.Module) -> dict[str, Any]:
     """Set up, and train three steps: the first one makes the moments, the second one is measured, the third counted."""
+    gc.collect()
+    before = _held()  # of whatever ran in this process before
     fabric = fabric_for(case)
     if case.precision in NO_META:
         with fabric.device:
@@ -203,6 +205,7 @@ def train(case: Case, model: nn.Module) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     step()
     memory |= {"optimizer_peak": torch.cuda.max_memory_allocated(), "at_rest": _held()}
+    memory = {name: held - before for name, held in memory.items()}
     memory["reserved"] = torch.cuda.max_memory_reserved()
     with counted() as counts:
         forward_and_backward()

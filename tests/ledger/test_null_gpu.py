@@ -192,7 +192,7 @@ def test_transformer_engine_asks_for_the_layout_that_hopper_takes():
 
 
 def test_a_device_that_nobody_knows_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"device='h300' is not valid; expected one of: h200, h100"):
+    with pytest.raises(ValueError, match=r"device='h300' is not valid; expected one of: h200, h200_1tb, h100"):
         launch.environment("h300")
 
 
