@@ -23,6 +23,7 @@ DEFAULT_NAMES: Final = (
     "bf16-master",
     "bf16-remainder",
     "bf16-sr",
+    "bf16-lean",
     "fp8-tensorwise",
     "fp8-rowwise",
     "fp8-tensorwise-remainder",
@@ -240,7 +241,6 @@ _MOST_DEVICES: Final = 1024
 _MOST_ROWS: Final = 2**20
 _CLOSE: Final = 50  # a batch is found to one fiftieth
 _STEP_DOWN: Final = 4  # guesses are rarely far too large
-_SMALLEST: Final = "bf16-sr"
 
 
 def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
@@ -250,8 +250,9 @@ def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
         changes.append(("AdamW(fused=True) (--fused)", {"fused": True}))
     if not setting.checkpointing:
         changes.append(("--checkpointing", {"checkpointing": True}))
-    if not setting.precision.endswith("-sr"):
-        changes.append((f"precision={_SMALLEST!r}", {"precision": _SMALLEST}))
+    smaller = "bf16-lean" if "lean" not in setting.precision else "bf16-lean-sr"
+    if setting.precision != smaller:
+        changes.append((f"precision={smaller!r}", {"precision": smaller}))
     changes.append(("head='chunked' of the plugin", {"options": {**setting.options, "head": "chunked"}}))
     return changes
 

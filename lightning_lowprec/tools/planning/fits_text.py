@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_lowprec.tools.planning.fits import MARGIN, MARGIN_SHARE, Report, Verdict, needed
 from lightning_lowprec.tools.planning.memory_meter import CATEGORIES
+from lightning_lowprec.tools.planning.memory_step import loaded_in_half
 from lightning_lowprec.tools.table import format_table
 
 
@@ -32,6 +33,9 @@ def _heading(report: Report, origin: str) -> list[str]:
         "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
         f"Batch and loss: {report.inputs}.",
     ]
+    halves = [verdict.precision for verdict in report.verdicts if loaded_in_half(verdict.precision)]
+    if halves:
+        lines.append(f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`.")
     if report.extrapolated is not None:
         lines.append(f"Figures are {report.extrapolated}.")
     if report.devices > 1:

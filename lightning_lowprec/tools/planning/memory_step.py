@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.triton_runs import simulated
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
 from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
@@ -77,6 +79,10 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
         ValueError: an operation of the model needs values, or does not run on tensors that have none.
         ImportError: torch has moved a private name.
     """
+    if loaded_in_half(setting.precision):
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -99,6 +105,13 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
                 f" simulated tensors have none ({str(error).splitlines()[0][:200]}). Leave the operation out of the"
                 " training step, or measure on a GPU: `lowprec compare` reports the peak."
             ) from error
+
+
+def loaded_in_half(precision: str) -> bool:
+    """Return whether the model is taken to be bf16 before set-up: float32 weights would take more than a whole step."""
+    row = TABLE.get(precision)
+    masters = None if row is None else row.options.get("master_weights")
+    return isinstance(masters, MasterConfig) and masters.update == "backward"
 
 
 @contextmanager
