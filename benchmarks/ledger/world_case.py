@@ -180,6 +180,7 @@ def fabric_for(case: Case) -> L.Fabric:
 def train(case: Case, model: nn.Module) -> dict[str, Any]:
     """Set up, and train three steps: the first one makes the moments, the second one is measured, the third counted."""
     gc.collect()
+    torch.cuda.empty_cache()
     before = _held()  # of whatever ran in this process before
     fabric = fabric_for(case)
     if case.precision in NO_META:
