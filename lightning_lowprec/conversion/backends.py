@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_lowprec.conversion import head
+from lightning_lowprec.conversion import experts, head
 from lightning_lowprec.conversion.gains import Recipe
 
 
@@ -167,9 +167,10 @@ def owner(module: nn.Module) -> Backend | None:
 def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     """Give a model torch's own layers back, in place, but leave the layers of the backend ``except_for``.
 
-    Causal models of ``transformers`` get their own head and loss back too.
+    Causal models of ``transformers`` get their own head and loss back too, and mixtures their own experts.
     """
     head.revert(model)
+    experts.revert(model)
     for backend in registered():
         if backend.name != except_for:
             backend.revert(model)

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
@@ -184,6 +185,7 @@ class LowPrecision(TrainerPrecision, ABC):
                 self._set_dtypes(module)
             self._prepare(module, device)
             replace_heads(self, module, device)
+            follow_autocast(module)
             if self.masters is not None:
                 self._set_dtypes(module)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
@@ -372,9 +374,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @shown_as(FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: run the Trainer's hooks."""
-        if not in_trainer(module):
-            return tensor
-        return super().post_backward(tensor, module)
+        return super().post_backward(tensor, module) if in_trainer(module) else tensor
 
     @override
     def optimizer_step(

@@ -21,6 +21,8 @@ _NAMES: Final = (
     f"transformers.modeling_utils.PreTrainedModel.{_LOSS[1:]}",
     f"transformers.modeling_utils.PreTrainedModel().{CHECKPOINT_FUNCTION}",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate",
+    "transformers.models.mixtral.modeling_mixtral.MixtralExperts()._is_expert_parallel",
+    "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
 )
 
 
@@ -37,6 +39,17 @@ def check_experts(experts: Any) -> None:
             f" `fuse='auto'`). Install a version that has: `{INSTALL['transformers']}`.",
             name="transformers",
         )
+
+
+def experts_implementation(experts: Any) -> str | None:
+    """Return how a model multiplies stacked experts: ``"grouped_mm"``, ``"eager"``, ...; None: eager."""
+    found: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return found
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Return whether some of the experts of a token may be on another rank."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
 
 
 def activate(experts: Any, doubled: Tensor) -> Tensor:

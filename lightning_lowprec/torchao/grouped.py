@@ -1,0 +1,123 @@
+"""A grouped product whose three GEMMs run in FP8, of rows that are sorted by expert and one weight per expert.
+
+    output       [P, N]     = rows [P, K]   @ weight [E, K, N]
+    grad_rows    [P, K]     = grad [P, N]   @ weight.T [E, N, K]
+    grad_weight  [E, N, K]  = grad.T [N, P] @ rows [P, K], per group
+
+Everything is e4m3, gradients too: kernels for grouped products take no e5m2. Rows have one scale each. Weights have one
+scale per row of what is multiplied, or one for the whole Parameter: then the codes are the same for both products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowprec.conversion.transforms import check_backward
+from lightning_lowprec.numerics.encode import Encoded
+from lightning_lowprec.numerics.grouped_codes import encode_columns, encode_rows, encode_weight, encode_whole
+from lightning_lowprec.numerics.grouped_products import product, product_of_groups
+from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GroupedRecipe:
+    """How grouped products run."""
+
+    one_scale: bool
+    """Whether a stacked weight has one scale, or one for each row of what is multiplied."""
+    grad_weight: Literal["fp8", "high"]
+    """Whether the gradient of the weight is an FP8 product, or one in the dtype of the rows."""
+    power_of_2: bool
+    """Whether scales are rounded down to powers of two."""
+    emulate: bool
+    """Whether FP8 is emulated."""
+
+
+def grouped_matmul(
+    rows: Tensor, weight: Tensor, ends: Tensor, made: Encoded | None, recipe: GroupedRecipe, *, transposed: bool
+) -> Tensor:
+    """[P, K] -> [P, N] in the dtype of ``rows``.
+
+    Args:
+        rows: sorted by expert; the rows of each expert begin at a multiple of 16.
+        weight: [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16.
+        ends: [E] int32, the row behind each expert's last.
+        made: kept codes of the weight as a matrix [E * N, K], or [E * K, N]; None encodes it here.
+        recipe: how to multiply.
+        transposed: the layout of the weight.
+    """
+    kept = () if made is None else (made.rows, made.columns, made.scale)
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, recipe, transposed, *kept)  # type: ignore[no-untyped-call]
+    return output
+
+
+@final
+class _GroupedMatmul(torch.autograd.Function):
+    """See :func:`grouped_matmul`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        recipe: GroupedRecipe,
+        transposed: bool,
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends, *kept)
+        ctx.recipe, ctx.transposed = recipe, transposed
+        codes, inverse = encode_rows(rows, recipe.power_of_2)
+        right, of_right = _factor(weight, kept, recipe, across=transposed)
+        return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward("FP8 experts")
+        rows, weight, ends, *kept = ctx.saved_tensors
+        recipe, grad = ctx.recipe, grad.contiguous()
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            codes, inverse = encode_rows(grad, recipe.power_of_2)
+            right, of_right = _factor(weight, kept, recipe, across=not ctx.transposed)
+            grad_rows = product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+        if ctx.needs_input_grad[1]:
+            left, right = (rows, grad) if ctx.transposed else (grad, rows)
+            grad_weight = _grad_weight(left, right, ends, recipe)
+        return grad_rows, grad_weight, *[None] * (3 + len(kept))
+
+
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe) -> Tensor:
+    """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
+    if recipe.grad_weight == "high":
+        return F.grouped_mm(left.t(), right, offs=ends)
+    (codes, inverse), (others, of_others) = (
+        encode_columns(t.contiguous(), ends, recipe.power_of_2) for t in (left, right)
+    )
+    return product_of_groups(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=recipe.emulate)
+
+
+def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, across: bool) -> tuple[Tensor, Tensor]:
+    """Return codes of a weight [E, A, C], or ``across`` of [E, C, A], and reciprocals of scales for all but the last.
+
+    The codes are contiguous along the last dimension.
+    """
+    count, outer, inner = weight.shape
+    if isinstance(weight, GatheredWeight):
+        codes, inverse = weight._data, weight._scale.reciprocal()
+        codes = codes.mT.contiguous() if across else codes
+    elif kept:
+        along, columns, scale = kept
+        codes = columns.view(inner, count, outer).transpose(0, 1) if across else along.view(weight.shape)
+        inverse = scale.reciprocal()
+    else:
+        encode = encode_whole if recipe.one_scale else encode_weight
+        codes, inverse = encode(weight.mT if across else weight, recipe.power_of_2)
+    return codes, inverse if inverse.dim() else inverse.expand(codes.shape[:2]).contiguous()
