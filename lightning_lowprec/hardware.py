@@ -12,6 +12,9 @@ FP8_MIN_CAPABILITY = (8, 9)
 BF16_MIN_CAPABILITY = (8, 0)
 """Compute capability of the first NVIDIA GPUs with bf16 tensor cores (Ampere); older GPUs only emulate bf16."""
 
+_GROUPED = ((9, 0), (10, 0))
+"""Capabilities for which ``torch._scaled_grouped_mm`` has kernels with a scale per row."""
+
 
 def describe(device: torch.device) -> str:
     """Return the device in words, e.g. ``"NVIDIA H200 (compute capability 9.0)"`` or ``"cpu"``."""
@@ -37,6 +40,13 @@ def fp8_refusal(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
         return None
     return f"{describe(device)} has no FP8 tensor cores (they start at compute capability 8.9)"
+
+
+def grouped_fp8_refusal(device: torch.device) -> str | None:
+    """Return why ``device`` has no kernels for grouped products in FP8, or None if it has: Hopper, and 10.0."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) in _GROUPED:
+        return None
+    return f"{describe(device)} has no FP8 kernel for grouped products (torch has one for capability 9.0 and 10.0)"
 
 
 def default_device() -> torch.device:

@@ -15,6 +15,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
+from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
@@ -149,7 +150,8 @@ def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionNa
         for suffix, end in EVERYWHERE.items():
             if not suffix or (row.fp16 if suffix == FP16 else row.masters):
                 options = {**row.options, **OPTIONS.get(suffix, {})}
-                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}")
+                experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
+                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}", experts=experts)
 
 
 def _fill_table() -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import experts, head
 from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class PrecisionName:
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
+    experts: str | None = NO_GROUPED_PRODUCT
+    """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
-from lightning_lowprec.conversion.matmuls import Matmul, matmuls
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 
 
@@ -44,6 +44,16 @@ class Plan:
     def converted(self) -> tuple[str, ...]:
         """The fqns that convert, in the model's order."""
         return tuple(row.fqn for row in self.rows if row.kept_because is None)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The fqns of the layers that convert."""
+        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind != STACKED)
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The fqns of the Parameters of stacked experts that convert."""
+        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind == STACKED)
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
         """Return the converted rows that FP8 is expected to slow down."""
@@ -84,6 +94,7 @@ def make_plan(
     alignment: int = selection.FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
+    experts: str | None = selection.NO_GROUPED_PRODUCT,
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -94,6 +105,7 @@ def make_plan(
         alignment: features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
+        experts: why stacked experts stay in high precision; None: they convert.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
@@ -106,7 +118,7 @@ def make_plan(
     for matmul, module in matmuls(model):
         gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
         trains = any(p.requires_grad for p in module.parameters(recurse=False))
-        reason = selection.unsupported(matmul, module, alignment, converted_class) or reasons.get(matmul.fqn)
+        reason = selection.unsupported(matmul, module, alignment, converted_class, experts) or reasons.get(matmul.fqn)
         if reason is None and stores_codes:
             reason = selection.computed_weight(module)
         if reason is None and options.frozen == "keep" and not trains:

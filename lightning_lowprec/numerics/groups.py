@@ -111,6 +111,7 @@ def per_row(values: Tensor, groups: Groups) -> Tensor:
 
 
 @final
+@torch.compiler.allow_in_graph
 class _Spread(torch.autograd.Function):
     """Gather rows; the gradients of the rows of a token are summed in the order of the token's experts."""
 
@@ -128,6 +129,7 @@ class _Spread(torch.autograd.Function):
 
 
 @final
+@torch.compiler.allow_in_graph
 class _Collect(torch.autograd.Function):
     """Gather the rows of the pairs; every row has at most one pair, so the gradients are copied."""
 

@@ -9,6 +9,7 @@ from torch.nn import Module
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.precision.base import LowPrecision
 
@@ -59,6 +60,7 @@ def plan_or_raise(
     recipe: Recipe = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
+    experts: str | None = NO_GROUPED_PRODUCT,
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -70,11 +72,14 @@ def plan_or_raise(
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
+        experts: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
-    plan = make_plan(module, layers, recipe=recipe, converted_class=converted_class, stores_codes=stores_codes)
+    plan = make_plan(
+        module, layers, recipe=recipe, converted_class=converted_class, stores_codes=stores_codes, experts=experts
+    )
     if plan.converted:
         return plan
     found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
@@ -58,6 +59,7 @@ BACKEND: Final = Backend(
             lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
+            experts=EXPERTS_NEED_FUSION,
         )
         for (kind, fp8_format), name in NAMES.items()
     },

@@ -24,9 +24,10 @@ _SUMMARIES: Final = {
 def _revert(model: nn.Module) -> None:
     half_norms.release(model)
     if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
-        from lightning_lowprec.torchao.linear import revert
+        from lightning_lowprec.torchao import experts, linear
 
-        revert(model)
+        experts.revert(model)
+        linear.revert(model)
 
 
 _NAMES: Final = {
@@ -39,6 +40,7 @@ _NAMES: Final = {
         lacks={} if recipe == "tensorwise" else {FP16: "its kernels round their output through bf16"},
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
+        experts=None,
     )
     for (recipe, fp8_format), name in NAMES.items()
 }

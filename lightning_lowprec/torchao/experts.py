@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -42,9 +42,15 @@ class FP8Experts(RoutedExperts):
         return grouped_matmul(rows, weight, groups.ends, None, self.recipe, transposed=experts.is_transposed)
 
 
-def convert(module: nn.Module, names: Collection[str], recipe: GroupedRecipe, *, fp8_eval: bool) -> None:
-    """Let the products of the stacked Parameters ``names`` of ``module`` run in FP8, in place."""
-    take_role(module, FP8Experts, {"recipe": recipe, "in_fp8": frozenset(names), "fp8_eval": fp8_eval})
+def convert(model: nn.Module, fqns: Sequence[str], recipe: GroupedRecipe, *, fp8_eval: bool) -> None:
+    """Let the products of the stacked Parameters ``fqns`` run in FP8, in place."""
+    names: dict[str, set[str]] = {}
+    for fqn in fqns:
+        module, _, name = fqn.rpartition(".")
+        names.setdefault(module, set()).add(name)
+    for fqn, found in names.items():
+        attributes = {"recipe": recipe, "in_fp8": frozenset(found), "fp8_eval": fp8_eval}
+        take_role(model.get_submodule(fqn), FP8Experts, attributes)
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:

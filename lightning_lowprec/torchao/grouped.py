@@ -22,6 +22,7 @@ from lightning_lowprec.conversion.transforms import check_backward
 from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.grouped_codes import encode_columns, encode_rows, encode_weight, encode_whole
 from lightning_lowprec.numerics.grouped_products import product, product_of_groups
+from lightning_lowprec.private.torchao import codes_of
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
 
@@ -54,11 +55,13 @@ def grouped_matmul(
         transposed: the layout of the weight.
     """
     kept = () if made is None else (made.rows, made.columns, made.scale)
-    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, recipe, transposed, *kept)  # type: ignore[no-untyped-call]
+    options = recipe.one_scale, recipe.grad_weight, recipe.power_of_2, recipe.emulate
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, *options, *kept)  # type: ignore[no-untyped-call]
     return output
 
 
 @final
+@torch.compiler.allow_in_graph  # traced by the compiler of torch 2.11, it loses its gradients
 class _GroupedMatmul(torch.autograd.Function):
     """See :func:`grouped_matmul`."""
 
@@ -68,10 +71,14 @@ class _GroupedMatmul(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         ends: Tensor,
-        recipe: GroupedRecipe,
         transposed: bool,
+        one_scale: bool,
+        grad_weight: Literal["fp8", "high"],
+        power_of_2: bool,
+        emulate: bool,
         *kept: Tensor,
     ) -> Tensor:
+        recipe = GroupedRecipe(one_scale=one_scale, grad_weight=grad_weight, power_of_2=power_of_2, emulate=emulate)
         ctx.save_for_backward(rows, weight, ends, *kept)
         ctx.recipe, ctx.transposed = recipe, transposed
         codes, inverse = encode_rows(rows, recipe.power_of_2)
@@ -91,7 +98,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.transposed else (grad, rows)
             grad_weight = _grad_weight(left, right, ends, recipe)
-        return grad_rows, grad_weight, *[None] * (3 + len(kept))
+        return grad_rows, grad_weight, *[None] * (6 + len(kept))
 
 
 def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe) -> Tensor:
@@ -111,8 +118,8 @@ def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, ac
     """
     count, outer, inner = weight.shape
     if isinstance(weight, GatheredWeight):
-        codes, inverse = weight._data, weight._scale.reciprocal()
-        codes = codes.mT.contiguous() if across else codes
+        codes, scale = codes_of(weight)
+        codes, inverse = codes.mT.contiguous() if across else codes, scale.reciprocal()
     elif kept:
         along, columns, scale = kept
         codes = columns.view(inner, count, outer).transpose(0, 1) if across else along.view(weight.shape)

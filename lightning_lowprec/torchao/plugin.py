@@ -17,7 +17,9 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.hardware import grouped_fp8_refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
@@ -39,6 +41,7 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 SavedInputs = Literal["values", "codes"]
+Experts = Literal["auto", "fp8", "bf16"]
 BACKEND: Final = "torchao"
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
@@ -92,6 +95,10 @@ class FP8TorchAO(LowPrecision):
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
             with scales that are powers of two.
+        experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
+            row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
+            not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
+            experts in the base dtype.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
@@ -116,6 +123,7 @@ class FP8TorchAO(LowPrecision):
         config: Any = None,
         weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
         saved_inputs: SavedInputs = "values",
+        experts: Experts = "auto",
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
@@ -144,6 +152,8 @@ class FP8TorchAO(LowPrecision):
         self.config = config
         self.weight_codes = _codes(weight_codes, recipe, config)
         self.saved_inputs = _saved(saved_inputs, recipe, config)
+        check_choice("experts", experts, get_args(Experts))
+        self.experts: Experts = experts
         name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
@@ -191,15 +201,24 @@ class FP8TorchAO(LowPrecision):
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
-        return self.precision, self.layers, *running, self.weight_codes, self.saved_inputs, self.config
+        kept = self.weight_codes, self.saved_inputs, self.experts
+        return self.precision, self.layers, *running, *kept, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao import linear
+        from lightning_lowprec.torchao import experts, linear
 
         half_norms.release(module)
+        experts.revert(module)
         linear.revert(module)  # fit, then test, makes the same plan again
-        plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
+        plan = fp8.plan_or_raise(
+            module,
+            self.layers,
+            precision=self.precision,
+            base=self.base,
+            recipe=self.recipe,
+            experts=self._experts_kept(device),
+        )
         if self.config is not None:
             config = own_config.for_layers(self.config, emulate=self.emulates(device))
         else:
@@ -215,12 +234,13 @@ class FP8TorchAO(LowPrecision):
             saves_codes = self.saved_inputs == "codes"
             linear.convert(
                 module,
-                plan.converted,
+                plan.linears,
                 config,
                 fp8_eval=self.fp8_eval,
                 per_step=per_step,
                 saves_codes=saves_codes,
             )
+            experts.convert(module, plan.stacked, self._grouped_recipe(config), fp8_eval=self.fp8_eval)
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
         if plan.converted:
@@ -239,6 +259,31 @@ class FP8TorchAO(LowPrecision):
         super().cast_shards(module)
         for layer in linear.fp8_linears(module):
             layer.weight_codes = None
+
+    def _experts_kept(self, device: torch.device) -> str | None:
+        """Return why stacked experts stay in the base dtype, or None; raise if the user wants them in FP8."""
+        reason = None
+        if self.experts == "bf16":
+            return "stacked experts (experts='bf16')"
+        if self.base == "fp16":
+            reason = GROUPED_ROUND_TO_BF16
+        elif self.config is not None:
+            reason = "stacked experts (`config` says nothing about grouped products)"
+        elif not self.emulates(device) and (unable := grouped_fp8_refusal(device)) is not None:
+            reason = f"stacked experts ({unable})"
+        if reason is not None and self.experts == "fp8":
+            raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")
+        return reason
+
+    def _grouped_recipe(self, config: Any) -> Any:
+        from lightning_lowprec.torchao.grouped import GroupedRecipe
+
+        return GroupedRecipe(
+            one_scale=self.recipe == "tensorwise",
+            grad_weight="high" if self.recipe == "rowwise_with_gw_hp" else "fp8",
+            power_of_2=config.round_scales_to_power_of_2,
+            emulate=config.emulate,
+        )
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")

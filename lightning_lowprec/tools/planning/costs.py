@@ -125,8 +125,8 @@ def footprints(
         for name, (weight, gradient, kept, sent) in LAYOUT.items()
     ]
     converted = [row for row in plan.rows if row.kept_because is None]
-    weights = sum(row.in_features * row.out_features for row in converted)
-    training = sum(row.in_features * row.out_features for row in converted if row.trains)
+    weights = sum(row.elements for row in converted)
+    training = sum(row.elements for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
     like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)

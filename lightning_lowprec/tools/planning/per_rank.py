@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
+from lightning_lowprec.conversion.matmuls import STACKED
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.fsdp2.options import blocks
 from lightning_lowprec.tools.planning import volume
@@ -99,9 +100,10 @@ def per_rank(
 
 def _check_even(plan: Plan, shards: int) -> None:
     for row in plan.rows:
-        if row.kept_because is None and row.out_features % shards:
+        if row.kept_because is None and row.parts % shards:
+            parts = f"{row.parts} {'experts' if row.kind == STACKED else 'output features'}"
             raise ValueError(
-                f"`shards={shards}` is not possible: {row.fqn!r} has {row.out_features} output features, which do not"
+                f"`shards={shards}` is not possible: {row.fqn!r} has {parts}, which do not"
                 " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
                 " (`--keep`), or take a divisor (`--shards`)."
             )
@@ -116,6 +118,4 @@ def _keeps_codes(precision: str) -> bool:
 def _state(row: Bytes, plan: Plan, of_codes: tuple[int, int, int] | None) -> int:
     """Return the bytes of a model's state; gradients of weights that are kept as codes are float32."""
     wider = 0 if of_codes is None else _FLOAT32 - of_codes[1]
-    return row.state + wider * sum(
-        r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
-    )
+    return row.state + wider * sum(r.elements for r in plan.rows if r.kept_because is None and r.trains)
