@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head
 from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.runs_where import RecipeKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class PrecisionName:
     """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    hardware_recipe: RecipeKey | None = None
+    """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
 
 def _no_revert(model: nn.Module) -> None:
