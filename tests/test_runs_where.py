@@ -1,6 +1,8 @@
 """What runs where: every name has an answer for every architecture, and plugins refuse by the table."""
 
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
 from lightning_lowprec.architectures import ARCHITECTURES, OTHER, classify, named
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.runs_where import RECIPES, TABLE, TITLES, cell, instead
+from lightning_lowprec.tools.hardware_text import word
 
 CUDA = torch.device("cuda", 0)
 
@@ -190,3 +193,21 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
     assert plugin.autocast_dtype is torch.float16
     on_gpu(monkeypatch, (9, 0), "gfx90a")
     assert hardware.bf16_refusal(CUDA) is None
+
+
+def test_the_page_has_every_answer_and_every_name():
+    page = (Path(__file__).parents[1] / "docs" / "what-runs-where.md").read_text()
+    said, header = {}, []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "recipe" and len(cells) > 2:
+            header = cells[1:]
+        elif cells[0] in RECIPES:
+            said |= {(cells[0], key): answer for key, answer in zip(header, cells[1:], strict=True)}
+    short = {"yes": "yes", "no": "no", "not known": "?", "emulated": "emu"}
+    answers = {(recipe, key): short[word(found)] for recipe, row in TABLE.items() for key, found in row.items()}
+    assert said == {place: answer for place, answer in answers.items() if place[1] != OTHER.key}
+    for line in re.findall(r"^\| (`\w.*)", page.split("## Which names")[1].split("## ")[0], flags=re.MULTILINE):
+        recipes, members = line.split(" | ")[:2]
+        for name in re.findall(r"`([a-z0-9-]+)`", members):
+            assert f"`{names.TABLE[name].hardware_recipe}`" in recipes, name
