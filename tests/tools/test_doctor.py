@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
@@ -18,6 +19,7 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.doctor import advice, availability
 from lightning_lowprec.tools.recommendation import commands, recommend
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -164,3 +166,12 @@ def test_another_device_has_a_column(capsys):
 def test_unknown_names_and_devices_raise_with_what_is_allowed(capsys, words, message):
     assert main(["doctor", *words]) != 0
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (13, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    verdicts = [availability(name, torch.device("cuda", 0)) for name in ("half-auto", "bf16-remainder", "fp8-hybrid")]
+    assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
+    assert "newer than this table" in verdicts[2].reason
+    assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]
