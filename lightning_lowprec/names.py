@@ -28,36 +28,43 @@ _HALF: Final = {
     "half-auto": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "auto"},
+        hardware_recipe="half-auto",
         summary="bf16 autocast where the device has bf16, else fp16 with loss scaling",
     ),
     "bf16-master": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": True},
+        hardware_recipe="bf16",
         summary="bf16 weights and compute, float32 masters in the optimizer",
     ),
     "fp16-master": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "fp16", "master_weights": True},
+        hardware_recipe="fp16",
         summary="fp16 weights and compute, loss scaling, float32 masters in the optimizer",
     ),
     "bf16-remainder": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": "remainder"},
+        hardware_recipe="bf16",
         summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
     ),
     "bf16-sr": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": "stochastic"},
+        hardware_recipe="bf16",
         summary="bf16 weights and compute, no masters: updates are rounded stochastically",
     ),
     "bf16-lean": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": LEAN},
+        hardware_recipe="bf16",
         summary="bf16-remainder with moments of 8 bits, each weight updated during the backward: 6 bytes per parameter",
     ),
     "bf16-lean-sr": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": LEAN_SR},
+        hardware_recipe="bf16",
         summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
     ),
 }
@@ -164,7 +171,8 @@ def _fill_table() -> None:
     TABLE.clear()
     if tensorwise := rows.get("fp8-tensorwise"):
         options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
-        chosen_lean = {"fp8-lean": replace(tensorwise, options=options, summary=_FP8_LEAN, fp16=False, masters=False)}
+        lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm")
+        chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}
     TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **rows})

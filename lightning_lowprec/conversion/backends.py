@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import experts, head
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
+from lightning_lowprec.runs_where import RecipeKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class PrecisionName:
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    hardware_recipe: RecipeKey | None = None
+    """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
 
 def _no_revert(model: nn.Module) -> None:

@@ -48,6 +48,7 @@ from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
+from lightning_lowprec.runs_where import RecipeKey
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -113,6 +114,11 @@ class LowPrecision(TrainerPrecision, ABC):
         Lightning's tables have no FP8 dtype: they list the peak rates of FP8 under ``torch.int8``.
         """
         return self.autocast_dtype
+
+    @property
+    def hardware_recipe(self) -> RecipeKey | None:
+        """The row of the table of what runs where (:mod:`lightning_lowprec.runs_where`); None: the table has none."""
+        return None
 
     def refusal(self, device: torch.device) -> str | None:
         """Return why this precision cannot run on ``device``, and the remedy; None if it can."""
@@ -212,13 +218,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
-        rounded = self.masters.cast(module, self.autocast_dtype)
-        if rounded:
-            rank_zero_info(
-                f"{self.precision}: {rounded} trainable parameters of {type(module).__name__} were half precision"
-                " already, so their float32 values start from rounded values. Load the model in float32"
-                " (`dtype=torch.float32` of transformers' `from_pretrained`) to keep them exact."
-            )
+        refusals.note_rounded(self.masters.cast(module, self.autocast_dtype), module, self.precision)
 
     def _known_device(self) -> torch.device:
         if not self.modules.ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
 from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO
@@ -30,6 +32,12 @@ def _revert(model: nn.Module) -> None:
         linear.revert(model)
 
 
+_ROWS: Final[Mapping[str, RecipeKey]] = {
+    "tensorwise": "tensorwise",
+    "rowwise": "rowwise",
+    "rowwise_with_gw_hp": "rowwise-gw-hp",
+}
+"""For each recipe, the row of the table of what runs where."""
 _NAMES: Final = {
     name: PrecisionName(
         plugin=FP8TorchAO,
@@ -41,6 +49,7 @@ _NAMES: Final = {
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
         experts=None,
+        hardware_recipe=_ROWS[recipe],
     )
     for (recipe, fp8_format), name in NAMES.items()
 }

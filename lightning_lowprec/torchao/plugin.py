@@ -19,7 +19,7 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.hardware import grouped_fp8_refusal
+from lightning_lowprec.hardware import refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
@@ -35,6 +35,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms, own_config
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -175,12 +176,21 @@ class FP8TorchAO(LowPrecision):
         """On CPU unless the user says no; on a GPU only if the user says so."""
         return fp8.emulates(self.emulate, device)
 
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
+        if self.recipe != "tensorwise":
+            return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
+        own = self.weight_codes == "per_step" or self.saved_inputs == "codes"
+        return "tensorwise" if own else "tensorwise-per-gemm"
+
     @override
     def refusal(self, device: torch.device) -> str | None:
         """No torchao, a GPU without FP8, or a CPU without a rowwise kernel, where FP8 is not emulated."""
         if device.type == "cpu" and not self.emulates(device) and self.recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
             return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
-        reason = fp8.kernel_refusal(self.emulate, device, "FP8TorchAO(..., emulate=True)")
+        reason = fp8.kernel_refusal(self.hardware_recipe, self.emulate, device, "FP8TorchAO(..., emulate=True)")
         return reason or import_refusal("torchao.float8", f"`precision={self.precision!r}`")
 
     @override
@@ -269,7 +279,7 @@ class FP8TorchAO(LowPrecision):
             reason = GROUPED_ROUND_TO_BF16
         elif self.config is not None:
             reason = "stacked experts (`config` says nothing about grouped products)"
-        elif not self.emulates(device) and (unable := grouped_fp8_refusal(device)) is not None:
+        elif not self.emulates(device) and (unable := refusal("experts", device)) is not None:
             reason = f"stacked experts ({unable})"
         if reason is not None and self.experts == "fp8":
             raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")
