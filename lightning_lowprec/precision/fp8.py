@@ -9,6 +9,7 @@ from torch.nn import Module
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.hardware import default_device, describe, fp8_refusal
 from lightning_lowprec.precision.base import LowPrecision
 
@@ -56,7 +57,7 @@ def plan_or_raise(
     *,
     precision: str,
     base: str,
-    recipe: Recipe = "tensorwise",
+    recipe: Recipe | RecipeMap = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
 ) -> Plan:

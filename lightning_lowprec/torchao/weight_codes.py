@@ -30,6 +30,8 @@ class WeightCodes:
         self.model, self.weight = model, weight
         self.checked_outside = False
         """Whether compiled code may use the codes without a check, because each call of it is preceded by one."""
+        self.is_read = True
+        """Whether a product reads the codes; a layer whose products run in high precision needs none."""
         self.made: Encoded
         self._seen: Seen | None = None
 
@@ -43,6 +45,11 @@ class WeightCodes:
         if self._seen is None or self.made.rows.shape != weight.shape or self.made.rows.device != weight.device:
             self.made = Encoded(weight)
         self._seen = seen(weight, training=training, steps=weight.requires_grad)
+
+    def free(self) -> None:
+        """Free the memory of the codes; the next use encodes the weight."""
+        self._seen = None
+        vars(self).pop("made", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the codes out of copies; the plugin gives them to a copy when it is set up."""
@@ -80,7 +87,7 @@ class ModelCodes:
         with torch.inference_mode(False), torch.no_grad():
             for layer in layers:
                 codes: WeightCodes | None = vars(layer).get("weight_codes")
-                if codes is None or codes.weight is not layer.weight:
+                if codes is None or not codes.is_read or codes.weight is not layer.weight:
                     continue
                 if codes.is_stale(training=layer.training):
                     codes.prepare(training=layer.training)
