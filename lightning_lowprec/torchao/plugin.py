@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
 
@@ -34,6 +34,8 @@ from lightning_lowprec.precision.options import (
     LossScaleChoices,
     LossScaleOptions,
 )
+from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao import half_norms, own_config
 
@@ -68,13 +70,14 @@ class TorchAOChoices(
     MasterChoices,
     WeightChoices,
     HeadChoices,
+    ScheduleChoices,
     total=False,
 ):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
 class FP8TorchAO(LowPrecision):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -159,9 +162,41 @@ class FP8TorchAO(LowPrecision):
         self.config = config
         self.weight_codes = _codes(weight_codes, self.kinds, config)
         self.saved_inputs = _saved(saved_inputs, self.kinds, config)
+        self.set_schedule(take(ScheduleOptions, options).schedule)
         name = _name(recipe, self.fp8_format, config)
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
+
+    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
+        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
+
+        Raises:
+            ValueError: the schedule is not valid, or names a product as FP8 that the recipe computes in bf16.
+        """
+        if schedule is None:
+            self.phases = None
+            return
+        checked = Schedule.of(schedule)
+        if self.config is not None:
+            checked.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
+        elif "rowwise_with_gw_hp" in self.kinds:
+            checked.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
+        self.phases = ScheduledPhases(checked)
+
+    def set_step(self, step: int, total: int | None = None) -> None:
+        """Fabric, with a ``schedule``: say before each optimizer step which step comes.
+
+        Args:
+            step: the number of optimizer steps so far, from 0.
+            total: the number of optimizer steps of the run, for a schedule with fractions.
+
+        Raises:
+            RuntimeError: there is no schedule, or the Trainer runs the plugin.
+            ValueError: a number is not valid, or ``total`` is missing.
+        """
+        if self.phases is None:
+            raise RuntimeError("`set_step` needs a schedule: `FP8TorchAO(schedule=[...])`.")
+        self.phases.set_step(self, step, total)
 
     @property
     @override
@@ -211,13 +246,15 @@ class FP8TorchAO(LowPrecision):
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
-        kept = self.weight_codes, self.saved_inputs
+        kept = self.weight_codes, self.saved_inputs, None if self.phases is None else self.phases.schedule
         return self.precision, self.recipes, self.layers, *running, *kept, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao import linear
 
+        if self.phases is not None:
+            self.phases.forget()
         half_norms.release(module)
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipes)
