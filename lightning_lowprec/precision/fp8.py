@@ -9,6 +9,7 @@ from torch.nn import Module
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
@@ -57,7 +58,7 @@ def plan_or_raise(
     *,
     precision: str,
     base: str,
-    recipe: Recipe = "tensorwise",
+    recipe: Recipe | RecipeMap = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
     experts: str | None = NO_GROUPED_PRODUCT,

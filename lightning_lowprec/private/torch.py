@@ -91,6 +91,10 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
         f"{_FSDP}._fsdp_state.FSDPState._root_pre_forward",
         f"{_FSDP}._fsdp_state.FSDPState._post_forward",
+        f"{_FSDP}._fsdp_param.FSDPParam()._module_info",
+        f"{_FSDP}._fsdp_param.FSDPParam().all_gather_outputs",
+        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_inner_tensors",
+        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_param",
     ),
     TRANSFORMER_ENGINE: (
         "torch.Tensor._make_wrapper_subclass",

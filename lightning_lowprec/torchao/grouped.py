@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.conversion.gemms import Gemm
 from lightning_lowprec.conversion.transforms import check_backward
 from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.grouped_codes import encode_columns, encode_rows, encode_weight, encode_whole
@@ -33,9 +34,9 @@ class GroupedRecipe:
 
     one_scale: bool
     """Whether a stacked weight has one scale, or one for each row of what is multiplied."""
-    grad_weight: Literal["fp8", "high"]
-    """Whether the gradient of the weight is an FP8 product, or one in the dtype of the rows."""
-    power_of_2: bool
+    in_bf16: tuple[Gemm, ...] = ()
+    """The products that run in the dtype of the rows."""
+    round_scales_to_power_of_2: bool
     """Whether scales are rounded down to powers of two."""
     emulate: bool
     """Whether FP8 is emulated."""
@@ -55,7 +56,7 @@ def grouped_matmul(
         transposed: the layout of the weight.
     """
     kept = () if made is None else (made.rows, made.columns, made.scale)
-    options = recipe.one_scale, recipe.grad_weight, recipe.power_of_2, recipe.emulate
+    options = recipe.one_scale, recipe.round_scales_to_power_of_2, recipe.emulate, "_".join(recipe.in_bf16)
     output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, *options, *kept)  # type: ignore[no-untyped-call]
     return output
 
@@ -73,41 +74,57 @@ class _GroupedMatmul(torch.autograd.Function):
         ends: Tensor,
         transposed: bool,
         one_scale: bool,
-        grad_weight: Literal["fp8", "high"],
         power_of_2: bool,
         emulate: bool,
+        in_bf16: str,
         *kept: Tensor,
     ) -> Tensor:
-        recipe = GroupedRecipe(one_scale=one_scale, grad_weight=grad_weight, power_of_2=power_of_2, emulate=emulate)
         ctx.save_for_backward(rows, weight, ends, *kept)
-        ctx.recipe, ctx.transposed = recipe, transposed
-        codes, inverse = encode_rows(rows, recipe.power_of_2)
-        right, of_right = _factor(weight, kept, recipe, across=transposed)
-        return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+        ctx.transposed, ctx.in_bf16 = transposed, in_bf16
+        ctx.recipe = GroupedRecipe(one_scale=one_scale, round_scales_to_power_of_2=power_of_2, emulate=emulate)
+        return _times(rows, weight, kept, ends, ctx.recipe, in_bf16="forward" in in_bf16, across=transposed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("FP8 experts")
         rows, weight, ends, *kept = ctx.saved_tensors
-        recipe, grad = ctx.recipe, grad.contiguous()
+        grad = grad.contiguous()
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            codes, inverse = encode_rows(grad, recipe.power_of_2)
-            right, of_right = _factor(weight, kept, recipe, across=not ctx.transposed)
-            grad_rows = product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+            high, across = "grad_input" in ctx.in_bf16, not ctx.transposed
+            grad_rows = _times(grad, weight, kept, ends, ctx.recipe, in_bf16=high, across=across)
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.transposed else (grad, rows)
-            grad_weight = _grad_weight(left, right, ends, recipe)
+            grad_weight = _grad_weight(left, right, ends, ctx.recipe, in_bf16="grad_weight" in ctx.in_bf16)
         return grad_rows, grad_weight, *[None] * (6 + len(kept))
 
 
-def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe) -> Tensor:
+def _times(
+    rows: Tensor,
+    weight: Tensor,
+    kept: Sequence[Tensor],
+    ends: Tensor,
+    recipe: GroupedRecipe,
+    *,
+    in_bf16: bool,
+    across: bool,
+) -> Tensor:
+    """[P, C], [E, A, C], or ``across`` [E, C, A] -> [P, A]."""
+    if in_bf16:
+        factor = weight.to(rows.dtype)
+        return F.grouped_mm(rows, factor if across else factor.mT, offs=ends)
+    codes, inverse = encode_rows(rows, recipe.round_scales_to_power_of_2)
+    right, of_right = _factor(weight, kept, recipe, across=across)
+    return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+
+
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe, *, in_bf16: bool) -> Tensor:
     """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
-    if recipe.grad_weight == "high":
+    if in_bf16:
         return F.grouped_mm(left.t(), right, offs=ends)
-    (codes, inverse), (others, of_others) = (
-        encode_columns(t.contiguous(), ends, recipe.power_of_2) for t in (left, right)
-    )
+    power_of_2 = recipe.round_scales_to_power_of_2
+    codes, inverse = encode_columns(left.contiguous(), ends, power_of_2)
+    others, of_others = encode_columns(right.contiguous(), ends, power_of_2)
     return product_of_groups(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=recipe.emulate)
 
 
@@ -126,5 +143,5 @@ def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, ac
         inverse = scale.reciprocal()
     else:
         encode = encode_whole if recipe.one_scale else encode_weight
-        codes, inverse = encode(weight.mT if across else weight, recipe.power_of_2)
+        codes, inverse = encode(weight.mT if across else weight, recipe.round_scales_to_power_of_2)
     return codes, inverse if inverse.dim() else inverse.expand(codes.shape[:2]).contiguous()

@@ -16,33 +16,34 @@ Importing this module imports torchao (about 3 s).
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
-from torchao.float8.config import e4m3_dtype
+from torchao.float8 import convert_to_float8_training
+from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
-from torchao.float8.float8_utils import EPS
 
 from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.conversion.transforms import check_backward, check_call
-from lightning_lowprec.numerics.one_pass import in_one_pass
+from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.private.torch_modules import before_compiled_call
-from lightning_lowprec.private.torchao import set_scale
-from lightning_lowprec.torchao import rowwise_backward, saved_codes
+from lightning_lowprec.torchao import mixed_gemms, rowwise_backward, saved_codes
 from lightning_lowprec.torchao.coded import CodedMatmul
+from lightning_lowprec.torchao.experts import FP8Experts, fp8_experts
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.rowwise_backward import ScaledInside
+from lightning_lowprec.torchao.settings import LayerSettings, Settings
 from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
+from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Compiled modules, and their compiled calls with a check of kept codes before them; a call holds its module."""
@@ -82,13 +83,22 @@ class FP8Linear(Float8Linear):
     saves_codes: bool
     """Whether the codes of the input are kept for the backward, in place of the input."""
     encoded_per_step: bool
-    """Whether FSDP2's shards of the weight are encoded once per optimizer step, or at every all-gather."""
+    """Whether the weight, or FSDP2's shards of it, are encoded once per optimizer step, or at every use."""
+    settings: Settings | None
+    """The options by which other recipes for this layer are made; None: the layer has the user's config."""
+    own_gemms: InBF16
+    """The products that the recipe of the layer computes in high precision."""
+    phase_gemms: InBF16
+    """The products that the phase of a schedule computes in high precision."""
+    in_bf16: tuple[Gemm, ...]
+    """The products in high precision, of recipe and phase together."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
-        if not (self.training or self.fp8_eval) or input.numel() == 0:
+        in_bf16 = self.in_bf16
+        if not (self.training or self.fp8_eval) or input.numel() == 0 or len(in_bf16) == len(GEMMS):
             return F.linear(input, self.weight, self.bias)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -99,6 +109,8 @@ class FP8Linear(Float8Linear):
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
+        if in_bf16:
+            return mixed_gemms.matmul(self, given, input)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
         codes = self.weight_codes
@@ -148,94 +160,47 @@ class FP8Linear(Float8Linear):
             codes.model.refresh()
         return self.weight_codes is not None
 
+    def kept_weight_codes(self) -> Encoded | None:
+        """Return the codes of the weight that are kept, brought up to date; None: the weight is encoded when used."""
+        codes = self.weight_codes
+        return codes.made if codes is not None and self._may_use(codes) else None
+
     @property
-    def wire_format(self) -> TorchAOWire:
-        """The format in which FSDP2 may gather the weight."""
+    def reads_values(self) -> bool:
+        """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
+        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self._has_one_scale
+
+    @property
+    def _has_one_scale(self) -> bool:
+        casts = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
+        return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
+
+    def all_codes(self) -> list[WeightCodes]:
+        """Return the kept codes of the weight, if there are some."""
+        codes = vars(self).get("weight_codes")
+        return [] if codes is None else [codes]
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 may gather the weight; None: the weight has a scale per row."""
+        if not self._has_one_scale:
+            return None
         return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype, self.encoded_per_step)
 
 
-@dataclass(frozen=True)
-class TorchAOWire:
-    """torchao's arithmetic, and the tensor that its matmuls take for one that is quantised already."""
-
-    mm_config: LinearMMConfig
-    """torchao's settings of the three GEMMs, the same for all layers of a model."""
-    dtype: torch.dtype
-    per_step: bool
-    least_amax: ClassVar[float] = EPS
-
-    def scales(self, amax: Tensor) -> Tensor:
-        """Return ``FMAX / amax``, computed in float64: so eager and compiled code agree."""
-        scales = torch.finfo(self.dtype).max / amax.to(torch.float64)
-        if amax.dtype == torch.float16:
-            scales = scales.clamp(max=torch.finfo(torch.float16).max)
-        return scales.to(torch.float32)
-
-    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(_encode, values, scale, self.dtype, out=out)
-
-    def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gathered weight."""
-        whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
-        return whole
-
-    def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Update the scale; new codes are already in the same memory."""
-        set_scale(whole, scale)
-
-
-def _encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes that torchao's ``hp_tensor_and_scale_to_float8`` computes."""
-    limit = torch.finfo(dtype).max
-    return (values.float() * scale).clamp(-limit, limit).to(dtype)
-
-
-def linear_config(
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
-    *,
-    fp8_format: Literal["hybrid", "e4m3"],
-    emulate: bool,
-    round_scales_to_power_of_2: bool | None,
-    rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after",
-) -> Float8LinearConfig:
-    """Return torchao's configuration of a recipe; the arguments are those of ``FP8TorchAO``."""
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    if recipe == "tensorwise" and fp8_format == "e4m3":
-        # a fresh CastConfig: torchao writes the target dtype into the one it is given
-        grad_output = CastConfig(target_dtype=e4m3_dtype)
-        config = replace(
-            config, cast_config_grad_output=grad_output, cast_config_grad_output_for_grad_weight=grad_output
-        )
-    if round_scales_to_power_of_2 is not None:
-        config = replace(config, round_scales_to_power_of_2=round_scales_to_power_of_2)
-    return ScaledInside.of(config) if rowwise_backward == "scaled_inside" else config
-
-
 def convert(
-    model: nn.Module,
-    fqns: Sequence[str],
-    config: Float8LinearConfig,
-    *,
-    fp8_eval: bool,
-    per_step: bool = False,
-    saves_codes: bool = False,
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
 ) -> None:
-    """Make the Linears named by ``fqns`` FP8Linears, in place."""
-    convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
+    """Make the Linears named by ``fqns`` FP8Linears, in place; ``settings_of`` returns the settings of an fqn."""
+    convert_to_float8_training(nn.Identity())  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        layer = model.get_submodule(fqn)
-        configure(layer, config, fp8_eval=fp8_eval, per_step=per_step, saves_codes=saves_codes)
+        configure(model.get_submodule(fqn), settings_of(fqn), fp8_eval=fp8_eval)
 
 
-def configure(
-    linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False, saves_codes: bool = False
-) -> None:
-    """Make ``linear`` an FP8Linear of this configuration, in place."""
-    with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
-        made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-    own = {"fp8_eval": fp8_eval, "weight_codes": None, "encoded_per_step": per_step, "saves_codes": saves_codes}
-    in_place.become(linear, FP8Linear, {**vars(made), **own})
+def configure(linear: nn.Module, settings: LayerSettings, *, fp8_eval: bool) -> None:
+    """Make ``linear`` an FP8Linear with these settings, in place."""
+    own = {"fp8_eval": fp8_eval, "weight_codes": None, "phase_gemms": NO_GEMM, **settings.attributes()}
+    in_place.become(linear, FP8Linear, own)
 
 
 def keep_codes(model: nn.Module) -> None:
@@ -243,28 +208,37 @@ def keep_codes(model: nn.Module) -> None:
 
     Compiled code does not check whether codes are current. The check runs before each call of a compiled module.
     """
-    layers = fp8_linears(model)
-    if not layers:
+    layers, stacks = _encoded_per_step(model)
+    if not layers and not stacks:
         return
-    config = layers[0].config
-    ModelCodes(layers, power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
+    config: Any = layers[0].config if layers else next(iter(stacks[0].recipes.values()))
+    codes = ModelCodes(power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
+    for layer in layers:
+        layer.weight_codes = codes.add(layer)
+    for stack in stacks:
+        stack.weight_codes = {name: codes.add(stack, name) for name in stack.encoded_per_step()}
     for compiled in _outermost_compiled(model):
-        inside = fp8_linears(compiled)
+        below, beside = _encoded_per_step(compiled)
+        inside: list[FP8Linear | FP8Experts] = [*below, *beside]
         known = _checked.get(compiled)
         if known is None or known() is not compiled._compiled_call_impl:
             before_compiled_call(compiled, partial(check_codes, inside))
             _checked[compiled] = weakref.ref(compiled._compiled_call_impl)
-        for layer in inside:
-            assert layer.weight_codes is not None
-            layer.weight_codes.checked_outside = True
+        for kept in itertools.chain.from_iterable(layer.all_codes() for layer in inside):
+            kept.checked_outside = True
 
 
-def check_codes(layers: Sequence[FP8Linear]) -> None:
+def check_codes(layers: Sequence[FP8Linear | FP8Experts]) -> None:
     """Bring kept codes of ``layers`` up to date."""
     for layer in layers:
-        codes = vars(layer).get("weight_codes")
-        if codes is not None:
-            layer.check_codes(codes)
+        for codes in layer.all_codes():
+            if codes.is_read:
+                layer.check_codes(codes)
+
+
+def _encoded_per_step(model: nn.Module) -> tuple[list[FP8Linear], list[FP8Experts]]:
+    layers = [layer for layer in fp8_linears(model) if layer.encoded_per_step]
+    return layers, [stack for stack in fp8_experts(model) if stack.encoded_per_step()]
 
 
 def _outermost_compiled(module: nn.Module) -> Iterator[nn.Module]:

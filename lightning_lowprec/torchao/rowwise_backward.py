@@ -62,18 +62,18 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         )
         return codes
 
-    grad_input = _product(
+    grad_input = product(
         cast(grad_rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1),
         cast(weight_t, config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1).t(),
     )
-    grad_weight = _product(
+    grad_weight = product(
         cast(grad_rows, config.cast_config_grad_output_for_grad_weight, GemmInputRole.GRAD_OUTPUT, 0).t(),
         cast(rows, config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, 0),
     )
     return grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1]), grad_weight.t(), None, None
 
 
-def _product(a: Any, b: Any) -> Tensor:
+def product(a: Any, b: Any) -> Tensor:
     """[M, K] @ [K, N] -> [M, N] in the dtype that ``a`` was cast from; of codes, or in high precision."""
     if not isinstance(a, Float8TrainingTensor):
         in_high_precision: Tensor = a @ b
