@@ -42,7 +42,7 @@ torchao has a similar tensor, whose scales silently become stale when a checkpoi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -55,7 +55,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.fsdp2.kept_codes import KeptCodes
 from lightning_lowprec.fsdp2.meshes import by_mesh
-from lightning_lowprec.numerics.wire_format import WireFormat, on_wire_change, reads_values, wired_layers
+from lightning_lowprec.numerics.wire_format import (
+    WiredWeight,
+    WireFormat,
+    on_wire_change,
+    reads_values,
+    wired_weights,
+)
 from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
 from lightning_lowprec.private.torch import (
     MOVING_OPERATIONS,
@@ -105,14 +111,18 @@ class GatherScales:
 
     def collect(self, model: nn.Module) -> None:
         """Find the weights, and follow layers that change how they read them; call this after ``fully_shard``."""
-        weights = {id(layer.weight): layer.weight for layer in wired_layers(model)}
+        weights = {id(wired.weight): wired.weight for wired in wired_weights(model)}
         self.weights = [weight for weight in weights.values() if isinstance(local_tensor(weight), Fp8GatherShard)]
+        listeners: dict[nn.Module, list[Callable[[], None]]] = {}
         for owner in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             for record, layers in gathered_parameters(owner):
                 if isinstance(local_tensor(record.sharded_param), Fp8GatherShard):
                     self._readers[layers[0]] = [weakref.ref(layer) for layer in layers]
+                    change = partial(self._change_wire, weakref.ref(owner), weakref.ref(record))
                     for layer in layers:
-                        on_wire_change(layer, partial(self._change_wire, weakref.ref(owner), weakref.ref(record)))
+                        listeners.setdefault(layer, []).append(change)
+        for layer, changes in listeners.items():
+            on_wire_change(layer, changes)
 
     def sends_values(self, module: nn.Module) -> bool:
         """Return whether the weight of ``module`` is gathered in high precision now: a layer reads its values."""
@@ -153,10 +163,11 @@ class GatherScales:
 
     def _sent_as_codes(self) -> list[Tensor]:
         values = {
-            id(layer.weight)
+            id(wired.weight)
             for owner, refs in self._readers.items()
             for ref in refs
             if (layer := ref()) is not None and self.sends_values(owner)
+            for wired in wired_weights(layer)
         }
         return [weight for weight in self.weights if id(weight) not in values]
 
@@ -305,46 +316,49 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
     """
     check_even(model, shards)
-    layers = _gathered_layers(model)
-    if not layers:
+    found = _gathered_weights(model)
+    if not found:
         return None
-    scales = GatherScales(layers[0].wire_format)
+    scales = GatherScales(found[0].layer.wire_format)
     new: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        weight = layer.weight
+    for wired in found:
+        weight = wired.weight
         if id(weight) not in new:
             values = Fp8GatherShard(weight.detach(), scales)
             new[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        layer.weight = new[id(weight)]
-        layer.register_state_dict_post_hook(_plain_weight)
+        setattr(wired.layer, wired.name, new[id(weight)])
+        wired.layer.register_state_dict_post_hook(partial(_plain_weight, wired.name))
     return scales
 
 
-def _plain_weight(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    shard = local_tensor(layer.weight)  # type: ignore[arg-type]
+def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    shard = local_tensor(getattr(layer, name))
     if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
         shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict
-    state_dict[f"{prefix}weight"] = plain(state_dict[f"{prefix}weight"])
+    state_dict[f"{prefix}{name}"] = plain(state_dict[f"{prefix}{name}"])
 
 
 def check_even(model: nn.Module, shards: int) -> None:
     """Raise ValueError if a weight that would be gathered as float8 does not divide into equal parts."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    for layer in _gathered_layers(model):
-        if layer.out_features % shards:
+    for wired in _gathered_weights(model):
+        parts = wired.weight.shape[0]
+        if parts % shards:
+            stacked = wired.weight.dim() == 3
+            fqn = f"{fqns[id(wired.layer)]}.{wired.name}" if stacked else fqns[id(wired.layer)]
             raise ValueError(
-                f"{fqns[id(layer)]!r} has {layer.out_features} output features, which do not divide into {shards} equal"
-                " shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`), shard over"
-                " a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
+                f"{fqn!r} has {parts} {'experts' if stacked else 'output features'}, which do not divide into {shards}"
+                " equal shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`),"
+                " shard over a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
             )
 
 
-def _gathered_layers(model: nn.Module) -> list[Any]:
-    layers = wired_layers(model)
-    inside = set(map(id, layers))
-    shared = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+def _gathered_weights(model: nn.Module) -> list[WiredWeight]:
+    found = [wired for wired in wired_weights(model) if isinstance(wired.weight, nn.Parameter)]
     # `weight_norm` computes a weight at each forward, so the weight is no parameter
-    return [layer for layer in layers if isinstance(layer.weight, nn.Parameter) and id(layer.weight) not in shared]
+    inside = {(id(wired.layer), wired.name) for wired in found}
+    shared = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in inside}
+    return [wired for wired in found if id(wired.weight) not in shared]
 
 
 def plain(tensor: Tensor) -> Tensor:

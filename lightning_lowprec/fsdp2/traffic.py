@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_lowprec.numerics.wire_format import reads_values, wired_layers
+from lightning_lowprec.numerics.wire_format import reads_values, wired_weights
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_norm
 
@@ -66,9 +66,8 @@ class Traffic:
         self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
         for fqn, module in groups.items():
             own = _own_parameters(module, groups)
-            readers = [
-                layer for layer in wired_layers(cast(nn.Module, module)) if id(layer._parameters.get("weight")) in own
-            ]
+            wired = wired_weights(cast(nn.Module, module))
+            readers = [w.layer for w in wired if id(w.layer._parameters.get(w.name)) in own]
             self.gathers[fqn] = ByteGather([local_tensor(p) for p in own.values()], readers)
             custom: Any = self.gathers[fqn]  # torch's interface, a private class, asks for these two methods
             module.set_custom_all_gather(custom)

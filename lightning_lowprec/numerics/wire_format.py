@@ -6,8 +6,9 @@ A layer whose weight can be gathered in float8 has a ``wire_format``; :mod:`ligh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +40,18 @@ class WireFormat(Protocol):
         """Give a tensor that ``whole`` returned earlier other codes."""
 
 
-_listeners: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""By layer: called when the layer reads its weight in another form."""
+_listeners: weakref.WeakKeyDictionary[nn.Module, Sequence[Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""By layer: called when the layer reads its weights in another form."""
 
 
-def on_wire_change(layer: nn.Module, listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever ``layer`` begins to read codes instead of values, or the other way round."""
-    _listeners[layer] = listener
+def on_wire_change(layer: nn.Module, listeners: Sequence[Callable[[], None]]) -> None:
+    """Call ``listeners``, and no others, whenever ``layer`` begins to read codes, or values."""
+    _listeners[layer] = listeners
 
 
 def wire_changed(layer: nn.Module) -> None:
     """Tell the listener that ``layer`` may read its weight in another form from now on."""
-    listener = _listeners.get(layer)
-    if listener is not None:
+    for listener in _listeners.get(layer, ()):
         listener()
 
 
@@ -60,6 +60,25 @@ def reads_values(layer: nn.Module) -> bool:
     return bool(getattr(layer, "reads_values", False))
 
 
+@final
+@dataclass(frozen=True)
+class WiredWeight:
+    """A weight that can be gathered in float8."""
+
+    layer: Any
+    name: str
+
+    @property
+    def weight(self) -> Any:
+        """The weight; no parameter if a hook computes it."""
+        return getattr(self.layer, self.name)
+
+
 def wired_layers(model: nn.Module) -> list[Any]:
     """Return the layers of ``model`` that have a ``wire_format``."""
     return [module for module in model.modules() if getattr(module, "wire_format", None) is not None]
+
+
+def wired_weights(model: nn.Module) -> list[WiredWeight]:
+    """Return the weights of these layers: ``weight``, or the names in the layer's ``wired``."""
+    return [WiredWeight(layer, name) for layer in wired_layers(model) for name in getattr(layer, "wired", ("weight",))]
