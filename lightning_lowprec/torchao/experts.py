@@ -129,7 +129,7 @@ class FP8Experts(RoutedExperts):
         self._update()
 
     def _update(self) -> None:
-        self.recipes = {name: _recipe(own, self.phase_gemms) for name, own in self.settings.items()}
+        self.recipes = {name: recipe_of(own, self.phase_gemms) for name, own in self.settings.items()}
         for name, codes in self.weight_codes.items():
             if codes is not None:
                 codes.is_read = not {"forward", "grad_input"} <= set(self.recipes[name].in_bf16)
@@ -137,8 +137,8 @@ class FP8Experts(RoutedExperts):
                     codes.free()
 
 
-def _recipe(settings: LayerSettings, phase: InBF16) -> GroupedRecipe:
-    """Return how products run. ``rowwise_with_gw_hp`` computes the gradient of the weight in high precision."""
+def recipe_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> GroupedRecipe:
+    """Return how products run in a phase."""
     config = settings.config
     cast = config.cast_config_input_for_grad_weight
     assert cast is not None
@@ -160,7 +160,7 @@ def convert(
         module, _, name = fqn.rpartition(".")
         found.setdefault(module, {})[name] = settings_of(fqn)
     for fqn, settings in found.items():
-        recipes = {name: _recipe(own, NO_GEMM) for name, own in settings.items()}
+        recipes = {name: recipe_of(own) for name, own in settings.items()}
         attributes = {"settings": settings, "recipes": recipes, "fp8_eval": fp8_eval}
         take_role(model.get_submodule(fqn), FP8Experts, {**attributes, "weight_codes": {}, "phase_gemms": NO_GEMM})
 

@@ -1,0 +1,102 @@
+"""Tokens sorted by expert: places, gradients, experts of other ranks, and no look at values on the host."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowprec.numerics.groups import collect, group, group_sorted, per_row, spread
+
+TOKENS, TOP_K, EXPERTS = 37, 2, 5
+ROUTES = {
+    "mixed": lambda: torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]),
+    "two experts take all": lambda: torch.tensor([[3, 1]]).expand(TOKENS, 2),
+    "one token": lambda: torch.tensor([[4, 0]]),
+    "half on another rank": lambda: torch.stack([torch.randperm(2 * EXPERTS)[:TOP_K] for _ in range(TOKENS)]),
+    "all on another rank": lambda: torch.full((TOKENS, TOP_K), EXPERTS),
+}
+
+
+def routed(name, alignment):
+    torch.manual_seed(0)
+    index = ROUTES[name]()
+    return index, group(index, EXPERTS, alignment, some_absent="rank" in name)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("name", ROUTES)
+def test_rows_lie_with_their_experts_and_come_back(name, alignment):
+    index, groups = routed(name, alignment)
+    tokens = torch.randn(len(index), 8)
+    rows = spread(tokens, groups)
+    start = 0
+    for expert, end in enumerate(groups.ends.tolist()):
+        ours = tokens[(index == expert).any(dim=1)]
+        assert torch.equal(rows[start : start + len(ours)], ours)  # in the order of the tokens
+        assert not rows[start + len(ours) : end].any()
+        assert end % alignment == 0
+        assert end > start or alignment == 1  # CUTLASS's FP8 kernel takes no empty group
+        start = end
+    assert len(rows) < index.numel() + (EXPERTS + 1) * alignment
+    present = (index < EXPERTS).reshape(-1, 1)
+    assert torch.equal(collect(rows, groups), tokens.repeat_interleave(TOP_K, 0) * present)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("name", ["mixed", "half on another rank"])
+def test_gradients_and_their_gradients(name, alignment):
+    index, groups = routed(name, alignment)
+    tokens = torch.randn(len(index), 3, dtype=torch.float64, requires_grad=True)
+
+    def through(x):
+        return collect(spread(x, groups).sin(), groups)
+
+    assert torch.autograd.gradcheck(through, tokens)
+    assert torch.autograd.gradgradcheck(through, tokens)
+
+
+def test_rows_without_meaning_reach_no_gradient():
+    """Grouped kernels leave memory behind the last group as it was."""
+    index, groups = routed("half on another rank", 16)
+    tokens = torch.randn(len(index), 4, requires_grad=True)
+    rows = spread(tokens, groups)
+    grad = torch.ones_like(rows)
+    grad[int(groups.ends[-1]) :] = torch.nan
+    rows.backward(grad)
+    assert torch.equal(tokens.grad, (index < EXPERTS).sum(1, keepdim=True).expand(-1, 4).float())
+
+
+def test_values_per_expert_reach_the_rows_with_tokens_alone():
+    _, groups = routed("mixed", 16)
+    rows = per_row(torch.arange(1.0, 1 + EXPERTS).unsqueeze(1), groups)
+    assert torch.equal(rows[groups.expert < EXPERTS, 0], 1.0 + groups.expert[groups.expert < EXPERTS])
+    assert not rows[groups.expert == EXPERTS].any()
+
+
+def test_tokens_that_are_sorted_already():
+    groups = group_sorted(torch.tensor([3, 0, 5]), 10, 16)  # 2 tokens belong to no expert
+    tokens = torch.randn(10, 4)
+    rows = spread(tokens, groups)
+    assert groups.ends.tolist() == [16, 32, 48]
+    assert torch.equal(rows[:3], tokens[:3])
+    assert torch.equal(rows[32:37], tokens[3:8])
+    assert torch.equal(collect(rows, groups), torch.cat((tokens[:8], torch.zeros(2, 4))))
+
+
+def test_nothing_comes_to_the_host():
+    """Operations that bring a value to the host, or whose shape depends on values, would wait for a GPU."""
+
+    class Names(TorchDispatchMode):
+        seen: set[str] = set()  # noqa: RUF012
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    index = ROUTES["half on another rank"]()
+    tokens = torch.randn(TOKENS, 4, requires_grad=True)
+    with Names() as names:
+        groups = group(index, EXPERTS, 16, some_absent=True)
+        collect(spread(tokens, groups), groups).sum().backward()
+    waits = ("item", "local_scalar", "nonzero", "unique", "bincount", "masked_select", "repeat_interleave", "histc")
+    assert not [name for name in names.seen if any(word in name for word in waits)]
+    assert any("index_select" in name for name in names.seen)
