@@ -38,7 +38,8 @@ def scales(amax: Tensor, power_of_2: bool) -> Tensor:
 
 def encode_rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(P, C) any float -> codes (P, C), and the reciprocals of the scales, (P,) float32."""
-    if torch.compiler.is_compiling() or not rows.is_cuda or not compiles(rows.device):
+    traced = torch.compiler.is_compiling() or type(rows) is not Tensor  # the tensors of a compiler
+    if traced or not rows.numel() or not compiles(rows.device):
         return _rows(rows, power_of_2)
     made: tuple[Tensor, Tensor] = rows_in_one_pass(_rows, rows, power_of_2)
     return made

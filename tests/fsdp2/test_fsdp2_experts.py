@@ -57,6 +57,7 @@ def runs(rank):
 
     from lightning_lowprec.fsdp2.options import ShardOptions
     from lightning_lowprec.fsdp2.shard import shard
+    from lightning_lowprec.private.torch import local_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     found = {}
@@ -64,9 +65,9 @@ def runs(rank):
         model, plugin = converted(options)
         made = shard(model, mesh, ShardOptions(), device=torch.device("cpu"), param_dtype=None, fp8_all_gather=gathers)
         weights = train(model, plugin, [rank], made.scales.refresh if gathers else lambda: None)
-        codes = [weight.to_local()._kept for weight in made.scales.weights] if gathers else []
+        shards = [local_tensor(weight) for weight in made.scales.weights] if gathers else []
         expected = train(*converted(options), [0, 1])  # here, with as many threads
-        found[name] = weights, expected, len(codes), sum(kept is not None for kept in codes)
+        found[name] = weights, expected, len(shards), sum(own._kept is not None for own in shards)
     return found
 
 
