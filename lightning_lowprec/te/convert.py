@@ -14,6 +14,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import delayed_scaling, fusion
+from lightning_lowprec.te.layer_recipes import LayerRecipes
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, check_custom, kind_of
 from lightning_lowprec.te.support import pytorch
 from lightning_lowprec.te.wire_format import wire_format_of
@@ -40,7 +41,9 @@ class Choice:
         return text if self.fusion is None else f"{text}; {self.fusion.summary()}"
 
 
-def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool) -> Choice:
+def choose(
+    model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool, recipes: LayerRecipes | None = None
+) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
     Raises:
@@ -58,7 +61,11 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bo
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    return Choice(linears=make_plan(model, replace(options, keep=keep, only=only), alignment=alignment), norms=reasons)
+    options = replace(options, keep=keep, only=only)
+    if recipes is None:
+        return Choice(linears=make_plan(model, options, alignment=alignment), norms=reasons)
+    plan = make_plan(model, options, recipe=recipes.patterns, alignments=recipes.alignments)
+    return Choice(linears=plan, norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
@@ -81,8 +88,11 @@ def convert_model(
     fuse: bool,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
+    recipes: LayerRecipes | None = None,
 ) -> Choice:
     """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
+
+    ``recipes`` are the recipes per layer; ``recipe`` is the first of them.
 
     Raises:
         ValueError: a name in the options that matches nothing, or a CustomRecipe that asks for delayed scaling.
@@ -92,6 +102,7 @@ def convert_model(
     pytorch("FP8TE")
     from lightning_lowprec.te.linear import convert_linears
     from lightning_lowprec.te.norms import convert_norms
+    from lightning_lowprec.te.switch import note_recipes
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
@@ -99,7 +110,7 @@ def convert_model(
         fusion.unfuse(model)
         if fuse:  # fusion recognises torch's own layers only
             _revert_layers(model)
-        found = choose(model, layers, alignment=alignment, norms=norms)
+        found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes)
         if fuse:
             experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
             fused = fusion.fuse(
@@ -123,6 +134,7 @@ def convert_model(
             wire_format=wire_format_of(recipe),
             custom=kind == CUSTOM,
         )
+        note_recipes(model, recipe, found.linears, recipes)
         convert_norms(model, [fqn for fqn, reason in found.norms.items() if reason is None and fqn not in handled])
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
