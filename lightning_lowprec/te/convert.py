@@ -112,17 +112,7 @@ def convert_model(
             _revert_layers(model)
         found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes)
         if fuse:
-            experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
-            fused = fusion.fuse(
-                model,
-                may_convert=[*(found.linears.converted if norms else ()), *experts],
-                kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
-                token_alignment=alignment,
-                feature_alignment=alignment,
-                expert_alignment=EXPERT_ALIGNMENT.get(kind, 16),
-                whole_mlp=recipe.backward_override is None,
-                fp8_eval=fp8_eval,
-            )
+            fused = _fuse(model, recipe, layers, found, norms=norms, fp8_eval=fp8_eval)
             found = replace(found, fusion=fused)
         handled: Collection[str] = () if found.fusion is None else found.fusion.handled
         convert_linears(
@@ -142,6 +132,23 @@ def convert_model(
     if before and kind == "delayed":
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)
     return found
+
+
+def _fuse(
+    model: nn.Module, recipe: Any, layers: LayerOptions, found: Choice, *, norms: bool, fp8_eval: bool
+) -> fusion.Fusion:
+    alignment = alignment_of(recipe)
+    experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
+    return fusion.fuse(
+        model,
+        may_convert=[*(found.linears.converted if norms else ()), *experts],
+        kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
+        token_alignment=alignment,
+        feature_alignment=alignment,
+        expert_alignment=EXPERT_ALIGNMENT.get(kind_of(recipe), 16),
+        whole_mlp=recipe.backward_override is None,
+        fp8_eval=fp8_eval,
+    )
 
 
 def revert(model: nn.Module) -> None:

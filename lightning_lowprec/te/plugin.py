@@ -191,6 +191,7 @@ class FP8TE(LowPrecision):
         """
         checked = None if schedule is None else Schedule.of(schedule)
         if checked is not None:
+            checked.check_head(self.head)
             check_phases(checked, self._all_recipes, fuse=self.fuse)
         self.phases = None if checked is None else ScheduledPhases(checked)
 

@@ -153,6 +153,14 @@ def test_a_schedule_makes_no_gemm_fp8_that_the_recipe_computes_in_bf16(options, 
     FP8TorchAO(schedule=[{"gemms": {"forward": "fp8", "grad_weight": "bf16"}}], **options)
 
 
+def test_a_head_in_fp8_does_not_go_with_phases_in_bf16():
+    with pytest.raises(
+        ValueError, match=r"not valid with `head='fp8'`: the head would stay in FP8\. Use `head='chunked'`"
+    ):
+        FP8TorchAO(head="fp8", schedule=SCHEDULE)
+    FP8TorchAO(head="fp8", schedule=[{"until": 3}, {"keep": ["blocks.0"]}])
+
+
 # ---- the Trainer
 
 
