@@ -103,6 +103,7 @@ def make_plan(
     *,
     recipe: Recipe | RecipeMap = "tensorwise",
     alignment: int = selection.FEATURE_ALIGNMENT,
+    alignments: Mapping[str, int] | None = None,
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
     experts: str | None = selection.NO_GROUPED_PRODUCT,
@@ -114,6 +115,7 @@ def make_plan(
         options: the user's choices beside the built-in rules.
         recipe: the recipe whose break-even points and gains are used, or recipes per layer.
         alignment: features must be multiples of this number.
+        alignments: for recipes per layer that need more: by name of the recipe, the number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
         experts: why stacked experts stay in high precision; None: they convert.
@@ -143,6 +145,9 @@ def make_plan(
         if isinstance(recipe, RecipeMap):
             own, reason = _from_map(recipe, matmul.fqn, reason)
             name = name if own is None else own.name
+            multiple = (alignments or {}).get(name or "", alignment)
+            if own is not None and (matmul.in_features % multiple or matmul.out_features % multiple):
+                reason = f"features are no multiples of {multiple}"
         gain = expected_gain(_known(name), matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"

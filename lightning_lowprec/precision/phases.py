@@ -25,7 +25,7 @@ from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.precision.host import trainer_of
-from lightning_lowprec.precision.schedule import Schedule
+from lightning_lowprec.precision.schedule import Phase, Schedule
 
 METRIC = "precision/phase"
 """The name of the metric: the number of the phase, from 0; logged where a phase begins."""
@@ -43,6 +43,11 @@ class ScheduledPhases:
         self._checked = False
         self._applied: int | None = None
         self._logged: int | None = None
+
+    @property
+    def current(self) -> Phase | None:
+        """The phase of the layers; None: no phase yet."""
+        return None if self._applied is None else self.schedule.phases[self._applied]
 
     def forget(self) -> None:
         """Note that the plugin has converted layers, which are in no phase yet."""

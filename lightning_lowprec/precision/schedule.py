@@ -144,6 +144,18 @@ class Schedule:
                     " bf16. A schedule moves GEMMs to bf16 and back only. Use another recipe, or leave 'fp8' out."
                 )
 
+    def check_head(self, head: str) -> None:
+        """Raise if a phase computes in bf16, and the output head stays in FP8.
+
+        Raises:
+            ValueError: ``head`` is ``"fp8"``.
+        """
+        if head == "fp8" and any(phase.in_bf16 for phase in self.phases):
+            raise ValueError(
+                "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"
+                " `head='chunked'` or `head='bf16'`."
+            )
+
     @staticmethod
     def at(step: int, ends: Sequence[int]) -> int:
         """Return the number of the phase of ``step``, from 0."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from torch import nn
+
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
 from lightning_lowprec.te.plugin import FP8TE, NAMES, WITH_MASTERS
-from lightning_lowprec.te.recipes import ALIGNMENT
+from lightning_lowprec.te.recipes import ALIGNMENT, KINDS
 
 _SUMMARIES: Final = {
     "fp8-hybrid-te": "Transformer Engine, scales from the amax of past steps, gradients in e5m2",
@@ -38,6 +42,18 @@ _ONE_SCALE: Final = ("delayed", "current")
 def _checkpoint() -> Callable[..., Any]:
     """Transformer Engine's checkpoint restores the scales of its layers before it recomputes them."""
     return support.pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
+
+
+def _reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
+    from lightning_lowprec.te.switch import reconfigure
+
+    reconfigure(layer, recipe)
+
+
+def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
+    from lightning_lowprec.te.switch import set_phase
+
+    set_phase(layer, gemms)
 
 
 def _lacks(kind: str) -> dict[str, str]:
@@ -79,6 +95,9 @@ BACKEND: Final = Backend(
     distribution="transformer-engine",
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=revert,
+    recipes={kind: kind in _ONE_SCALE for kind in KINDS},
+    reconfigure=_reconfigure,
+    set_phase=_set_phase,
     cuts_layers=False,
     checkpoint=_checkpoint,
 )

@@ -14,6 +14,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION, matches
 from lightning_lowprec.te import delayed_scaling, fusion
+from lightning_lowprec.te.layer_recipes import LayerRecipes
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, check_custom, kind_of
 from lightning_lowprec.te.support import pytorch
 from lightning_lowprec.te.wire_format import wire_format_of
@@ -40,7 +41,9 @@ class Choice:
         return text if self.fusion is None else f"{text}; {self.fusion.summary()}"
 
 
-def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool) -> Choice:
+def choose(
+    model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool, recipes: LayerRecipes | None = None
+) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
     Raises:
@@ -58,7 +61,14 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bo
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    plan = make_plan(model, replace(options, keep=keep, only=only), alignment=alignment, experts=EXPERTS_NEED_FUSION)
+    options = replace(options, keep=keep, only=only)
+    if recipes is None:
+        return Choice(
+            linears=make_plan(model, options, alignment=alignment, experts=EXPERTS_NEED_FUSION), norms=reasons
+        )
+    plan = make_plan(
+        model, options, recipe=recipes.patterns, alignments=recipes.alignments, experts=EXPERTS_NEED_FUSION
+    )
     return Choice(linears=plan, norms=reasons)
 
 
@@ -82,8 +92,11 @@ def convert_model(
     fuse: bool,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
+    recipes: LayerRecipes | None = None,
 ) -> Choice:
     """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
+
+    ``recipes`` are the recipes per layer; ``recipe`` is the first of them.
 
     Raises:
         ValueError: a name in the options that matches nothing, or a CustomRecipe that asks for delayed scaling.
@@ -93,6 +106,7 @@ def convert_model(
     pytorch("FP8TE")
     from lightning_lowprec.te.linear import convert_linears
     from lightning_lowprec.te.norms import convert_norms
+    from lightning_lowprec.te.switch import note_recipes
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
@@ -100,19 +114,9 @@ def convert_model(
         fusion.unfuse(model)
         if fuse:  # fusion recognises torch's own layers only
             _revert_layers(model)
-        found = choose(model, layers, alignment=alignment, norms=norms)
+        found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes)
         if fuse:
-            experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
-            fused = fusion.fuse(
-                model,
-                may_convert=[*(found.linears.converted if norms else ()), *experts],
-                kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
-                token_alignment=alignment,
-                feature_alignment=alignment,
-                expert_alignment=EXPERT_ALIGNMENT.get(kind, 16),
-                whole_mlp=recipe.backward_override is None,
-                fp8_eval=fp8_eval,
-            )
+            fused = _fuse(model, recipe, layers, found, norms=norms, fp8_eval=fp8_eval)
             found = replace(found, fusion=fused)
         handled: Collection[str] = () if found.fusion is None else found.fusion.handled
         convert_linears(
@@ -124,6 +128,7 @@ def convert_model(
             wire_format=wire_format_of(recipe),
             custom=kind == CUSTOM,
         )
+        note_recipes(model, recipe, found.linears, recipes)
         convert_norms(model, [fqn for fqn, reason in found.norms.items() if reason is None and fqn not in handled])
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
@@ -131,6 +136,23 @@ def convert_model(
     if before and kind == "delayed":
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)
     return found
+
+
+def _fuse(
+    model: nn.Module, recipe: Any, layers: LayerOptions, found: Choice, *, norms: bool, fp8_eval: bool
+) -> fusion.Fusion:
+    alignment = alignment_of(recipe)
+    experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
+    return fusion.fuse(
+        model,
+        may_convert=[*(found.linears.converted if norms else ()), *experts],
+        kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
+        token_alignment=alignment,
+        feature_alignment=alignment,
+        expert_alignment=EXPERT_ALIGNMENT.get(kind_of(recipe), 16),
+        whole_mlp=recipe.backward_override is None,
+        fp8_eval=fp8_eval,
+    )
 
 
 def revert(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import are_transforms_active, is_in_backward, saved_tensors_are_hooked
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, store_in_fp8, store_in_full
 from lightning_lowprec.te.weight_cache import WeightCache
-from lightning_lowprec.te.wire_format import for_gemm
+from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
 
 
 def check_input(input: Tensor) -> None:
@@ -84,6 +84,8 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
     return context
 
 
+HIGH_PRECISION: Final = "high precision"
+"""In place of a recipe: no product of the layer runs in FP8."""
 _STATE: Any = transformer_engine.manager()
 """Holds ``quantization_state``, Transformer Engine's state of the process."""
 
@@ -98,6 +100,8 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
     weight_cache: WeightCache | None
     wire_format: WireFormat | None
     """The format in which FSDP2 may gather the weight; None: in high precision."""
+    own_recipe: Any
+    """None: the recipe of the plugin's context; a recipe of this layer; or ``HIGH_PRECISION``: no FP8."""
     # set by Transformer Engine
     fp8: bool
     """Whether the last forward ran in FP8."""
@@ -117,6 +121,7 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
             and input.shape[-1:] == (self.in_features,)
             and input.is_floating_point()
             and input.numel()
+            and self.own_recipe is None
         ):
             return self._multiply(input, self._is_first_microbatch(input))
         return self._unusual_forward(input)
@@ -131,10 +136,14 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         check_input(input)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
-        if input.numel() == 0 or not (self.training or self.fp8_eval):
+        own = self.own_recipe
+        if input.numel() == 0 or not (self.training or self.fp8_eval) or own is HIGH_PRECISION:
             return F.linear(input, self.weight, self.bias)
         if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
             with recomputation(self):
+                return self._multiply(input, self._is_first_microbatch(input))
+        if own is not None and _STATE.is_fp8_enabled():
+            with te.autocast(enabled=True, recipe=own):
                 return self._multiply(input, self._is_first_microbatch(input))
         in_autocast = _STATE.quantization_state.autocast_depth or is_in_onnx_export_mode()
         if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
@@ -191,6 +200,12 @@ class TELinear(te.Linear, nn.Linear):  # type: ignore[misc]
         found = self._parameters.get("weight")
         return self.weight if found is None else found  # weight_norm computes it
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
+        own = self.own_recipe
+        return own is not None and (own is HIGH_PRECISION or gather_refusal(own) is not None)
+
     def train(self, mode: bool = True) -> TELinear:
         """Set the mode; ``eval()`` has the weight quantised anew, since ``weight.data`` may have been written to."""
         if self.weight_cache is not None and not mode:
@@ -243,6 +258,7 @@ def convert_linears(
             "token_alignment": token_alignment,
             "wire_format": wire_format,
             "weight_cache": WeightCache(always=weight_cache == "always") if weight_cache else None,
+            "own_recipe": None,
             "gemm_bias_unfused_add": custom and bias,
             "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
             "_fp8_workspaces": {},  # weights that were kept under other options may never be used again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Final, Literal, final
 
@@ -13,6 +13,7 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
+from lightning_lowprec.conversion.gemms import ALL_GEMMS
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.extras import require
@@ -29,12 +30,16 @@ from lightning_lowprec.precision.options import (
     LossScaleChoices,
     LossScaleOptions,
 )
+from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fusion import engines, fused_modules
+from lightning_lowprec.te.layer_recipes import LayerRecipes, is_per_layer, make_layer_recipes
+from lightning_lowprec.te.phases import check_phases
 from lightning_lowprec.te.wire_format import gather_refusal
 
 BACKEND: Final = "transformer_engine"
@@ -51,13 +56,22 @@ WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 
 
-class TEChoices(SelectionChoices, FP8Choices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
+class TEChoices(
+    SelectionChoices,
+    FP8Choices,
+    LossScaleChoices,
+    MasterChoices,
+    WeightChoices,
+    HeadChoices,
+    ScheduleChoices,
+    total=False,
+):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
-    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions),
+    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
     without=("min_gain", "tokens", "emulate"),
 )
 class FP8TE(LowPrecision):
@@ -71,7 +85,9 @@ class FP8TE(LowPrecision):
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
             Engine. A ``CustomRecipe(qfactory=...)`` works too: its function gets the fqn of each layer as
             ``role.name``; ``quantization_alignment``, if set, is the number that tokens and features must be multiples
-            of; it cannot ask for delayed scaling, nor be fused.
+            of; it cannot ask for delayed scaling, nor be fused. ``{"*.o_proj": "bf16", "*": "current"}`` gives recipes
+            per layer: patterns of fqns, of which the first that matches wins; ``"bf16"`` keeps a layer. Delayed scaling
+            goes with ``"bf16"`` only there.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
@@ -123,17 +139,19 @@ class FP8TE(LowPrecision):
         scale = take(LossScaleOptions, options).resolve(running.base)
         super().__init__(scale, masters, take(WeightOptions, options))
         require(support.MODULE, "FP8TE")
-        self.recipe: Any = recipes.make_recipe(
-            recipe,
-            fp8_format=fp8_format,
-            margin=margin,
-            amax_history_len=amax_history_len,
-            amax_compute_algo=amax_compute_algo,
-            reduce_amax=reduce_amax,
-            fp8_dpa=fp8_dpa or None,
-            fp8_mha=fp8_mha or None,
-        )
-        """The recipe object of Transformer Engine."""
+        fields = {
+            "fp8_format": fp8_format,
+            "margin": margin,
+            "amax_history_len": amax_history_len,
+            "amax_compute_algo": amax_compute_algo,
+            "reduce_amax": reduce_amax,
+            "fp8_dpa": fp8_dpa or None,
+            "fp8_mha": fp8_mha or None,
+        }
+        self.per_layer = make_layer_recipes(recipe, fields) if is_per_layer(recipe) else None
+        """The recipes per layer; None: one recipe for all."""
+        self.recipe: Any = recipes.make_recipe(recipe, **fields) if self.per_layer is None else self.per_layer.first
+        """The recipe object of Transformer Engine: that of all layers, or of those that have no other."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
@@ -155,9 +173,53 @@ class FP8TE(LowPrecision):
         self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
+        for other in [] if self.per_layer is None else self.per_layer.made.values():
+            kind = recipes.kind_of(other)
+            _check(kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
+        if self.per_layer is not None and fuse:
+            raise ValueError(f"`fuse={fuse!r}` is not valid with recipes per layer, which a fused layer would join.")
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
+        name = name if self.per_layer is None else "fp8-te-per-layer"
+        self.set_schedule(take(ScheduleOptions, options).schedule)
         form = masters.config.form if masters is not None and name in WITH_MASTERS else None
         self.precision = name + of_options(self.base, form)
+
+    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
+        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
+
+        Raises:
+            ValueError: the schedule is not valid, or Transformer Engine cannot compute one of its phases.
+        """
+        checked = None if schedule is None else Schedule.of(schedule)
+        if checked is not None:
+            checked.check_head(self.head)
+            check_phases(checked, self._all_recipes, fuse=self.fuse)
+        self.phases = None if checked is None else ScheduledPhases(checked)
+
+    def set_step(self, step: int, total: int | None = None) -> None:
+        """Fabric, with a ``schedule``: say before each optimizer step which step comes; see ``FP8TorchAO.set_step``.
+
+        Args:
+            step: the number of optimizer steps so far, from 0.
+            total: the number of optimizer steps of the run, for a schedule with fractions.
+
+        Raises:
+            RuntimeError: there is no schedule, or the Trainer runs the plugin.
+            ValueError: a number is not valid, or ``total`` is missing.
+        """
+        if self.phases is None:
+            raise RuntimeError("`set_step` needs a schedule: `FP8TE(schedule=[...])`.")
+        self.phases.set_step(self, step, total)
+
+    @property
+    def _all_recipes(self) -> list[Any]:
+        return [self.recipe] if self.per_layer is None else list(self.per_layer.made.values())
+
+    @property
+    def _in_fp8(self) -> bool:
+        """Whether a layer may run in FP8 now: not in a phase with all products in high precision."""
+        phase = None if self.phases is None else self.phases.current
+        return phase is None or phase.in_bf16 != ALL_GEMMS
 
     @property
     def fp8_params(self) -> bool:
@@ -183,8 +245,10 @@ class FP8TE(LowPrecision):
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No Transformer Engine, no GPU, or one that cannot run the recipe; and the remedy."""
-        return support.device_refusal((self.hardware_recipe or self.kind).removeprefix("te-"), device)
+        """No Transformer Engine, no GPU, or one that cannot run a recipe; and the remedy."""
+        rows = (recipes.hardware_recipe(recipe) or recipes.kind_of(recipe) for recipe in self._all_recipes)
+        refusals = (support.device_refusal(row.removeprefix("te-"), device) for row in rows)
+        return next(filter(None, refusals), None)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -194,8 +258,11 @@ class FP8TE(LowPrecision):
     @override
     def gathers(self, options: Any) -> str | None:
         """One scale per weight can be gathered."""
-        if unable := gather_refusal(self.recipe):
-            return f"`recipe={self.kind!r}` {unable}"
+        refused = [gather_refusal(recipe) for recipe in self._all_recipes]
+        if all(refused):
+            return f"`recipe={self.kind!r}` {refused[0]}"
+        if refused.count(None) > 1:
+            return "the recipes of the layers have different scales, and all weights are gathered by one kind of scale"
         if not self.fp8_eval:
             return "`fp8_eval=False` evaluates with the weights in high precision"
         if self.fuse and options.fp8_all_gather is True:
@@ -207,10 +274,22 @@ class FP8TE(LowPrecision):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms, self.fuse
+        schedule = None if self.phases is None else self.phases.schedule
+        return (
+            self.precision,
+            self.recipe,
+            self.layers,
+            self.fp8_eval,
+            self.norms,
+            self.fuse,
+            schedule,
+            _shown(self.per_layer),
+        )
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
+        if self.phases is not None:
+            self.phases.forget()
         if callable(self.fp8_group) and self._group is None:
             self._group = self.fp8_group()
         found = convert_model(
@@ -221,6 +300,7 @@ class FP8TE(LowPrecision):
             fuse=self.fuse == "auto",
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
+            recipes=self.per_layer,
         )
         self._check_conversion(module, found)
         self._check_norms(module, device)
@@ -241,7 +321,8 @@ class FP8TE(LowPrecision):
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
         alignment = recipes.alignment_of(self.recipe)
-        layers = choose(module, self.layers, alignment=alignment, norms=self.norms).linears.converted
+        found = choose(module, self.layers, alignment=alignment, norms=self.norms, recipes=self.per_layer)
+        layers = found.linears.converted
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in layers}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
@@ -291,10 +372,11 @@ class FP8TE(LowPrecision):
         autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()
-        renewal = nullcontext() if self.scales is None else self.scales.in_forward()
+        in_fp8 = self._in_fp8  # in a phase without FP8 no amax is noted, and the histories stay
+        renewal = nullcontext() if self.scales is None or not in_fp8 else self.scales.in_forward()
         with (
             autocast,
-            support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self._group),
+            support.pytorch("FP8TE").autocast(enabled=in_fp8, recipe=self.recipe, amax_reduction_group=self._group),
             renewal,
         ):
             yield
@@ -303,7 +385,7 @@ class FP8TE(LowPrecision):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step; then renew the delayed scales of gradients."""
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self.scales is not None:
+        if self.scales is not None and self._in_fp8:
             self.scales.after_step()
         return output
 
@@ -326,6 +408,11 @@ class FP8TE(LowPrecision):
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+
+def _shown(recipes: LayerRecipes | None) -> object:
+    """Return recipes per layer as a value that can be compared."""
+    return recipes and (recipes.patterns, tuple(str(recipe) for recipe in recipes.made.values()))
 
 
 def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:

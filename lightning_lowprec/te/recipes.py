@@ -94,6 +94,12 @@ def _with_scale_flags(made: Any) -> Any:
     return made
 
 
+def field_names() -> set[str]:
+    """Return the names of the fields of all recipes."""
+    module = require("transformer_engine.common.recipe", "FP8TE")
+    return {field.name for cls in _CLASSES.values() for field in dataclasses.fields(getattr(module, cls))}
+
+
 def kind_of(recipe: Any) -> str:
     """Return the kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or else the name of the class."""
     kinds = {cls: kind for kind, cls in _CLASSES.items()} | {"CustomRecipe": CUSTOM}

@@ -186,6 +186,7 @@ class FP8TorchAO(LowPrecision):
             self.phases = None
             return
         checked = Schedule.of(schedule)
+        checked.check_head(self.head)
         if self.config is not None:
             checked.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
         elif "rowwise_with_gw_hp" in self.kinds:

@@ -102,6 +102,7 @@ TORCHAO = [
     ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
     ("weight_codes", "per_epoch", "one of: auto, per_step, per_gemm"),
     ("saved_inputs", "bf16", "one of: values, codes"),
+    ("schedule", "bf16", "None or a list of phases"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
@@ -116,6 +117,7 @@ TE = [
     ("weight_cache", 0, TRUE_OR_FALSE),
     ("fuse", True, "'auto' or False"),
     ("fp8_group", "world", "None, a ProcessGroup or a function"),
+    ("schedule", {"gemms": "bf16"}, "None or a list of phases"),
 ]
 MSAMP_LEVEL = [
     ("level", "O4", "one of: O1, O2, O3"),

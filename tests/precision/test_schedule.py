@@ -153,6 +153,14 @@ def test_a_schedule_makes_no_gemm_fp8_that_the_recipe_computes_in_bf16(options, 
     FP8TorchAO(schedule=[{"gemms": {"forward": "fp8", "grad_weight": "bf16"}}], **options)
 
 
+def test_a_head_in_fp8_does_not_go_with_phases_in_bf16():
+    with pytest.raises(
+        ValueError, match=r"not valid with `head='fp8'`: the head would stay in FP8\. Use `head='chunked'`"
+    ):
+        FP8TorchAO(head="fp8", schedule=SCHEDULE)
+    FP8TorchAO(head="fp8", schedule=[{"until": 3}, {"keep": ["blocks.0"]}])
+
+
 # ---- the Trainer
 
 
@@ -345,6 +353,13 @@ def test_evaluation_before_any_fit_is_in_the_last_phase():
     model = Lit()
     L.Trainer(plugins=FP8TorchAO(schedule=SCHEDULE), **QUIET).validate(model, verbose=False)
     assert model.validated == [(0, FORWARD)]
+
+
+def test_evaluation_after_a_fit_stays_in_its_phase():
+    model, trainer = fit(FP8TorchAO(schedule=SCHEDULE), limit_val_batches=1, num_sanity_val_steps=0, max_steps=10)
+    trainer.validate(model, verbose=False)
+    assert model.validated == [(10, FORWARD)] * 2
+    assert model.net.blocks[0].up.in_bf16 == FORWARD
 
 
 # ---- Fabric

@@ -125,13 +125,19 @@ def taken_by_transformer_engine(rank):
     return found
 
 
-def train(rank, sharded):
+BF16 = frozenset({"forward", "grad_input", "grad_weight"})
+SWITCHED = (frozenset(), BF16, BF16, frozenset())
+
+
+def train(rank, sharded, phases=(frozenset(),) * 4):
     """Losses of a few steps through Transformer Engine's forward and backward, by its reference quantizers."""
     import transformer_engine.pytorch as te
 
+    from lightning_lowprec.conversion.plan import Plan
     from lightning_lowprec.fsdp2.options import ShardOptions
     from lightning_lowprec.fsdp2.shard import shard
-    from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.linear import convert_linears, te_linears
+    from lightning_lowprec.te.switch import note_recipes, set_phase
     from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import current_scaling, run_on_cpu
 
@@ -140,6 +146,7 @@ def train(rank, sharded):
     fqns = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True, "custom": True}
     convert_linears(model, fqns, **options, wire_format=TEWireFormat())
+    note_recipes(model, current_scaling(), Plan(()), None)
     traffic = None
     if sharded:
         mesh = init_device_mesh("cpu", (2,))
@@ -148,7 +155,10 @@ def train(rank, sharded):
         traffic = made.traffic.gathers["blocks.0"]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     # bf16 as FSDP2 would make it of the inputs of blocks: Transformer Engine quantises what it is given
-    for x in torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16():
+    inputs = torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for x, gemms in zip(inputs, phases, strict=True):
+        for layer in te_linears(model):
+            set_phase(layer, gemms)
         with torch.autocast("cpu", torch.bfloat16), te.autocast(enabled=True, recipe=current_scaling()):
             output = model(x)
         loss = F.mse_loss(output.float(), x.float().flip(-1))
@@ -202,6 +212,8 @@ def work(rank, folder):
         "taken": taken_by_transformer_engine(rank),
         "sharded": train(rank, sharded=True),
         "whole": train(rank, sharded=False),
+        "switched": train(rank, sharded=True, phases=SWITCHED),
+        "switched whole": train(rank, sharded=False, phases=SWITCHED),
     }
 
 
@@ -262,3 +274,15 @@ def test_training_is_that_of_one_process(results):
     weights, biases = 2 * 32 * 64, 32 + 64
     gathers = 4 * 2  # steps, forward and backward
     assert sent == {torch.uint8: gathers * (weights + 2 * biases) // 2}  # bytes; half of them on each rank
+
+
+def test_layers_that_switch_to_bf16_and_back_train_as_in_one_process(results):
+    losses, sent = results[0]["switched"]
+    assert losses == pytest.approx(results[0]["switched whole"][0], rel=2**-18)
+    assert losses != results[0]["sharded"][0]
+    weights, biases = 2 * 32 * 64, 32 + 64
+    gathers = 2 * 2  # steps in FP8 and steps in bf16, forward and backward
+    assert sent == {
+        torch.uint8: gathers * (weights + 2 * biases) // 2,
+        torch.bfloat16: gathers * 2 * (weights + biases) // 2,
+    }

@@ -85,6 +85,21 @@ def test_a_switch_leaves_parameters_hooks_and_optimizer_alone_and_frees_codes_th
     assert not torch.equal(found["forward"], before["forward"]), "the weight has been encoded anew"
 
 
+def test_a_layer_in_bf16_is_torchs_own_and_its_weight_is_not_encoded_with_those_of_others():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    settings = Settings(fp8_format="hybrid", emulate=True, per_step=True)
+    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), fp8_eval=True)
+    fp8.keep_codes(model)
+    backends.reconfigure(model[0], "bf16")
+    x = torch.randn(4, 32)
+    model(x)
+    assert not hasattr(model[0].weight_codes, "made")
+    assert hasattr(model[1].weight_codes, "made")
+    assert torch.allclose(torch.func.vmap(model[0])(x), model[0](x)), "transforms, which FP8 does not run"
+    with pytest.raises(RuntimeError, match="FP8Linear"):
+        torch.func.vmap(model[1])(x)
+
+
 def test_a_layer_gets_another_recipe_in_place():
     layer = converted("tensorwise", per_step=True)
     results(layer)
