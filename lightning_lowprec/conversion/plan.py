@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
+from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import Matmul, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 
@@ -27,11 +28,18 @@ class PlanRow(Matmul):
     """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
     trains: bool
     """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
+    runs_in: str | None = None
+    """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
 
     @property
     def slower(self) -> bool:
         """Whether FP8 is expected to lose against bf16 at this shape."""
         return self.gain is None or self.gain < 1.0
+
+    @property
+    def kept(self) -> str:
+        """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
+        return f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Plan:
         return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
     def summary(self) -> str:
-        """Return one line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
+        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``."""
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
         kept = [row for row in self.rows if row.kept_because is not None]
         if not kept:
@@ -60,7 +68,9 @@ class Plan:
         parts = [
             f"{reason} ({first[reason]!r}{f' and {n - 1} more' if n > 1 else ''})" for reason, n in reasons.items()
         ]
-        return f"{text}, kept {len(kept)}: {'; '.join(parts)}"
+        known = [row.runs_in for row in kept if row.runs_in is not None]
+        share = "" if len(known) == len(kept) else f", {len(known)} of them"
+        return f"{text}, kept {len(kept)}{f'{share} in {known[0]}' if known else ''}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
@@ -70,9 +80,7 @@ class Plan:
         lines = []
         for row in self.rows:
             shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-            lines.append(
-                f"{row.fqn:<{width}}  {shape:>16}  {'FP8' if row.kept_because is None else 'kept: ' + row.kept_because}"
-            )
+            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {'FP8' if row.kept_because is None else row.kept}")
         return "\n".join(lines)
 
 
@@ -84,6 +92,8 @@ def make_plan(
     alignment: int = selection.FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
+    base: str = "bf16",
+    head: str = "bf16",
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -94,14 +104,16 @@ def make_plan(
         alignment: features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
+        base: the dtype of everything that does not convert.
+        head: the option ``head`` of the precision.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options = options or LayerOptions()
-    reasons = selection.by_user(model, options)
+    reasons, built_in = selection.by_user(model, options), selection.built_in(model)
     if options.only is None:
-        reasons = selection.built_in(model) | reasons
+        reasons = built_in | reasons
     rows = []
     for matmul, module in matmuls(model):
         gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
@@ -113,7 +125,8 @@ def make_plan(
             reason = "frozen"
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
-        rows.append(PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=trains))
+        dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
+        rows.append(PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=trains, runs_in=dtype))
     return Plan(tuple(rows))
 
 

@@ -39,7 +39,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import left_over, refusals, state, step
+from lightning_lowprec.precision import float32_products, left_over, refusals, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
@@ -324,7 +324,8 @@ class LowPrecision(TrainerPrecision, ABC):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast on the module's device; casts are cached in Fabric, not in the Trainer, as in Lightning."""
         device = self._known_device()
-        return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        autocast = torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        return float32_products.watched(self, autocast) if self.modules.watched_forwards else autocast
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -426,8 +427,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
-        found: dict[str, Any] = {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
-        return found
+        return {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -40,8 +40,18 @@ class Choice:
         return text if self.fusion is None else f"{text}; {self.fusion.summary()}"
 
 
-def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool) -> Choice:
+def choose(
+    model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool, base: str = "bf16", head: str = "bf16"
+) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
+
+    Args:
+        model: to be converted.
+        options: the user's choices.
+        alignment: see ``make_plan``.
+        norms: whether norms convert.
+        base: see ``make_plan``.
+        head: see ``make_plan``.
 
     Raises:
         ValueError: a name or pattern in the options that matches neither a Linear nor a norm nor experts.
@@ -58,7 +68,8 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bo
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    return Choice(linears=make_plan(model, replace(options, keep=keep, only=only), alignment=alignment), norms=reasons)
+    options = replace(options, keep=keep, only=only)
+    return Choice(linears=make_plan(model, options, alignment=alignment, base=base, head=head), norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
@@ -81,6 +92,8 @@ def convert_model(
     fuse: bool,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
+    base: str = "bf16",
+    head: str = "bf16",
 ) -> Choice:
     """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
 
@@ -99,7 +112,7 @@ def convert_model(
         fusion.unfuse(model)
         if fuse:  # fusion recognises torch's own layers only
             _revert_layers(model)
-        found = choose(model, layers, alignment=alignment, norms=norms)
+        found = choose(model, layers, alignment=alignment, norms=norms, base=base, head=head)
         if fuse:
             experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
             fused = fusion.fuse(

@@ -84,7 +84,7 @@ def _shape(row: PlanRow) -> str:
 
 def _verdict(row: PlanRow) -> str:
     if row.kept_because is not None:
-        return f"kept: {row.kept_because}"
+        return row.kept
     return "FP8, slower than bf16" if row.gain is None else f"FP8, about {row.gain:.2f}x"
 
 
