@@ -16,7 +16,7 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger rehearse bench clean
+.PHONY: help demo test check format test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger rehearse bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
+	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -91,7 +92,10 @@ rehearse: $(TE)/.installed
 ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)
 
-test-peers: $(VENV)/.installed
+test-dtypes: $(VENV)/.installed
+	$(RUN)/python -m tests.peers.dtypes
+
+test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
 
 bench: $(VENV)/.installed

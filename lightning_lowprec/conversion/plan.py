@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
+from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
@@ -32,11 +33,18 @@ class PlanRow(Matmul):
     """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
     recipe: str | None = None
     """With recipes per layer, the recipe of a weight that converts, in words; None: one recipe for all."""
+    runs_in: str | None = None
+    """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
 
     @property
     def slower(self) -> bool:
         """Whether FP8 is expected to lose against bf16 at this shape."""
         return self.gain is None or self.gain < 1.0
+
+    @property
+    def kept(self) -> str:
+        """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
+        return f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Plan:
         return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
     def summary(self) -> str:
-        """Return one line: ``converted 24 of 25 linear layers, kept 1: output head (by name) ('lm_head')``."""
+        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``."""
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
         if self.recipes:
             counts = Counter(map(str, self.recipes.values()))
@@ -80,7 +88,9 @@ class Plan:
         parts = [
             f"{reason} ({first[reason]!r}{f' and {n - 1} more' if n > 1 else ''})" for reason, n in reasons.items()
         ]
-        return f"{text}, kept {len(kept)}: {'; '.join(parts)}"
+        known = [row.runs_in for row in kept if row.runs_in is not None]
+        share = "" if len(known) == len(kept) else f", {len(known)} of them"
+        return f"{text}, kept {len(kept)}{f'{share} in {known[0]}' if known else ''}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
@@ -91,9 +101,7 @@ class Plan:
         for row in self.rows:
             shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
             fp8 = "FP8" if row.recipe is None else f"FP8 ({row.recipe})"
-            lines.append(
-                f"{row.fqn:<{width}}  {shape:>16}  {fp8 if row.kept_because is None else 'kept: ' + row.kept_because}"
-            )
+            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {fp8 if row.kept_because is None else row.kept}")
         return "\n".join(lines)
 
 
@@ -107,6 +115,8 @@ def make_plan(
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
     experts: str | None = selection.NO_GROUPED_PRODUCT,
+    base: str = "bf16",
+    head: str = "bf16",
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -119,54 +129,75 @@ def make_plan(
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
         experts: why stacked experts stay in high precision; None: they convert.
+        base: the dtype of everything that does not convert.
+        head: the option ``head`` of the precision.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options = options or LayerOptions()
-    reasons = selection.by_user(model, options)
+    reasons, built_in = selection.by_user(model, options), selection.built_in(model)
     if options.only is None:
-        reasons = selection.built_in(model) | reasons
+        reasons = built_in | reasons
     found = []
     for matmul, module in matmuls(model):
         reason = selection.unsupported(matmul, module, alignment, converted_class, experts) or reasons.get(matmul.fqn)
         if reason is None and stores_codes:
             reason = selection.computed_weight(module)
-        trains = any(p.requires_grad for p in module.parameters(recurse=False))
-        if reason is None and options.frozen == "keep" and not trains:
+        if reason is None and options.frozen == "keep" and not _trains(module):
             reason = "frozen"
-        found.append((matmul, trains, reason))
+        found.append((matmul, module, reason))
     if isinstance(recipe, RecipeMap):
         recipe.check({matmul.fqn: reason for matmul, _, reason in found})
     rows, recipes = [], {}
-    for matmul, trains, reason in found:
-        own = None
-        name: str | None = recipe if isinstance(recipe, str) else recipe.names[0]
+    for matmul, module, reason in found:
         if isinstance(recipe, RecipeMap):
-            own, reason = _from_map(recipe, matmul.fqn, reason)
-            name = name if own is None else own.name
-            multiple = (alignments or {}).get(name or "", alignment)
-            if own is not None and (matmul.in_features % multiple or matmul.out_features % multiple):
-                reason = f"features are no multiples of {multiple}"
-        gain = expected_gain(_known(name), matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
+            own, reason = _from_map(
+                recipe, matmul, reason, {**dict.fromkeys(recipe.names, alignment), **(alignments or {})}
+            )
+        else:
+            own = None
+        gain = _gain(recipe if own is None else own.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
-        words = str(own) if matmul.fqn in recipes else None
-        rows.append(PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=trains, recipe=words))
+        row = PlanRow(
+            **asdict(matmul),
+            kept_because=reason,
+            gain=gain,
+            trains=_trains(module),
+            recipe=str(own) if matmul.fqn in recipes else None,
+            runs_in=None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head),
+        )
+        rows.append(row)
     return Plan(tuple(rows), recipes)
 
 
-def _from_map(recipes: RecipeMap, fqn: str, reason: str | None) -> tuple[LayerRecipe | None, str | None]:
-    """Return the recipe of a weight, if the weight converts, and the reason if it is kept."""
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _from_map(
+    recipes: RecipeMap, matmul: Matmul, reason: str | None, alignments: Mapping[str, int]
+) -> tuple[LayerRecipe | None, str | None]:
+    """Return the recipe of a weight, if the map has one, and the reason if the weight is kept."""
     if reason is not None:
         return None, reason
-    found = recipes.of_layer(fqn)
+    found = recipes.of_layer(matmul.fqn)
     if found is None:
         return None, NO_PATTERN
     pattern, own = found
-    return (None, f"'bf16' in `recipe` ({pattern!r})") if own.is_kept else (own, None)
+    if own.is_kept:
+        return None, f"'bf16' in `recipe` ({pattern!r})"
+    multiple = alignments.get(own.name or "", 1)
+    fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
+    return own, None if fits else f"features are no multiples of {multiple}"
+
+
+def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions) -> float | None:
+    name = recipe.names[0] if isinstance(recipe, RecipeMap) else recipe
+    return expected_gain(_known(name), matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
 
 
 def _known(recipe: object) -> Recipe:

@@ -162,6 +162,7 @@ class MSAMP(LowPrecision):
             base=self.base,
             converted_class=ScaledLinear,
             stores_codes=True,
+            head=self.head,
         )
         held = scaled_linears(module)
         if held and not self._are_held(held, plan):  # of another level, or other layers

@@ -38,7 +38,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import left_over, refusals, state, step
+from lightning_lowprec.precision import float32_products, left_over, refusals, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
@@ -328,7 +328,8 @@ class LowPrecision(TrainerPrecision, ABC):
         device = self._known_device()
         if self.phases is not None:
             self.phases.follow(self)
-        return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        autocast = torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        return float32_products.watched(self, autocast) if self.modules.watched_forwards else autocast
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -397,10 +398,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale for ``fabric.clip_gradients``; gradients of a step that will be skipped become zero.
-
-        Fabric's default ``error_if_nonfinite=True`` would otherwise turn an overflow into an exception.
-        """
+        """Unscale for ``fabric.clip_gradients``; gradients of a skipped step become zero, or Fabric would raise."""
         step.unscale(self.scaler, optimizer)
         step.zero_if_skipped(self.scaler, optimizer)
 

@@ -62,6 +62,7 @@ def plan_or_raise(
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
     experts: str | None = NO_GROUPED_PRODUCT,
+    head: str = "bf16",
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -69,17 +70,25 @@ def plan_or_raise(
         module: the module to convert.
         layers: the user's choices.
         precision: the name of the precision, for messages.
-        base: the dtype outside of FP8, for messages.
+        base: the dtype outside of FP8: ``"bf16"`` or ``"fp16"``.
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
         experts: see ``make_plan``.
+        head: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
     plan = make_plan(
-        module, layers, recipe=recipe, converted_class=converted_class, stores_codes=stores_codes, experts=experts
+        module,
+        layers,
+        recipe=recipe,
+        converted_class=converted_class,
+        stores_codes=stores_codes,
+        base=base,
+        head=head,
+        experts=experts,
     )
     if plan.converted:
         return plan

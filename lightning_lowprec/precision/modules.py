@@ -33,6 +33,8 @@ class Modules:
         """Whether the device is known and no module waits."""
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
+        self.watched_forwards = 0
+        """How many of the next training forwards look for large products in float32 (``float32_products.py``)."""
         self._waiting: list[weakref.ref[Module]] = []
         self._prepared: list[weakref.ref[Module]] = []
         self._unchecked: list[weakref.ref[Module]] = []
@@ -70,6 +72,7 @@ class Modules:
             self._prepared = [weakref.ref(m) for m in (*alive(self._prepared), module)]
             self._unchecked.append(weakref.ref(module))
             self.need_check = True
+            self.watched_forwards += 2
         self.device = self.device or default_device()
         self.ready = True
 

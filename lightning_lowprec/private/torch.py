@@ -22,6 +22,7 @@ LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 COMPILATION: Final = "compiled models"
+FLOAT32_PRODUCTS: Final = "the warning of products in float32"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
 SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
@@ -133,6 +134,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.nn.Module._call_impl",
         "torch.utils._pytree.tree_flatten",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+    ),
+    FLOAT32_PRODUCTS: (
+        "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
+        "torch.autocast_increment_nesting",
+        "torch.autocast_decrement_nesting",
     ),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }

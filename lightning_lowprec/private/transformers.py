@@ -21,7 +21,7 @@ _NAMES: Final = (
     f"transformers.modeling_utils.PreTrainedModel.{_LOSS[1:]}",
     f"transformers.modeling_utils.PreTrainedModel().{CHECKPOINT_FUNCTION}",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate",
-    "transformers.models.mixtral.modeling_mixtral.MixtralExperts()._is_expert_parallel",
+    "transformers.integrations.moe.use_experts_implementation()._is_expert_parallel",
     "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
 )
 

@@ -42,9 +42,25 @@ class Choice:
 
 
 def choose(
-    model: nn.Module, options: LayerOptions, *, alignment: int, norms: bool, recipes: LayerRecipes | None = None
+    model: nn.Module,
+    options: LayerOptions,
+    *,
+    alignment: int,
+    norms: bool,
+    recipes: LayerRecipes | None = None,
+    base: str = "bf16",
+    head: str = "bf16",
 ) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
+
+    Args:
+        model: to be converted.
+        options: the user's choices.
+        alignment: see ``make_plan``.
+        norms: whether norms convert.
+        recipes: recipes per layer; None: one for all.
+        base: see ``make_plan``.
+        head: see ``make_plan``.
 
     Raises:
         ValueError: a name or pattern in the options that matches neither a Linear nor a norm nor experts.
@@ -62,13 +78,10 @@ def choose(
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
     options = replace(options, keep=keep, only=only)
+    runs: Any = {"experts": EXPERTS_NEED_FUSION, "base": base, "head": head}
     if recipes is None:
-        return Choice(
-            linears=make_plan(model, options, alignment=alignment, experts=EXPERTS_NEED_FUSION), norms=reasons
-        )
-    plan = make_plan(
-        model, options, recipe=recipes.patterns, alignments=recipes.alignments, experts=EXPERTS_NEED_FUSION
-    )
+        return Choice(linears=make_plan(model, options, alignment=alignment, **runs), norms=reasons)
+    plan = make_plan(model, options, recipe=recipes.patterns, alignments=recipes.alignments, **runs)
     return Choice(linears=plan, norms=reasons)
 
 
@@ -93,6 +106,8 @@ def convert_model(
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
     recipes: LayerRecipes | None = None,
+    base: str = "bf16",
+    head: str = "bf16",
 ) -> Choice:
     """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
 
@@ -114,7 +129,7 @@ def convert_model(
         fusion.unfuse(model)
         if fuse:  # fusion recognises torch's own layers only
             _revert_layers(model)
-        found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes)
+        found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes, base=base, head=head)
         if fuse:
             fused = _fuse(model, recipe, layers, found, norms=norms, fp8_eval=fp8_eval)
             found = replace(found, fusion=fused)

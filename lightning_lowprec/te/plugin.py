@@ -301,6 +301,8 @@ class FP8TE(LowPrecision):
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
             recipes=self.per_layer,
+            base=self.base,
+            head=self.head,
         )
         self._check_conversion(module, found)
         self._check_norms(module, device)

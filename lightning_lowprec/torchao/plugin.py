@@ -283,6 +283,7 @@ class FP8TorchAO(LowPrecision):
             precision=self.precision,
             base=self.base,
             recipe=self.recipes,
+            head=self.head,
             experts=experts_kept(self.experts, self.base, self.config, None if self.emulates(device) else device),
         )
         settings = self._settings(plan, device)

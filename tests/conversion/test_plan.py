@@ -150,15 +150,51 @@ def test_the_plan_is_a_value_and_meta_will_do():
     assert make_plan(meta, LayerOptions(keep=["up"])) != make_plan(meta)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+class Falcon(nn.Linear):
+    """A subclass with the forward of a Linear."""
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.experts = nn.Module()
+        self.experts.w1 = nn.Parameter(torch.randn(4, 64, 32))
+        self.doubled, self.falcon, self.odd = Doubled(32, 32), Falcon(32, 32), nn.Linear(30, 30)
+        self.layer = nn.Linear(32, 32)
+        self.replaced = nn.Linear(30, 30)
+        self.replaced.forward = lambda x: x
+        self.lm_head = nn.Linear(32, 64)
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+@pytest.mark.parametrize("head", ["bf16", "chunked", "fp8"])
+def test_the_dtype_of_a_kept_weight_is_said_where_it_is_known(base, head):
+    """A gate may run in float32, as the model likes; so may experts that are nobody's, and a replaced forward."""
+    plan = make_plan(Mixture(), base=base, head=head)
+    dtypes = {row.fqn: row.runs_in for row in plan.rows}
+    assert dtypes == {
+        "gate": None, "experts.w1": None, "doubled": None, "falcon": base, "odd": base, "layer": None, "replaced": None,
+        "lm_head": None if head == "fp8" else base,
+    }  # fmt: skip
+    assert f"kept 7, {3 - (head == 'fp8')} of them in {base}: " in plan.summary()
+    assert f"kept: features are no multiples of 16, {base}\n" in str(plan)
+
+
 def test_summary_and_table():
     plan = make_plan(Decoder(), LayerOptions(keep=["blocks.1"]))
     assert plan.summary() == (
-        "converted 2 of 7 linear layers, kept 5: out_proj of a MultiheadAttention, which never calls it"
+        "converted 2 of 7 linear layers, kept 5 in bf16: out_proj of a MultiheadAttention, which never calls it"
         " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
         " output head (by name) ('lm_head')"
     )
     lines = str(plan).split("\n")
     assert len(lines) == 7
     assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
-    assert lines[-1].endswith("kept: output head (by name)")
+    assert lines[-1].endswith("kept: output head (by name), bf16")
     assert make_plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"

@@ -57,7 +57,7 @@ def test_the_plan_is_that_of_every_fp8_precision():
     module, trainer = fit(MSAMP(keep=["first"]))
     assert list(scaled_linears(module)) == ["second"]
     assert trainer.precision_plugin.plan.summary() == (
-        "converted 1 of 3 linear layers, kept 2: kept by 'first' ('first'); output head (by name) ('head')"
+        "converted 1 of 3 linear layers, kept 2 in bf16: kept by 'first' ('first'); output head (by name) ('head')"
     )
     with pytest.raises(ValueError, match="would convert none of the 3 linear layers"):
         fit(MSAMP(keep=["first", "second"]))

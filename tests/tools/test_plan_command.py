@@ -214,7 +214,7 @@ def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):
 
 def test_nothing_converts(capsys):
     assert main(["plan", "gpt2"]) == 1
-    assert "kept: no Linear (Conv1D)" in capsys.readouterr().out
+    assert "kept: no Linear (Conv1D), bf16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_it_says_what_it_converted_and_that_cpu_emulates(caplog):
     fabric(FP8TorchAO(keep=["blocks.0.up"])).setup(Stack())
     lines = [record.getMessage() for record in caplog.records]
     converted = (
-        "fp8-tensorwise: converted 5 of 7 linear layers, kept 2: kept by 'blocks.0.up' ('blocks.0.up');"
+        "fp8-tensorwise: converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.up' ('blocks.0.up');"
         " output head (by name) ('head')."
     )
     assert converted in lines

@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
         alignment=name.alignment,
         stores_codes=name.bytes_of_codes is not None,
         experts=name.experts,
+        base=name.options.get("base", "bf16"),
     )
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes = footprints(

@@ -86,7 +86,7 @@ def _shape(row: PlanRow) -> str:
 
 def _verdict(row: PlanRow) -> str:
     if row.kept_because is not None:
-        return f"kept: {row.kept_because}"
+        return row.kept
     fp8 = "FP8" if row.recipe is None else f"FP8 ({row.recipe})"
     return f"{fp8}, slower than bf16" if row.gain is None else f"{fp8}, about {row.gain:.2f}x"
 
