@@ -108,7 +108,7 @@ def test_the_dtype_that_the_model_chose(name, experts):
     assert train(Mixture(experts), name)[0] == []
 
 
-@pytest.mark.parametrize("precision", ["bf16-master", {"plugins": HalfEval("bf16")}], ids=str)
+@pytest.mark.parametrize("precision", ["bf16-master", {"plugins": HalfEval("bf16")}], ids=["bf16-master", "bf16-eval"])
 def test_without_float32_weights_or_without_autocast(precision):
     assert train(Mixture(), precision)[0] == []
 
