@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
-from lightning_lowprec.conversion.matmuls import Matmul, matmuls
+from lightning_lowprec.conversion.matmuls import Matmul, is_conv1d, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 
 
@@ -84,6 +84,7 @@ def make_plan(
     alignment: int = selection.FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
+    conv1d: bool = True,
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -94,6 +95,7 @@ def make_plan(
         alignment: features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
+        conv1d: whether ``Conv1D`` of transformers can convert, whose weight is [in, out].
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
@@ -107,6 +109,8 @@ def make_plan(
         gain = expected_gain(recipe, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
         trains = any(p.requires_grad for p in module.parameters(recurse=False))
         reason = selection.unsupported(matmul, module, alignment, converted_class) or reasons.get(matmul.fqn)
+        if reason is None and is_conv1d(module) and not conv1d:
+            reason = "no Linear (Conv1D)"
         if reason is None and stores_codes:
             reason = selection.computed_weight(module)
         if reason is None and options.frozen == "keep" and not trains:

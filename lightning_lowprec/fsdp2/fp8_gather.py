@@ -278,9 +278,11 @@ def check_even(model: nn.Module, shards: int) -> None:
     """Raise ValueError if a weight that would be gathered as float8 does not divide into equal parts."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     for layer in _gathered_layers(model):
-        if layer.out_features % shards:
+        rows = layer.weight.shape[0]  # [in, out] in a Conv1D of transformers
+        if rows % shards:
+            side = "output" if rows == layer.out_features else "input"
             raise ValueError(
-                f"{fqns[id(layer)]!r} has {layer.out_features} output features, which do not divide into {shards} equal"
+                f"{fqns[id(layer)]!r} has {rows} {side} features, which do not divide into {shards} equal"
                 " shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`), shard over"
                 " a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
             )

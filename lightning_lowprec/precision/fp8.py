@@ -59,6 +59,7 @@ def plan_or_raise(
     recipe: Recipe = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
+    conv1d: bool = False,
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -70,11 +71,19 @@ def plan_or_raise(
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
+        conv1d: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
-    plan = make_plan(module, layers, recipe=recipe, converted_class=converted_class, stores_codes=stores_codes)
+    plan = make_plan(
+        module,
+        layers,
+        recipe=recipe,
+        converted_class=converted_class,
+        stores_codes=stores_codes,
+        conv1d=conv1d,
+    )
     if plan.converted:
         return plan
     found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"

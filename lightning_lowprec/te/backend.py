@@ -58,6 +58,7 @@ BACKEND: Final = Backend(
             lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
+            conv1d="converted",
         )
         for (kind, fp8_format), name in NAMES.items()
     },

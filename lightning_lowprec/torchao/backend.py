@@ -39,6 +39,7 @@ _NAMES: Final = {
         lacks={} if recipe == "tensorwise" else {FP16: "its kernels round their output through bf16"},
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
+        conv1d="gathered",
     )
     for (recipe, fp8_format), name in NAMES.items()
 }

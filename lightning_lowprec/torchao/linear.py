@@ -1,15 +1,7 @@
-"""Linear layers whose three GEMMs run in FP8 through torchao; scales are computed from each tensor.
+"""Convert layers to FP8 through torchao, in place, and back.
 
-    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
-    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
-    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
-
-Conversion changes the class of the Linear in place: hooks, flags, parameters, their order and ties stay. (torchao's own
+Conversion changes the class of the layer in place: hooks, flags, parameters, their order and ties stay. (torchao's own
 swap builds a new module and loses hooks and the eval flag.)
-
-The kernels need inner dimensions that are multiples of 16. The plan checks K and N. M, the number of tokens, is an
-inner dimension of ``grad_weight``: zero rows are appended to a batch and cut off again. Zero rows change no amax and
-add nothing to any sum, so the result is that of the batch without them.
 
 Importing this module imports torchao (about 3 s).
 """
@@ -18,177 +10,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import e4m3_dtype
-from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
-from torchao.float8.float8_utils import EPS
+from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.transforms import check_backward, check_call
-from lightning_lowprec.numerics.one_pass import in_one_pass
-from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
 from lightning_lowprec.private.torch_modules import before_compiled_call
-from lightning_lowprec.private.torchao import set_scale
-from lightning_lowprec.torchao import rowwise_backward, saved_codes
-from lightning_lowprec.torchao.coded import CodedMatmul
-from lightning_lowprec.torchao.gathered_weight import GatheredWeight
-from lightning_lowprec.torchao.rowwise_backward import ScaledInside
-from lightning_lowprec.torchao.weight_codes import ModelCodes, WeightCodes
+from lightning_lowprec.torchao.layer import FP8Layer
+from lightning_lowprec.torchao.own_backward import ScaledInside
+from lightning_lowprec.torchao.weight_codes import ModelCodes
 
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Compiled modules, and their compiled calls with a check of kept codes before them; a call holds its module."""
-TOKEN_ALIGNMENT = 16
-"""Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
 
 
 @final
-@torch.compiler.allow_in_graph
-class _Matmul(matmul_with_hp_or_float8_args):
-    """torchao's matmul in FP8: [*, K] @ [K, N] -> [*, N], with a backward pass that has a gradient itself."""
+class FP8Linear(FP8Layer, Float8Linear):
+    """A Linear with FP8 GEMMs."""
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients in FP8, or in high precision where they will be differentiated."""
-        if not torch.is_grad_enabled():
-            if isinstance(ctx.config, ScaledInside) and not ctx.config.emulate:  # emulated products are scaled inside
-                return rowwise_backward.backward(ctx, grad_output)
-            in_fp8: Any = matmul_with_hp_or_float8_args
-            return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
-        input, weight_t = ctx.saved_tensors
-        if isinstance(weight_t, GatheredWeight):
-            check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
-        grad_output = grad_output.to(input.dtype)
-        grad_input = grad_output @ weight_t.t().to(input.dtype)  # [*, N] @ [N, K] -> [*, K]
-        rows, grad_rows = input.flatten(0, -2), grad_output.flatten(0, -2)
-        return grad_input, (rows.t() @ grad_rows).to(weight_t.dtype), None, None  # [K, M] @ [M, N] -> [K, N]
+    in_by_out = False
 
-
-@final
-class FP8Linear(Float8Linear):
-    """A Linear with FP8 GEMMs, for any batch, under autocast of any device."""
-
-    fp8_eval: bool
-    weight_codes: WeightCodes | None
-    """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
-    saves_codes: bool
-    """Whether the codes of the input are kept for the backward, in place of the input."""
-    encoded_per_step: bool
-    """Whether FSDP2's shards of the weight are encoded once per optimizer step, or at every all-gather."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
-        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
-            return F.linear(input, self.weight, self.bias)  # raises as nn.Linear does
-        if not (self.training or self.fp8_eval) or input.numel() == 0:
-            return F.linear(input, self.weight, self.bias)
-        # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(input)
-        given, device_type = input, input.device.type
-        if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
-            input = input.to(torch.get_autocast_dtype(device_type))
-        if are_transforms_active() or torch.compiler.is_exporting():
-            check_call(type(self).__name__)
-        fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
-        rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
-        codes = self.weight_codes
-        if codes is not None and not self._may_use(codes):
-            codes = None
-        if self.saves_codes:
-            output = self._saving_codes(given, rows, codes)
-        elif codes is None:
-            output = _Matmul.apply(rows, self.weight.t(), self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
-        else:
-            output = self._with_codes(rows, codes)
-        if self.bias is not None:
-            output = output + self.bias.to(output.dtype)
-        return output if fits else cut_rows(output, input)
-
-    def _with_codes(self, rows: Tensor, codes: WeightCodes) -> Tensor:
-        config, made = self.config, codes.made
-        gradients, power_of_2 = config.cast_config_grad_output.target_dtype, config.round_scales_to_power_of_2
-        output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, made.rows, made.columns, made.scale, gradients, power_of_2, config.emulate
-        )
-        return output
-
-    def _saving_codes(self, input: Tensor, rows: Tensor, codes: WeightCodes | None) -> Tensor:
-        config = self.config
-        return saved_codes.matmul(
-            input,
-            rows,
-            self.weight,
-            None if codes is None else codes.made,
-            gradients=config.cast_config_grad_output.target_dtype,
-            power_of_2=config.round_scales_to_power_of_2,
-            emulate=config.emulate,
-        )
-
-    def _may_use(self, codes: WeightCodes) -> bool:
-        """Return whether kept codes can be used, after bringing them up to date."""
-        if torch.compiler.is_compiling():
-            return codes.checked_outside
-        return self.check_codes(codes)
-
-    def check_codes(self, codes: WeightCodes) -> bool:
-        """Bring kept codes up to date; drop them if they are not of this weight, because it was replaced or sharded."""
-        if codes.weight is not self.weight or self.weight.is_meta:
-            self.weight_codes = None
-        elif codes.is_stale(training=self.training):
-            codes.model.refresh()
-        return self.weight_codes is not None
-
-    @property
-    def wire_format(self) -> TorchAOWire:
-        """The format in which FSDP2 may gather the weight."""
-        return TorchAOWire(self.linear_mm_config, self.config.cast_config_weight.target_dtype, self.encoded_per_step)
-
-
-@dataclass(frozen=True)
-class TorchAOWire:
-    """torchao's arithmetic, and the tensor that its matmuls take for one that is quantised already."""
-
-    mm_config: LinearMMConfig
-    """torchao's settings of the three GEMMs, the same for all layers of a model."""
-    dtype: torch.dtype
-    per_step: bool
-    least_amax: ClassVar[float] = EPS
-
-    def scales(self, amax: Tensor) -> Tensor:
-        """Return ``FMAX / amax``, computed in float64: so eager and compiled code agree."""
-        scales = torch.finfo(self.dtype).max / amax.to(torch.float64)
-        if amax.dtype == torch.float16:
-            scales = scales.clamp(max=torch.finfo(torch.float16).max)
-        return scales.to(torch.float32)
-
-    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(_encode, values, scale, self.dtype, out=out)
-
-    def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gathered weight."""
-        whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
-        return whole
-
-    def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Update the scale; new codes are already in the same memory."""
-        set_scale(whole, scale)
-
-
-def _encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes that torchao's ``hp_tensor_and_scale_to_float8`` computes."""
-    limit = torch.finfo(dtype).max
-    return (values.float() * scale).clamp(-limit, limit).to(dtype)
+    def _plain(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
 
 
 def linear_config(
@@ -221,7 +72,7 @@ def convert(
     per_step: bool = False,
     saves_codes: bool = False,
 ) -> None:
-    """Make the Linears named by ``fqns`` FP8Linears, in place."""
+    """Make the Linears and Conv1Ds named by ``fqns`` FP8Layers, in place."""
     convert_to_float8_training(nn.Identity(), config=config)  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
         layer = model.get_submodule(fqn)
@@ -231,15 +82,21 @@ def convert(
 def configure(
     linear: nn.Module, config: Float8LinearConfig, *, fp8_eval: bool, per_step: bool = False, saves_codes: bool = False
 ) -> None:
-    """Make ``linear`` an FP8Linear of this configuration, in place."""
+    """Make ``linear`` an FP8Layer of this configuration, in place."""
     with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
         made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
     own = {"fp8_eval": fp8_eval, "weight_codes": None, "encoded_per_step": per_step, "saves_codes": saves_codes}
-    in_place.become(linear, FP8Linear, {**vars(made), **own})
+    if not is_conv1d(linear):
+        in_place.become(linear, FP8Linear, {**vars(made), **own})
+        return
+    from lightning_lowprec.torchao.conv1d import FP8Conv1D
+
+    mm = {"config": made.config, "linear_mm_config": made.linear_mm_config}
+    in_place.become(linear, FP8Conv1D, {**mm, **sizes_of_conv1d(linear), **own})
 
 
 def keep_codes(model: nn.Module) -> None:
-    """Let the FP8Linears of ``model`` keep the codes of their weights from step to step, also within compiled modules.
+    """Let the FP8Layers of ``model`` keep the codes of their weights from step to step, also within compiled modules.
 
     Compiled code does not check whether codes are current. The check runs before each call of a compiled module.
     """
@@ -259,7 +116,7 @@ def keep_codes(model: nn.Module) -> None:
             layer.weight_codes.checked_outside = True
 
 
-def check_codes(layers: Sequence[FP8Linear]) -> None:
+def check_codes(layers: Sequence[FP8Layer]) -> None:
     """Bring kept codes of ``layers`` up to date."""
     for layer in layers:
         codes = vars(layer).get("weight_codes")
@@ -276,11 +133,11 @@ def _outermost_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def revert(model: nn.Module) -> None:
-    """Make every FP8Linear of ``model`` a Linear again, in place."""
+    """Give every FP8Layer of ``model`` its own class back, in place."""
     for linear in fp8_linears(model):
         in_place.revert(linear)
 
 
-def fp8_linears(model: nn.Module) -> list[FP8Linear]:
+def fp8_linears(model: nn.Module) -> list[FP8Layer]:
     """Return the layers of ``model`` that are converted."""
-    return [module for module in model.modules() if isinstance(module, FP8Linear)]
+    return [module for module in model.modules() if isinstance(module, FP8Layer)]

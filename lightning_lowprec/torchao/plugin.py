@@ -199,7 +199,9 @@ class FP8TorchAO(LowPrecision):
 
         half_norms.release(module)
         linear.revert(module)  # fit, then test, makes the same plan again
-        plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe)
+        plan = fp8.plan_or_raise(
+            module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe, conv1d=True
+        )
         if self.config is not None:
             config = own_config.for_layers(self.config, emulate=self.emulates(device))
         else:

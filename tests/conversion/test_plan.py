@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
@@ -76,9 +78,91 @@ def test_other_reasons():
     assert reasons(model) == {
         "0": "its forward is replaced on the instance",
         "1": "weights of torch.float64",
-        "2": "a subclass of Linear (LazyLinear)",
+        "2": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter",
         "3": "a subclass of Linear (ParametrizedLinear)",
     }
+
+
+class Plain(nn.Linear):
+    def __init__(self, features):
+        super().__init__(features, features)
+
+
+class Doubled(Plain):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Counted(Plain):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Halved(Plain):
+    def __init__(self, features):
+        super().__init__(features)
+        self.stored = self._parameters.pop("weight")
+
+    @property
+    def weight(self):
+        return self.stored / 2
+
+
+class OfDoubled(Doubled):
+    """Its forward is its parent's, and not Linear's."""
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Conv1D(nn.Module):
+    """A copy of GPT-2's in somebody's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+
+class OwnConv1D(transformers.pytorch_utils.Conv1D):
+    pass
+
+
+def test_a_subclass_converts_if_its_work_is_that_of_a_linear():
+    layers = [Plain(16), FalconLinear(16, 32), Doubled(16), OfDoubled(16), Counted(16), Halved(16), Plain(16)]
+    layers[6].weight = nn.Parameter(torch.randn(16, 16).as_subclass(Marked))
+    attention = nn.MultiheadAttention(16, 2)
+    assert reasons(nn.Sequential(*layers, attention)) == {
+        "0": None,
+        "1": None,
+        "2": "a subclass of Linear (Doubled)",
+        "3": "a subclass of Linear (OfDoubled)",
+        "4": "a subclass of Linear (Counted)",
+        "5": "a subclass of Linear (Halved)",
+        "6": "a subclass of Linear (Plain) whose weight is a Marked",
+        "7.out_proj": "out_proj of a MultiheadAttention, which never calls it",
+    }
+
+
+def test_a_conv1d_of_transformers_converts():
+    names = ["c_attn", "c_fc", "narrow", "copied", "own", "lm_head", "replaced"]
+    sizes = {"c_attn": (48, 16), "narrow": (24, 16)}  # out, in
+    made = {name: transformers.pytorch_utils.Conv1D(*sizes.get(name, (32, 16))) for name in names}
+    model = nn.ModuleDict({**made, "copied": Conv1D(), "own": OwnConv1D(32, 16)})
+    model.replaced.forward = lambda x: x
+    assert [(row.kind, row.in_features, row.out_features) for row in make_plan(model).rows][:2] == [
+        ("Conv1D", 16, 48), ("Conv1D", 16, 32),
+    ]  # fmt: skip
+    assert reasons(model, keep=["c_fc"]) == {
+        "c_attn": None,
+        "c_fc": "kept by 'c_fc'",
+        "narrow": "features are no multiples of 16",
+        "copied": "no Linear (Conv1D)",
+        "own": "a subclass of Conv1D (OwnConv1D)",
+        "lm_head": "output head (by name)",
+        "replaced": "its forward is replaced on the instance",
+    }
+    assert [fqn for fqn, reason in reasons(model, only=["c_*"]).items() if reason is None] == ["c_attn", "c_fc"]
 
 
 def test_frozen_layers_convert_unless_told_otherwise():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.torchao import saved_codes
-from lightning_lowprec.torchao.linear import TorchAOWire
+from lightning_lowprec.torchao.wire_format import TorchAOWire
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.test_fsdp2_numerics import converted, sharded
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of
+from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of, with_conv1d
 from tests.fsdp2.ranks import run
 
 STEPS = 20
@@ -24,11 +24,11 @@ def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, 
     return full(model)
 
 
-def converted(**options):
+def converted(conv1d=False, **options):
     from lightning_lowprec import FP8TorchAO
 
     plugin = FP8TorchAO(emulate=True, **options)
-    model = Net()
+    model = with_conv1d(Net()) if conv1d else Net()
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     return model
@@ -65,6 +65,20 @@ def runs(rank, mesh):
     )
     weights["one process"] = one_process()
     return weights, reductions
+
+
+def conv1d_runs(rank, mesh):
+    """The same training with Conv1D layers, whose weights are [in, out]."""
+    found = {}
+    for way, gathers, options in (
+        ("float8 gathered", True, {}),
+        ("nothing kept but inputs", True, {"weight_codes": "per_gemm", "saved_inputs": "codes"}),
+        ("float32 gathered", False, {}),
+    ):
+        model, made = sharded(mesh, gathers, model=converted(conv1d=True, **options))
+        assert len(made.scales.weights) == 4 if gathers else made.scales is None
+        found[way] = train(model, rank=rank)
+    return found
 
 
 def one_process():
@@ -143,7 +157,7 @@ def worker(rank):
     from lightning_lowprec.fsdp2.meshes import make_mesh
 
     mesh = make_mesh(torch.device("cpu"), 2, 1, 1)["data_parallel"]
-    return {"runs": runs(rank, mesh), "counted": counted_steps(rank, mesh)}
+    return {"runs": runs(rank, mesh), "counted": counted_steps(rank, mesh), "conv1d": conv1d_runs(rank, mesh)}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +174,15 @@ def test_every_way_of_gathering_gives_the_same_bits(results):
         assert ours.keys() == other.keys()
         for name in ours:
             assert torch.equal(ours[name], other[name]), (way, name)
+
+
+def test_conv1ds_train_as_linears_do(results):
+    """To the bit, after 20 steps on two ranks."""
+    linears = results[0]["runs"][0]["one process"]
+    for way, weights in results[0]["conv1d"].items():
+        for name, weight in weights.items():
+            transposed = name.endswith(("up.weight", "down.weight"))
+            assert torch.equal(weight.t() if transposed else weight, linears[name]), (way, name)
 
 
 def test_ranks_agree(results):

@@ -213,8 +213,25 @@ def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):
 
 
 def test_nothing_converts(capsys):
-    assert main(["plan", "gpt2"]) == 1
-    assert "kept: no Linear (Conv1D)" in capsys.readouterr().out
+    assert main(["plan", "llama", "--min-gain=9"]) == 1
+    assert "kept: too small to gain (below 9x)" in capsys.readouterr().out
+
+
+def test_conv1ds_of_gpt2_convert(capsys):
+    data = run_json(capsys, "gpt2")
+    kept = {row["fqn"]: row["kept_because"] for row in data["plan"]}
+    assert kept.pop("lm_head") == "features are no multiples of 16"  # 50257 words; also an output head
+    assert kept == dict.fromkeys(
+        f"transformer.h.{block}.{name}" for block in range(12)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    )  # fmt: skip
+    widths = {row["fqn"]: (row["in_features"], row["out_features"]) for row in data["plan"]}
+    assert widths["transformer.h.0.mlp.c_fc"] == (768, 3072)
+    assert data["flops_per_token"]["fp8"] == 6 * 12 * 12 * 768**2
+    torchao, by_te = (run_json(capsys, "gpt2", f"--precision=fp8-hybrid-{of}")["bytes"][-1] for of in ("torchao", "te"))
+    assert by_te["gathered"] - torchao["gathered"] == 12 * 12 * 768**2, "Transformer Engine's are gathered in bf16"
+    assert main(["plan", "gpt2", "--precision=fp8-tensorwise", "--shards=5"]) != 0
+    assert "'transformer.h.0.attn.c_attn' has 768 input features" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

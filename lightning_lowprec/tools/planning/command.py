@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
         recipe=name.gains,
         alignment=name.alignment,
         stores_codes=name.bytes_of_codes is not None,
+        conv1d=name.conv1d != "kept",
     )
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes = footprints(

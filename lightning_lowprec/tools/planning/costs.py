@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_lowprec import names
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 
@@ -126,12 +127,13 @@ def footprints(
     ]
     converted = [row for row in plan.rows if row.kept_because is None]
     weights = sum(row.in_features * row.out_features for row in converted)
+    sent_as_fp8 = sum(row.in_features * row.out_features for row in gathered_rows(plan, precision))
     training = sum(row.in_features * row.out_features for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
     like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
     state = next(row for row in rows if row.precision == like)
-    last = replace(state, precision=precision, gathered=mixed.gathered - (weights if fp8_all_gather else 0))
+    last = replace(state, precision=precision, gathered=mixed.gathered - (sent_as_fp8 if fp8_all_gather else 0))
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes
         last = Bytes(
@@ -142,3 +144,10 @@ def footprints(
             gathered=last.gathered if fp8_all_gather else 0,
         )
     return [*rows, last]
+
+
+def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
+    """Return the rows whose weights FSDP2 gathers as float8, under a precision that gathers any so."""
+    name = names.TABLE.get(precision)
+    every = name is None or name.conv1d == "gathered"
+    return [row for row in plan.rows if row.kept_because is None and (every or row.kind != "Conv1D")]

@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
-from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.fsdp2.options import blocks
 from lightning_lowprec.tools.planning import volume
-from lightning_lowprec.tools.planning.costs import Bytes
+from lightning_lowprec.tools.planning.costs import Bytes, gathered_rows
 from lightning_lowprec.tools.planning.volume import Volume, Weights
 
 _FLOAT32: Final = 4
@@ -71,10 +71,13 @@ def per_rank(
             continue
         elements = sum(p.numel() for p in model.parameters())
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
-        fp8 = plan.converted if row is sizes[-1] and row.gathered < param_dtype.itemsize * elements else ()
-        if fp8:
-            _check_even(plan, shards)
-        groups = volume.weights_of(model, fp8, blocks=blocks(model), shards=shards, parts=parts)
+        coded = gathered_rows(plan, row.precision)
+        if row is not sizes[-1] or row.gathered >= param_dtype.itemsize * elements:
+            coded = []
+        _check_even(coded, shards)
+        groups = volume.weights_of(
+            model, [found.fqn for found in coded], blocks=blocks(model), shards=shards, parts=parts
+        )
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
         of_codes = bytes_of_codes if row is sizes[-1] else None
@@ -97,11 +100,12 @@ def per_rank(
     return ranks
 
 
-def _check_even(plan: Plan, shards: int) -> None:
-    for row in plan.rows:
-        if row.kept_because is None and row.out_features % shards:
+def _check_even(rows: Sequence[PlanRow], shards: int) -> None:
+    for row in rows:
+        side, size = ("input", row.in_features) if row.kind == "Conv1D" else ("output", row.out_features)
+        if size % shards:
             raise ValueError(
-                f"`shards={shards}` is not possible: {row.fqn!r} has {row.out_features} output features, which do not"
+                f"`shards={shards}` is not possible: {row.fqn!r} has {size} {side} features, which do not"
                 " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
                 " (`--keep`), or take a divisor (`--shards`)."
             )
