@@ -1,4 +1,4 @@
-"""Find out whether a device can run bf16 and FP8, and the reason if it cannot.
+"""Find out what a device runs: its architecture, and the answers of the table of :mod:`~lightning_lowprec.runs_where`.
 
 A *refusal* is a clause that names the reason; ``None`` means that the device can.
 """
@@ -7,36 +7,60 @@ from __future__ import annotations
 
 import torch
 
-FP8_MIN_CAPABILITY = (8, 9)
-"""Compute capability of the first NVIDIA GPUs with FP8 tensor cores (Ada 8.9, Hopper 9.0)."""
-BF16_MIN_CAPABILITY = (8, 0)
-"""Compute capability of the first NVIDIA GPUs with bf16 tensor cores (Ampere); older GPUs only emulate bf16."""
+from lightning_lowprec import runs_where
+from lightning_lowprec.architectures import Architecture, classify
+from lightning_lowprec.runs_where import RecipeKey
 
 
 def describe(device: torch.device) -> str:
-    """Return the device in words, e.g. ``"NVIDIA H200 (compute capability 9.0)"`` or ``"cpu"``."""
+    """Return the device in words: ``"NVIDIA H200 (compute capability 9.0)"``, ``"MI300X (gfx942)"`` or ``"cpu"``."""
     if device.type != "cuda":
         return device.type
+    if torch.version.hip is not None:
+        return f"{torch.cuda.get_device_name(device)} ({_gcn(device)})"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
-def bf16_refusal(device: torch.device) -> str | None:
-    """Return why ``device`` has no bf16 hardware, or None if it has."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    if torch.cuda.get_device_capability(device) >= BF16_MIN_CAPABILITY:
-        return None
-    return f"{describe(device)} has no bf16 tensor cores (they start at compute capability 8.0)"
+def architecture(device: torch.device) -> Architecture:
+    """Return the architecture of a device.
 
-
-def fp8_refusal(device: torch.device) -> str | None:
-    """Return why ``device`` has no FP8 matrix kernels, or None if it has."""
+    Raises:
+        RuntimeError: the device is a GPU, and there is no driver.
+    """
     if device.type != "cuda":
-        return f"{device.type} has no FP8 matrix kernels"
-    if torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
-        return None
-    return f"{describe(device)} has no FP8 tensor cores (they start at compute capability 8.9)"
+        return classify(device.type)
+    if torch.version.hip is not None:
+        return classify("cuda", gcn=_gcn(device))
+    return classify("cuda", torch.cuda.get_device_capability(device))
+
+
+def refusal(recipe: RecipeKey, device: torch.device) -> str | None:
+    """Return why ``device`` is known not to run a recipe, with the source; None if it runs, or if that is not known."""
+    cell = runs_where.cell(recipe, architecture(device))
+    return f"{describe(device)} {cell.reason} [{cell.source}]" if cell.runs is False else None
+
+
+def refusal_and_remedy(recipe: RecipeKey, device: torch.device) -> str | None:
+    """Return the refusal, and as a second sentence the names that run on ``device``."""
+    reason = refusal(recipe, device)
+    return None if reason is None else f"{reason}. Use {runs_where.instead(recipe, architecture(device))}"
+
+
+def caution(recipe: RecipeKey, device: torch.device) -> str | None:
+    """Return what to say before a recipe runs on ``device``: it is not known to run there, or a GPU emulates it."""
+    cell = runs_where.cell(recipe, architecture(device))
+    if cell.runs is None:
+        return f"it is not known whether this runs: {describe(device)} {cell.reason} [{cell.source}]"
+    if cell.emulated and device.type != "cpu":
+        return f"{describe(device)} {cell.reason} [{cell.source}], slowly"
+    return None
+
+
+def bf16_refusal(device: torch.device) -> str | None:
+    """Return why ``device`` has no bf16 hardware, or None if it has; without bf16 hardware, torch emulates bf16."""
+    cell = runs_where.cell("bf16", architecture(device))
+    return f"{describe(device)} {cell.reason}" if cell.emulated else None
 
 
 def default_device() -> torch.device:
@@ -46,3 +70,8 @@ def default_device() -> torch.device:
     if torch.backends.mps.is_available():
         return torch.device("mps", 0)
     return torch.device("cpu")
+
+
+def _gcn(device: torch.device) -> str:
+    """Return ROCm's name of a GPU: ``"gfx942:sramecc+:xnack-"``."""
+    return str(torch.cuda.get_device_properties(device).gcnArchName)

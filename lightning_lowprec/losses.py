@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from lightning_lowprec.hardware import fp8_refusal
+from lightning_lowprec.hardware import refusal
 from lightning_lowprec.numerics.fp8_products import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
@@ -263,8 +263,8 @@ def _whole(parameter: Tensor) -> Tensor:
 
 @functools.cache
 def _check_device(device: torch.device, emulate: bool) -> None:
-    reason = None if emulate else fp8_refusal(device)
-    if reason is not None and device.type != "cpu":
+    reason = None if emulate else refusal("msamp", device)
+    if reason is not None:
         raise RuntimeError(f"`fp8=True` cannot run: {reason}. Leave it out, or emulate FP8, slowly, by `emulate=True`.")
 
 

@@ -15,6 +15,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
+from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
@@ -27,36 +28,43 @@ _HALF: Final = {
     "half-auto": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "auto"},
+        hardware_recipe="half-auto",
         summary="bf16 autocast where the device has bf16, else fp16 with loss scaling",
     ),
     "bf16-master": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": True},
+        hardware_recipe="bf16",
         summary="bf16 weights and compute, float32 masters in the optimizer",
     ),
     "fp16-master": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "fp16", "master_weights": True},
+        hardware_recipe="fp16",
         summary="fp16 weights and compute, loss scaling, float32 masters in the optimizer",
     ),
     "bf16-remainder": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": "remainder"},
+        hardware_recipe="bf16",
         summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
     ),
     "bf16-sr": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": "stochastic"},
+        hardware_recipe="bf16",
         summary="bf16 weights and compute, no masters: updates are rounded stochastically",
     ),
     "bf16-lean": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": LEAN},
+        hardware_recipe="bf16",
         summary="bf16-remainder with moments of 8 bits, each weight updated during the backward: 6 bytes per parameter",
     ),
     "bf16-lean-sr": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "bf16", "master_weights": LEAN_SR},
+        hardware_recipe="bf16",
         summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
     ),
 }
@@ -149,7 +157,8 @@ def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionNa
         for suffix, end in EVERYWHERE.items():
             if not suffix or (row.fp16 if suffix == FP16 else row.masters):
                 options = {**row.options, **OPTIONS.get(suffix, {})}
-                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}")
+                experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
+                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}", experts=experts)
 
 
 def _fill_table() -> None:
@@ -162,7 +171,8 @@ def _fill_table() -> None:
     TABLE.clear()
     if tensorwise := rows.get("fp8-tensorwise"):
         options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
-        chosen_lean = {"fp8-lean": replace(tensorwise, options=options, summary=_FP8_LEAN, fp16=False, masters=False)}
+        lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm")
+        chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}
     TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **rows})

@@ -10,7 +10,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_lowprec"
 OWN = "lightning_lowprec"
 FLOORS = [
-    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "losses", "private"},
+    {
+        "numerics",
+        "hardware",
+        "architectures",
+        "runs_where",
+        "extras",
+        "checks",
+        "references",
+        "other_stacks",
+        "losses",
+        "private",
+    },
     {"conversion"},
     {"masters"},
     {"precision"},
@@ -22,7 +33,18 @@ FLOORS = [
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 MAY_IMPORT_EACH_OTHER = [
     {"names", "registration", "recipes", "strategies", "from_accelerate"},
-    {"numerics", "hardware", "extras", "checks", "references", "other_stacks", "losses", "private"},
+    {
+        "numerics",
+        "hardware",
+        "architectures",
+        "runs_where",
+        "extras",
+        "checks",
+        "references",
+        "other_stacks",
+        "losses",
+        "private",
+    },
 ]
 LIGHTNING_FROM = FLOOR["precision"]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -1,6 +1,6 @@
 """Run a command on the null GPU, which is built first if need be.
 
-python -m benchmarks.ledger.launch [--device h200|h200_1tb|h100|b200|rtx4090|a100] COMMAND...
+python -m benchmarks.ledger.launch [--device h200|h200_1tb|h100|b200|rtx5090|rtx4090|a100] COMMAND...
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.ledger.build import CannotBuild, build, packages
 
-DEVICES = ("h200", "h200_1tb", "h100", "b200", "rtx4090", "a100")
+DEVICES = ("h200", "h200_1tb", "h100", "b200", "rtx5090", "rtx4090", "a100")
 
 
 def environment(device: str = "h200") -> dict[str, str]:

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_lowprec.conversion import head
+from lightning_lowprec.conversion import experts, head
 from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.conversion.gemms import InBF16
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
+from lightning_lowprec.runs_where import RecipeKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +49,12 @@ class PrecisionName:
     conv1d: Literal["kept", "converted", "gathered"] = "kept"
     """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
     as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
+    experts: str | None = NO_GROUPED_PRODUCT
+    """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    hardware_recipe: RecipeKey | None = None
+    """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
 
 def _no_revert(model: nn.Module) -> None:
@@ -74,6 +82,9 @@ class Backend:
     suffix: str = ""
     """The end of the names that always mean this backend, such as ``"-te"``: ``fp8-hybrid`` may become
     ``fp8-hybrid-te``. Empty: no name without a backend can mean this backend."""
+    recipes: Mapping[str, bool] = field(default_factory=dict)
+    """The recipes that a layer may have where layers have recipes of their own, and for each whether FSDP2 gathers the
+    weight as float8; the first is the plugin's default."""
     preferred: bool = True
     """Whether a name without a backend may mean this backend. Of several, the one that was registered last is meant."""
     module: str | None = None
@@ -94,6 +105,11 @@ class Backend:
     shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
     """Called before ``fully_shard`` with a model that keeps codes, the number of shards and the ``ShardOptions``.
     Checks the arguments, prepares the weights, and returns a function to call with the mesh after ``fully_shard``."""
+    reconfigure: Callable[[nn.Module, LayerRecipe], None] | None = None
+    """Give one layer another recipe in place, between two optimizer steps; a recipe without a name keeps the layer's.
+    Under FSDP2 and DDP all ranks must do so before the same forward. None: the layers cannot be changed."""
+    set_phase: Callable[[nn.Module, InBF16], None] | None = None
+    """Compute these products of one layer in high precision, beside those of its recipe; see ``reconfigure``."""
     cuts_layers: bool = True
     """Whether tensor parallelism can cut the backend's layers, that is, whether they compute with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None
@@ -167,12 +183,35 @@ def owner(module: nn.Module) -> Backend | None:
     return next((backend for backend in _registered.values() if backend.owns(module)), None)
 
 
+def reconfigure(layer: nn.Module, recipe: str | Mapping[str, str]) -> None:
+    """Give one converted layer another recipe, in place: Parameters, optimizer, hooks and compiled modules stay.
+
+    Call this between two optimizer steps, and on all ranks before the same forward.
+
+    Args:
+        layer: a layer of a backend.
+        recipe: a recipe of the backend, ``"bf16"``, or a mapping such as ``{"forward": "bf16"}``, which keeps the
+            layer's recipe for the other products.
+
+    Raises:
+        ValueError: ``layer`` is no converted layer, or its backend does not know the recipe or cannot change layers.
+    """
+    backend = owner(layer)
+    if backend is None or backend.reconfigure is None:
+        raise ValueError(
+            f"`layer={type(layer).__name__}(...)` cannot get another recipe: expected a layer that"
+            f" {' or '.join(b.title for b in registered() if b.reconfigure is not None)} has converted."
+        )
+    backend.reconfigure(layer, LayerRecipe.of(recipe, names=tuple(backend.recipes), base=None))
+
+
 def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     """Give a model torch's own layers back, in place, but leave the layers of the backend ``except_for``.
 
-    Causal models of ``transformers`` get their own head and loss back too.
+    Causal models of ``transformers`` get their own head and loss back too, and mixtures their own experts.
     """
     head.revert(model)
+    experts.revert(model)
     for backend in registered():
         if backend.name != except_for:
             backend.revert(model)

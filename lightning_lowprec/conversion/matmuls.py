@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.private import transformers
+
+STACKED: Final = "stacked experts"
+"""The kind of a Parameter of three dimensions that holds one matrix per expert."""
+CONV1D: Final = "Conv1D"
+"""The kind of the weight of GPT-2's layer, [in, out]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,18 @@ class Matmul:
     """The number of products of this shape per token: 2 for a mixture that sends each token to 2 experts."""
     stored: int = 1
     """The number of weights of this shape: the number of stacked experts."""
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all weights."""
+        return self.stored * self.in_features * self.out_features
+
+    @property
+    def parts(self) -> int:
+        """The size of the first dimension, which FSDP2 cuts."""
+        if self.kind == STACKED:
+            return self.stored
+        return self.in_features if self.kind == CONV1D else self.out_features
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -58,22 +76,23 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     if isinstance(module, nn.Linear):
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
-        return [Matmul(fqn=fqn, kind="Conv1D", **sizes_of_conv1d(module))]
+        return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
     if name == "Conv1D" and weight is not None and weight.dim() == 2:  # another copy of GPT-2's: weight is [in, out]
-        return [Matmul(fqn=fqn, kind="Conv1D", in_features=weight.shape[0], out_features=weight.shape[1])]
+        return [Matmul(fqn=fqn, kind=CONV1D, in_features=weight.shape[0], out_features=weight.shape[1])]
     if name.endswith("Router") and weight is not None and weight.dim() == 2:
         return [Matmul(fqn=fqn, kind="router", in_features=weight.shape[1], out_features=weight.shape[0])]
-    if "expert" not in fqn.rpartition(".")[2].lower():
+    if "expert" not in fqn.rpartition(".")[2].lower() and not is_stack(module):
         return []
+    first, second = (1, 2) if getattr(module, "is_transposed", False) else (2, 1)
     parent = model.get_submodule(fqn.rpartition(".")[0])
     choices = (getattr(m, "top_k", None) for m in (parent, *parent.children()))
     top_k = next((value for value in choices if isinstance(value, int)), None)
     return [
         Matmul(
             fqn=f"{fqn}.{parameter}",
-            kind="stacked experts",
-            in_features=p.shape[2],
-            out_features=p.shape[1],
+            kind=STACKED,
+            in_features=p.shape[first],
+            out_features=p.shape[second],
             per_token=float(top_k or p.shape[0]),
             stored=p.shape[0],
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.experts import is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
-from lightning_lowprec.conversion.matmuls import Matmul, is_conv1d, is_linear, linears
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.private import transformers
 
@@ -18,6 +20,12 @@ FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 """Last component of an output head's fqn in the model families of ``transformers``, torchtitan and timm."""
+NO_GROUPED_PRODUCT: Final = "no Linear (stacked experts)"
+"""Why a precision without grouped products in FP8 keeps stacked experts."""
+EXPERTS_NEED_FUSION: Final = "stacked experts (`fuse='auto'` runs them in FP8)"
+"""Why Transformer Engine keeps stacked experts that are not fused."""
+GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products round to bf16, and the base is fp16)"
+"""Why a precision with fp16 outside of FP8 keeps stacked experts."""
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,6 +34,7 @@ def unsupported(
     module: nn.Module,
     alignment: int = FEATURE_ALIGNMENT,
     converted_class: type[nn.Module] | None = None,
+    experts: str | None = NO_GROUPED_PRODUCT,
 ) -> str | None:
     """Return why this weight cannot convert under any options, or None if it can.
 
@@ -34,7 +43,10 @@ def unsupported(
         module: its module.
         alignment: its features must be multiples of this number.
         converted_class: the class that an earlier plan gave to Linears; such a layer can convert.
+        experts: why stacked experts cannot convert; None: they can.
     """
+    if matmul.kind == STACKED:
+        return experts or _unsupported_experts(matmul, module, alignment)
     if converted_class is not None and isinstance(module, converted_class):
         return None
     if not is_linear(module):
@@ -76,6 +88,18 @@ def computes_as_linear(own: type[nn.Module]) -> bool:
         and own.__call__ is nn.Module.__call__
         and not any(name in vars(cls) for cls in own.__mro__ for name in ("weight", "bias"))
     )
+
+
+def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> str | None:
+    name = matmul.fqn.rpartition(".")[2]
+    if not is_stack(module) or name not in weight_names(module):
+        return f"stacked experts of an unknown class ({type(module).__name__})"
+    weight = getattr(module, name)
+    if weight.dtype not in LINEAR_DTYPES:
+        return f"weights of {weight.dtype}"
+    if any(size % alignment for size in weight.shape[1:]):
+        return f"features are no multiples of {alignment}"
+    return None
 
 
 def computed_weight(module: nn.Module) -> str | None:
@@ -159,7 +183,7 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     kept: dict[str, str] = {}
     if options.only is not None:
         chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, model)}
-        kept |= {fqn: "not in `only`" for fqn in linears(model) if fqn not in chosen}
+        kept |= {fqn: "not in `only`" for fqn in choosable(model) if fqn not in chosen}
     if options.first_last_layers_bf16:
         kept |= _first_and_last(model, options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16)
     for pattern in options.keep:
@@ -167,9 +191,15 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     return kept
 
 
+def choosable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what ``keep`` and ``only`` choose from, by fqn: Linears, and the Parameters of stacked experts."""
+    found = {m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}
+    return {**linears(model), **found}
+
+
 def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
     """Return the fqns that a name or pattern matches (see :func:`matches`); raise if there is none."""
-    fqns = list(linears(model))
+    fqns = list(choosable(model))
     found = [fqn for fqn in fqns if matches(pattern, fqn)]
     if not found:
         near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
@@ -188,7 +218,7 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
-    stacks = repeated_stacks(model, having=linears(model).values())
+    stacks = repeated_stacks(model, having=choosable(model).values())
     if not stacks:
         raise ValueError(
             "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and the"
@@ -200,7 +230,7 @@ def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
         for block in (*blocks[:start], *blocks[max(len(blocks) - end, 0) :]):
             inside |= {id(module) for module in block.modules()}
     reason = "first or last block (first_last_layers_bf16)"
-    return {fqn: reason for fqn, linear in linears(model).items() if id(linear) in inside}
+    return {fqn: reason for fqn, module in choosable(model).items() if id(module) in inside}
 
 
 def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:

@@ -31,24 +31,32 @@ made anew after every write, so the codes are right as long as their scale is th
 allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading moves to the
 device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
+A layer may change to products in high precision, and back (a schedule, a demotion). Then its weight is gathered in high
+precision: FSDP2 forgets the memory of the gathered weight at the switch, and the codes are freed. All ranks must switch
+before the same gather.
+
 A backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
 torchao has a similar tensor, whose scales silently become stale when a checkpoint is loaded after they were computed.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.fsdp2.kept_codes import KeptCodes
 from lightning_lowprec.fsdp2.meshes import by_mesh
-from lightning_lowprec.numerics.wire_format import WireFormat, wired_layers
+from lightning_lowprec.numerics.wire_format import WireFormat, on_wire_change, reads_values, wired_layers
+from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
 from lightning_lowprec.private.torch import (
     MOVING_OPERATIONS,
     largest_absolute_values,
@@ -92,11 +100,34 @@ class GatherScales:
         """Whether shards keep their codes: known after the first :meth:`refresh`."""
         self.reductions = 0
         """The number of times that :meth:`refresh` has computed scales."""
+        self._readers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+        """By the module that FSDP2 names as the owner of a weight: all layers that read the weight."""
 
     def collect(self, model: nn.Module) -> None:
-        """Find the weights; call this after ``fully_shard``."""
+        """Find the weights, and follow layers that change how they read them; call this after ``fully_shard``."""
         weights = {id(layer.weight): layer.weight for layer in wired_layers(model)}
         self.weights = [weight for weight in weights.values() if isinstance(local_tensor(weight), Fp8GatherShard)]
+        for owner in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+            for record, layers in gathered_parameters(owner):
+                if isinstance(local_tensor(record.sharded_param), Fp8GatherShard):
+                    self._readers[layers[0]] = [weakref.ref(layer) for layer in layers]
+                    for layer in layers:
+                        on_wire_change(layer, partial(self._change_wire, weakref.ref(owner), weakref.ref(record)))
+
+    def sends_values(self, module: nn.Module) -> bool:
+        """Return whether the weight of ``module`` is gathered in high precision now: a layer reads its values."""
+        return any(reads_values(layer) for ref in self._readers.get(module, ()) if (layer := ref()) is not None)
+
+    def _change_wire(self, owner: weakref.ref[Any], record: weakref.ref[Any]) -> None:
+        """Prepare a weight for gathers in another dtype, and have scales computed that were not needed before."""
+        module, parameter = owner(), record()
+        if module is None or parameter is None:
+            return
+        module.reshard()
+        forget_gathered(parameter)
+        shard: Any = local_tensor(parameter.sharded_param)
+        shard._kept = None
+        shard.note_written()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -106,7 +137,7 @@ class GatherScales:
         """
         if not self.stale or not self.weights:
             return
-        for weights in by_mesh(self.weights):
+        for weights in by_mesh(self._sent_as_codes()):
             amax: Any = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
             # offloaded shards are on CPU, which nccl does not reduce
             amax = torch.clamp(amax.to(amax.device_mesh.device_type), min=self.format.least_amax)
@@ -119,6 +150,15 @@ class GatherScales:
                     shard.allocate_codes()
         self.stale = False
         self.reductions += 1
+
+    def _sent_as_codes(self) -> list[Tensor]:
+        values = {
+            id(layer.weight)
+            for owner, refs in self._readers.items()
+            for ref in refs
+            if (layer := ref()) is not None and self.sends_values(owner)
+        }
+        return [weight for weight in self.weights if id(weight) not in values]
 
 
 @final
@@ -181,14 +221,25 @@ class Fp8GatherShard(Tensor):
             kept._scale = args[0]._scale
         return kept
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
+
+        A weight that a layer reads in high precision is sent in the dtype of ``mp_policy``, without a scale.
 
         Codes are kept for further gathers if the format says so, and if their scale is the one of all weights.
         The second part of what is returned goes to :meth:`fsdp_post_all_gather`: the scale, and whether the memory of
         the scale belongs to the stream of this call, on which FSDP2 copies, instead of the stream that computes.
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
+        if self._scales.sends_values(module):
+            return (values.to(mp_policy.param_dtype or values.dtype),), None
         if self._scales.stale or scale is None:
             amax = values.abs().amax().float()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
@@ -209,6 +260,8 @@ class Fp8GatherShard(Tensor):
     ) -> Any:
         """Return the whole weight, ready for the GEMM; called by FSDP2. Later gathers fill the memory of the first."""
         (codes,) = all_gather_outputs
+        if metadata is None:  # values in high precision, which later gathers write to the same memory
+            return (codes, (codes,)) if out is None else None
         scale, made_while_copying = metadata
         if made_while_copying and scale.is_cuda:  # no other tensor gets the memory before the GEMMs have read the scale
             scale.record_stream(torch.cuda.current_stream(scale.device))

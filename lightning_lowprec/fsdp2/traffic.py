@@ -6,6 +6,7 @@ FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, final
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowprec.numerics.wire_format import reads_values, wired_layers
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_norm
 
@@ -25,13 +27,20 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class ByteGather:
     """The all-gather of one FSDP2 group, the ``shards`` of this rank that are gathered together."""
 
-    def __init__(self, shards: Sequence[Tensor] = ()) -> None:
+    def __init__(self, shards: Sequence[Tensor] = (), layers: Sequence[nn.Module] = ()) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
         self.elements = sum(shard.numel() for shard in shards)
-        self.has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
+        self._has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
         self.calls: Counter[torch.dtype] = Counter()
         """The number of gathers of this rank, by dtype."""
         self.sent: Counter[torch.dtype] = Counter()
         """The bytes that this rank sent, by dtype."""
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether a weight of the group is gathered as float8 now, and not in high precision (a phase, a demotion)."""
+        layers = [layer for ref in self._layers if (layer := ref()) is not None]
+        return self._has_fp8 and not (layers and all(map(reads_values, layers)))
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the result; called by FSDP2."""
@@ -56,7 +65,11 @@ class Traffic:
         self.gathers: dict[str, ByteGather] = {}
         self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
         for fqn, module in groups.items():
-            self.gathers[fqn] = ByteGather(_shards(module, groups))
+            own = _own_parameters(module, groups)
+            readers = [
+                layer for layer in wired_layers(cast(nn.Module, module)) if id(layer._parameters.get("weight")) in own
+            ]
+            self.gathers[fqn] = ByteGather([local_tensor(p) for p in own.values()], readers)
             custom: Any = self.gathers[fqn]  # torch's interface, a private class, asks for these two methods
             module.set_custom_all_gather(custom)
 
@@ -84,11 +97,11 @@ class Traffic:
         return f"all-gather: {dtype}, {_size(sent / calls)} per {unit} and rank, {sent / max(in_bf16, 1):.2f}x of bf16"
 
 
-def _shards(module: Any, groups: Mapping[str, Any]) -> list[Tensor]:
-    """Return the local shards of the parameters that ``module`` gathers; groups inside of it gather their own."""
+def _own_parameters(module: Any, groups: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Return the parameters that ``module`` gathers, by identity; groups inside of it gather their own."""
     others = set(groups.values()) - {module}
     inner = {id(p) for m in module.modules() if m in others for p in m.parameters()}
-    return [local_tensor(p) for p in module.parameters() if id(p) not in inner]
+    return {id(p): p for p in module.parameters() if id(p) not in inner}
 
 
 def _name(dtype: torch.dtype) -> str:

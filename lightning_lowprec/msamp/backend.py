@@ -21,6 +21,7 @@ _NAMES: Final = {
         summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
         bytes_of_codes=(2, 1, 8),
         conv1d="gathered",
+        hardware_recipe="msamp",
     ),
     "msamp-o2": PrecisionName(
         plugin=MSAMP,
@@ -28,6 +29,7 @@ _NAMES: Final = {
         summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
         bytes_of_codes=(2, 1, 3),
         conv1d="gathered",
+        hardware_recipe="msamp",
     ),
     "msamp-o3": PrecisionName(
         plugin=MSAMP,
@@ -36,6 +38,7 @@ _NAMES: Final = {
         gathers_fp8=True,
         bytes_of_codes=(1, 1, 5),
         conv1d="gathered",
+        hardware_recipe="msamp",
     ),
 }
 

@@ -41,6 +41,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.runs_where import RecipeKey
 
 BACKEND: Final = "msamp"
 
@@ -125,9 +126,14 @@ class MSAMP(LowPrecision):
     def emulates(self, device: torch.device) -> bool:
         return fp8.emulates(self.emulate, device)
 
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        return "msamp"
+
     @override
     def refusal(self, device: torch.device) -> str | None:
-        return fp8.kernel_refusal(self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
+        return fp8.kernel_refusal("msamp", self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
 
     @override
     def how(self, device: torch.device) -> str:

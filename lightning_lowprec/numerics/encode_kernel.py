@@ -18,7 +18,7 @@ COLUMNS: Final = tl.constexpr(6)
 
 
 @triton.jit
-def _code(x):  # type: ignore[no-untyped-def]
+def e4m3_code(x):  # type: ignore[no-untyped-def]
     """Return float8_e4m3fn as int8: float32 in [-448, 448] or NaN, to the nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -51,7 +51,7 @@ def _tile(tiles, table, program, KIND: tl.constexpr):  # type: ignore[no-untyped
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
     x = x * tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)))
-    codes = _code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
+    codes = e4m3_code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
     tl.store(tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int8)), 16) + place, codes, mask=inside)
     target = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.int8)), 16)
     across = tl.trans(column) * rows + tl.trans(row)

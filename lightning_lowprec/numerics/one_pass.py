@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_lowprec.hardware import FP8_MIN_CAPABILITY
+from lightning_lowprec.hardware import architecture
 
 R = TypeVar("R")
 
@@ -102,8 +102,8 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
 
 @functools.cache
 def compiles(device: torch.device) -> bool:
-    """Return whether Triton compiles float8 casts for a device: NVIDIA GPUs with FP8. Others emulate FP8 eagerly."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY
+    """Return whether Triton compiles casts to float8_e4m3fn: on GPUs that multiply it. Others cast eagerly."""
+    return device.type == "cuda" and architecture(device).fp8 == "e4m3fn"
 
 
 @functools.cache

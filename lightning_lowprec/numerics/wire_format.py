@@ -5,6 +5,8 @@ A layer whose weight can be gathered in float8 has a ``wire_format``; :mod:`ligh
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +37,27 @@ class WireFormat(Protocol):
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Give a tensor that ``whole`` returned earlier other codes."""
+
+
+_listeners: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""By layer: called when the layer reads its weight in another form."""
+
+
+def on_wire_change(layer: nn.Module, listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever ``layer`` begins to read codes instead of values, or the other way round."""
+    _listeners[layer] = listener
+
+
+def wire_changed(layer: nn.Module) -> None:
+    """Tell the listener that ``layer`` may read its weight in another form from now on."""
+    listener = _listeners.get(layer)
+    if listener is not None:
+        listener()
+
+
+def reads_values(layer: nn.Module) -> bool:
+    """Return whether ``layer`` reads its weight in high precision now, though the weight can be gathered in float8."""
+    return bool(getattr(layer, "reads_values", False))
 
 
 def wired_layers(model: nn.Module) -> list[Any]:

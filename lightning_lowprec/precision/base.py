@@ -1,13 +1,12 @@
 """The base of every precision plugin, for Trainer and Fabric alike.
 
-A plugin is a thin layer of Lightning's hooks over four parts, each in a separate file:
+A plugin is a thin layer of Lightning's hooks over five parts, each in a separate file:
 
 * :mod:`~lightning_lowprec.precision.modules`: the modules that were set up, and where the device becomes known;
 * :mod:`~lightning_lowprec.precision.optimizers`: the optimizers and DDP modules around them, and their checks;
 * :mod:`~lightning_lowprec.precision.step`: what happens at a training step, from the loss to the weights;
-* :mod:`~lightning_lowprec.precision.state`: what checkpoints hold.
-
-The differences between Trainer and Fabric are in :mod:`~lightning_lowprec.precision.host`.
+* :mod:`~lightning_lowprec.precision.state`: what checkpoints hold;
+* :mod:`~lightning_lowprec.precision.host`: the differences between Trainer and Fabric.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
@@ -47,6 +47,8 @@ from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
+from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.runs_where import RecipeKey
 
 
 class LowPrecision(TrainerPrecision, ABC):
@@ -73,6 +75,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether FSDP2's float32 shards take the place of masters."""
     shards_codes: bool = False
     """Whether FSDP2 can shard these codes."""
+    phases: ScheduledPhases | None = None
+    """The option ``schedule``: the phases that the layers follow."""
     reduce_dtype: torch.dtype | None = None
     """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
@@ -112,6 +116,11 @@ class LowPrecision(TrainerPrecision, ABC):
         Lightning's tables have no FP8 dtype: they list the peak rates of FP8 under ``torch.int8``.
         """
         return self.autocast_dtype
+
+    @property
+    def hardware_recipe(self) -> RecipeKey | None:
+        """The row of the table of what runs where (:mod:`lightning_lowprec.runs_where`); None: the table has none."""
+        return None
 
     def refusal(self, device: torch.device) -> str | None:
         """Return why this precision cannot run on ``device``, and the remedy; None if it can."""
@@ -184,6 +193,7 @@ class LowPrecision(TrainerPrecision, ABC):
                 self._set_dtypes(module)
             self._prepare(module, device)
             replace_heads(self, module, device)
+            follow_autocast(module)
             if self.masters is not None:
                 self._set_dtypes(module)
             self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
@@ -210,13 +220,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
-        rounded = self.masters.cast(module, self.autocast_dtype)
-        if rounded:
-            rank_zero_info(
-                f"{self.precision}: {rounded} trainable parameters of {type(module).__name__} were half precision"
-                " already, so their float32 values start from rounded values. Load the model in float32"
-                " (`dtype=torch.float32` of transformers' `from_pretrained`) to keep them exact."
-            )
+        refusals.note_rounded(self.masters.cast(module, self.autocast_dtype), module, self.precision)
 
     def _known_device(self) -> torch.device:
         if not self.modules.ready:
@@ -322,6 +326,8 @@ class LowPrecision(TrainerPrecision, ABC):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast on the module's device; casts are cached in Fabric, not in the Trainer, as in Lightning."""
         device = self._known_device()
+        if self.phases is not None:
+            self.phases.follow(self)
         return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
 
     @override
@@ -346,9 +352,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @shown_as(FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: scale the loss, then run the Trainer's hooks."""
-        if not in_trainer(module):
-            return tensor
-        return super().pre_backward(step.scale_loss(self.scaler, tensor), module)
+        return super().pre_backward(step.scale_loss(self.scaler, tensor), module) if in_trainer(module) else tensor
 
     @property
     def backward(self) -> Callable[..., None]:
@@ -372,9 +376,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @shown_as(FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: run the Trainer's hooks."""
-        if not in_trainer(module):
-            return tensor
-        return super().post_backward(tensor, module)
+        return super().post_backward(tensor, module) if in_trainer(module) else tensor
 
     @override
     def optimizer_step(
@@ -415,8 +417,7 @@ class LowPrecision(TrainerPrecision, ABC):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if clip_val > 0 and step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
             return
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
@@ -426,8 +427,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
-        found: dict[str, Any] = {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
-        return found
+        return {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

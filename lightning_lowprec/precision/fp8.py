@@ -9,8 +9,11 @@ from torch.nn import Module
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.hardware import default_device, describe, fp8_refusal
+from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
+from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.runs_where import RecipeKey
 
 
 def emulates(emulate: bool | None, device: torch.device) -> bool:
@@ -18,21 +21,20 @@ def emulates(emulate: bool | None, device: torch.device) -> bool:
     return device.type == "cpu" if emulate is None else emulate
 
 
-def kernel_refusal(emulate: bool | None, device: torch.device, constructor: str) -> str | None:
-    """Return why a GPU runs no FP8 kernel, and the remedy; None if it does, if FP8 is emulated, and on CPU.
+def kernel_refusal(recipe: RecipeKey, emulate: bool | None, device: torch.device, constructor: str) -> str | None:
+    """Return why a device is known not to run a recipe, and the remedy; None if it runs, is emulated, or is not known.
 
     Args:
+        recipe: the row of the table.
         emulate: the user's choice.
         device: the device of the model.
         constructor: the call that emulates FP8, for the message: ``"FP8TorchAO(..., emulate=True)"``.
     """
-    reason = fp8_refusal(device)
-    if reason is None or device.type == "cpu" or emulates(emulate, device):
+    can_emulate = architecture(device).emulates
+    reason = refusal_and_remedy(recipe, device)
+    if reason is None or (can_emulate and emulates(emulate, device)):
         return None
-    return (
-        f"{reason}. Use a GPU with FP8 (compute capability 8.9 or above), 'bf16-mixed', or"
-        f" `plugins={constructor}` to emulate FP8, slowly"
-    )
+    return f"{reason}, or `plugins={constructor}` to emulate FP8, slowly" if can_emulate else reason
 
 
 def how(emulate: bool | None, device: torch.device) -> str:
@@ -56,10 +58,11 @@ def plan_or_raise(
     *,
     precision: str,
     base: str,
-    recipe: Recipe = "tensorwise",
+    recipe: Recipe | RecipeMap = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
     conv1d: bool = False,
+    experts: str | None = NO_GROUPED_PRODUCT,
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -72,6 +75,7 @@ def plan_or_raise(
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
         conv1d: see ``make_plan``.
+        experts: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
@@ -83,6 +87,7 @@ def plan_or_raise(
         converted_class=converted_class,
         stores_codes=stores_codes,
         conv1d=conv1d,
+        experts=experts,
     )
     if plan.converted:
         return plan

@@ -10,7 +10,7 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.options import shows, take
-from lightning_lowprec.hardware import bf16_refusal, default_device
+from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
 from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
@@ -22,6 +22,7 @@ from lightning_lowprec.precision.options import (
     LossScaleChoices,
     LossScaleOptions,
 )
+from lightning_lowprec.runs_where import RecipeKey
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _NAMES: dict[tuple[str, str | None], str] = {
@@ -74,11 +75,28 @@ class HalfMixed(LowPrecision):
             return self._dtype
         return torch.bfloat16 if bf16_refusal(self.modules.device or default_device()) is None else torch.float16
 
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        if self._dtype is None:
+            return "half-auto"
+        return "bf16" if self._dtype is torch.bfloat16 else "fp16"
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        return refusal_and_remedy(self.hardware_recipe, device)
+
+    @override
+    def emulates(self, device: torch.device) -> bool:
+        """A GPU without bf16 tensor cores emulates bf16."""
+        return self._dtype is torch.bfloat16 and bf16_refusal(device) is not None
+
     @override
     def how(self, device: torch.device) -> str:
         """Return the dtype and the reason for it."""
         if self._dtype is not None:
-            return f"{str(self._dtype).removeprefix('torch.')} autocast"
+            emulated = f", emulated, since {bf16_refusal(device)}" if self.emulates(device) else ""
+            return f"{str(self._dtype).removeprefix('torch.')} autocast{emulated}"
         refusal = bf16_refusal(device)
         if refusal is None:
             return f"bf16 autocast, since {device.type} has bf16"

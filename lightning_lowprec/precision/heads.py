@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 
 from lightning_lowprec.conversion import head
-from lightning_lowprec.hardware import fp8_refusal
+from lightning_lowprec.hardware import caution, refusal
 from lightning_lowprec.precision.options import Head
 
 
@@ -29,9 +29,11 @@ def replace_heads(plugin: Any, module: Module, device: torch.device) -> None:
     if kind == "bf16":
         return
     emulate = getattr(plugin, "emulate", None)
-    reason = fp8_refusal(device)
-    if kind == "fp8" and reason is not None and device.type != "cpu" and not emulate:
-        raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
+    if kind == "fp8" and not emulate:
+        if (reason := refusal("msamp", device)) is not None:
+            raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
+        if (doubt := caution("msamp", device)) is not None:
+            rank_zero_warn(f"`head='fp8'`: {doubt}.")
     fqns = head.replace(module, kind, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
     rank_zero_info(

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
@@ -24,14 +25,29 @@ AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
 def check_runs(plugin: Any, device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``, or means another backend on another rank.
 
+    Warn if nobody knows whether the precision runs there, or if a GPU emulates it.
+
     Raises:
         RuntimeError: the message has the reason and the remedy.
     """
     refusal = plugin.refusal(device)
     if refusal is not None:
         raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
+    recipe = plugin.hardware_recipe
+    if recipe is not None and not getattr(plugin, "emulate", None) and (doubt := caution(recipe, device)) is not None:
+        rank_zero_warn(f"`precision={plugin.precision!r}`: {doubt}.")
     if plugin.backend_is_chosen and plugin.backend is not None:
         check_ranks_agree(plugin.precision, plugin.backend)
+
+
+def note_rounded(number: int, module: Module, precision: str) -> None:
+    """Log the number of trainable parameters, if there are any, whose masters start from half-precision values."""
+    if number:
+        rank_zero_info(
+            f"{precision}: {number} trainable parameters of {type(module).__name__} were half precision already, so"
+            " their float32 values start from rounded values. Load the model in float32 (`dtype=torch.float32` of"
+            " transformers' `from_pretrained`) to keep them exact."
+        )
 
 
 def refuse_sharded(module: Module, precision: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowprec.private.torch import PARAM_GROUPS
+
 
 def reset_shards(module: nn.Module) -> None:
     """Let FSDP2 take the current parameters of ``module`` as its shards."""
@@ -42,6 +44,23 @@ def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
     """Let FSDP2 prepare the backward pass of ``module`` when the gradient of ``loss`` arrives."""
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
     state._register_pre_backward_hook(loss)
+
+
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
+    """Yield FSDP2's record of each parameter that ``module`` gathers, and the modules that own the parameter."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    many, one = PARAM_GROUPS
+    groups = getattr(state, many) if hasattr(state, many) else [getattr(state, one)]
+    for group in groups:
+        for record in [] if group is None else group.fsdp_params:
+            yield record, [record._module_info.module, *record._module_info.shared_modules]
+
+
+def forget_gathered(record: Any) -> None:
+    """Let the next gather of a sharded parameter allocate memory, because the parameter is sent in another dtype."""
+    record.all_gather_outputs = []
+    record._unsharded_inner_tensors = []
+    vars(record).pop("_unsharded_param", None)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

@@ -91,6 +91,10 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
         f"{_FSDP}._fsdp_state.FSDPState._root_pre_forward",
         f"{_FSDP}._fsdp_state.FSDPState._post_forward",
+        f"{_FSDP}._fsdp_param.FSDPParam()._module_info",
+        f"{_FSDP}._fsdp_param.FSDPParam().all_gather_outputs",
+        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_inner_tensors",
+        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_param",
     ),
     TRANSFORMER_ENGINE: (
         "torch.Tensor._make_wrapper_subclass",
@@ -104,6 +108,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     FP8_LAYERS: (
         "torch._C._are_functorch_transforms_active",
         "torch._scaled_mm",
+        "torch._scaled_grouped_mm",
         "torch.compiler._is_exporting_flag",
         "torch.Tensor._version",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
@@ -404,6 +409,21 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Te
     The sum is exact to float32; ``b`` lies in memory column by column.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
+def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, ends: Tensor) -> Tensor:
+    """Grouped product of float8_e4m3fn codes with a scale per row and column -> bf16, on Hopper and Blackwell.
+
+    ``torch.nn.functional.scaled_grouped_mm`` does the same, and torch 2.11 cannot compile it.
+
+    Args:
+        a: [M, K], contiguous.
+        b: [E, K, N], or [K, N] if the groups are parts of K; contiguous along K.
+        inverse_a: what to multiply with: [M], or [E * M].
+        inverse_b: the same: [E, N], or [E * N].
+        ends: [E] int32.
+    """
+    return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def is_in_backward() -> bool:

@@ -23,6 +23,11 @@ def constructor_arguments(tensor: Any) -> tuple[Any, ...]:
     return tuple(getattr(tensor, name) for name in _ARGUMENTS)
 
 
+def codes_of(tensor: Any) -> tuple[Tensor, Tensor]:
+    """Return the codes of a ``Float8TrainingTensor``, and their scale."""
+    return tensor._data, tensor._scale
+
+
 def set_scale(tensor: Any, scale: Tensor) -> None:
     """Give a ``Float8TrainingTensor`` another scale, in place."""
     tensor._scale = scale

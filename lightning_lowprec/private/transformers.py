@@ -23,6 +23,8 @@ _NAMES: Final = (
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate",
     "transformers.pytorch_utils.Conv1D().nf",
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
+    "transformers.integrations.moe.use_experts_implementation()._is_expert_parallel",
+    "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
 )
 _CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
 _FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
@@ -51,6 +53,17 @@ def check_experts(experts: Any) -> None:
             f" `fuse='auto'`). Install a version that has: `{INSTALL['transformers']}`.",
             name="transformers",
         )
+
+
+def experts_implementation(experts: Any) -> str | None:
+    """Return how a model multiplies stacked experts: ``"grouped_mm"``, ``"eager"``, ...; None: eager."""
+    found: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return found
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Return whether some of the experts of a token may be on another rank."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
 
 
 def activate(experts: Any, doubled: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
@@ -21,6 +23,14 @@ _SUMMARIES: Final = {
     "mxfp8": "Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
     "nvfp4": "Transformer Engine, 4 bits with a scale per 16 values (Blackwell)",
 }
+_ROWS: Final[Mapping[str, RecipeKey]] = {
+    "delayed": "te-delayed",
+    "current": "te-current",
+    "block": "te-block",
+    "mxfp8": "te-mxfp8",
+    "nvfp4": "te-nvfp4",
+}
+"""For each recipe, the row of the table of what runs where."""
 _ONE_SCALE: Final = ("delayed", "current")
 """The recipes with one scale per tensor."""
 
@@ -59,6 +69,8 @@ BACKEND: Final = Backend(
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
             conv1d="converted",
+            experts=EXPERTS_NEED_FUSION,
+            hardware_recipe=_ROWS[kind],
         )
         for (kind, fp8_format), name in NAMES.items()
     },

@@ -12,7 +12,7 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.conversion.selection import matches
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION, matches
 from lightning_lowprec.te import delayed_scaling, fusion
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, check_custom, kind_of
 from lightning_lowprec.te.support import pytorch
@@ -58,7 +58,8 @@ def choose(model: nn.Module, options: LayerOptions, *, alignment: int, norms: bo
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    return Choice(linears=make_plan(model, replace(options, keep=keep, only=only), alignment=alignment), norms=reasons)
+    plan = make_plan(model, replace(options, keep=keep, only=only), alignment=alignment, experts=EXPERTS_NEED_FUSION)
+    return Choice(linears=plan, norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:

@@ -30,6 +30,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
@@ -175,16 +176,15 @@ class FP8TE(LowPrecision):
         """``torch.int8``: Lightning's tables of peak rates list FP8's there."""
         return torch.int8
 
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey | None:
+        return recipes.hardware_recipe(self.recipe)
+
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No Transformer Engine, no GPU, or one that cannot run the recipe: in Transformer Engine's own words."""
-        reason = support.device_refusal(self.kind, device)
-        if reason is None:
-            return None
-        if device.type != "cuda":
-            return f"{reason}. 'fp8-hybrid-torchao' emulates FP8 on CPU"
-        works = "'bf16-mixed'" if self.kind in ("delayed", "current", "custom") else "'fp8-current', 'fp8-hybrid-te'"
-        return f"{reason}. Use {works}, or another GPU"
+        """No Transformer Engine, no GPU, or one that cannot run the recipe; and the remedy."""
+        return support.device_refusal((self.hardware_recipe or self.kind).removeprefix("te-"), device)
 
     @override
     def how(self, device: torch.device) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
 from lightning_lowprec.private import transformer_engine
+from lightning_lowprec.runs_where import RecipeKey
 
 Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -97,6 +98,15 @@ def kind_of(recipe: Any) -> str:
     """Return the kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or else the name of the class."""
     kinds = {cls: kind for kind, cls in _CLASSES.items()} | {"CustomRecipe": CUSTOM}
     return kinds.get(type(recipe).__name__, type(recipe).__name__)
+
+
+def hardware_recipe(recipe: Any) -> RecipeKey | None:
+    """Return the row of a recipe object in the table of what runs where; None for a class that the table lacks."""
+    kind = kind_of(recipe)
+    if kind == "nvfp4" and recipe.disable_rht and recipe.disable_stochastic_rounding:
+        return "te-nvfp4-plain"
+    row: RecipeKey | None = f"te-{kind}" if kind in KINDS else None  # type: ignore[assignment]
+    return row
 
 
 def alignment_of(recipe: Any) -> int:

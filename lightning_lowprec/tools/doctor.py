@@ -17,17 +17,19 @@ from typing import Any
 import torch
 
 from lightning_lowprec import names as precisions
+from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal
-from lightning_lowprec.hardware import bf16_refusal, default_device, describe
+from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.registration import validate_name
+from lightning_lowprec.tools import hardware_text
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 
 LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
@@ -42,6 +44,7 @@ class Availability:
         name: the precision.
         runs: whether it runs.
         emulated: it runs, but on the arithmetic of another format: for tests, not for speed.
+        known: whether anybody has confirmed that it runs.
         reason: how it runs; or why it does not run, and a remedy.
         summary: a description of the precision.
     """
@@ -49,6 +52,7 @@ class Availability:
     name: str
     runs: bool
     emulated: bool = False
+    known: bool = True
     reason: str
     summary: str
 
@@ -63,8 +67,10 @@ def availability(name: str, device: torch.device) -> Availability:
     refusal = plugin.refusal(device)
     if refusal is not None:
         return Availability(name=name, runs=False, reason=refusal, summary=summary)
-    emulated = plugin.emulates(device)
-    return Availability(name=name, runs=True, emulated=emulated, reason=plugin.how(device), summary=summary)
+    emulated, recipe = plugin.emulates(device), plugin.hardware_recipe
+    doubt = None if emulated or recipe is None else caution(recipe, device)
+    reason = doubt or plugin.how(device)
+    return Availability(name=name, runs=True, emulated=emulated, known=doubt is None, reason=reason, summary=summary)
 
 
 def survey(device: torch.device) -> list[Availability]:
@@ -77,6 +83,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {
         "device": describe(device),
         "bf16": bf16_refusal(device) is None,
+        "architecture": architecture(device).key,
+        "hardware": hardware_text.as_json(architecture(device)),
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -118,16 +126,25 @@ def _status(backend: Backend) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the verdict on every name, or on one name; return 1 if that name does not run."""
+    """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
     parser = argparse.ArgumentParser(
         prog="lowprec doctor",
         description="Print which precisions run here, why others do not, what to install, and what to try first.",
     )
     parser.add_argument("--for", dest="name", help="check one precision; the exit status is 1 if it does not run here")
-    parser.add_argument("--device", help="a torch device such as cpu or cuda:1 (default: the first GPU)")
+    parser.add_argument(
+        "--device",
+        help="a torch device such as cpu or cuda:1 (default: the first GPU), or an architecture that need not be here,"
+        " such as sm_120 or gfx942: the table of what runs where answers then",
+    )
+    parser.add_argument("--all", action="store_true", help="print what runs where, for every architecture")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if args.all:
+        return _whole(as_json=args.json)
     device = _device(args.device) if args.device else default_device()
+    if isinstance(device, Architecture):
+        return _elsewhere(args.name, device, as_json=args.json)
     if args.name is not None:
         return _one(args.name, device, as_json=args.json)
     facts, verdicts = machine(device), survey(device)
@@ -141,11 +158,38 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> torch.device | Architecture:
+    """Return a device that is here, or else the architecture of this name."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"`device={name!r}` is not available here: {str(error).splitlines()[0]}") from error
+        try:
+            return named(name)
+        except ValueError as unknown:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"`device={name!r}` is not available here: {reason} As an architecture: {unknown}"
+            ) from error
+
+
+def _whole(*, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({key: hardware_text.as_json(found) for key, found in ARCHITECTURES.items()}, indent=2))
+    else:
+        print(hardware_text.whole())
+    return 0
+
+
+def _elsewhere(name: str | None, found: Architecture, *, as_json: bool) -> int:
+    """Answer for an architecture by the table alone: packages and drivers of this machine say nothing about it."""
+    if name is None:
+        column = hardware_text.as_json(found)
+        print(json.dumps(column, indent=2) if as_json else "\n".join(hardware_text.column(found)))
+        return 0
+    cell, text = hardware_text.one(name, found)
+    refused = cell.runs is False
+    print(json.dumps(asdict(cell), indent=2) if as_json else text, file=sys.stderr if refused else sys.stdout)
+    return int(refused)
 
 
 def _one(name: str, device: torch.device, *, as_json: bool) -> int:
@@ -178,6 +222,7 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
         lines += [f"{reason.rstrip('.')}:", f"    {in_words(names)}"]
+    lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]])]
     recommended = advice(verdicts, facts["bf16"])
     width = max(len(row.name) for row in recommended)
     lines += ["", "Try first on this machine:", *(f"    {row.name:<{width}}  {row.why}" for row in recommended)]
@@ -186,7 +231,7 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
 
 def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
     """Return the three names to try first."""
-    runs = {verdict.name for verdict in verdicts if verdict.runs}
+    runs = {verdict.name for verdict in verdicts if verdict.runs and verdict.known}
     return recommend(runs, {verdict.name for verdict in verdicts if verdict.emulated}, bf16=bf16)
 
 
@@ -196,7 +241,7 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     for verdict in verdicts:
         rows.setdefault((_family(verdict.name), _word(verdict)), []).append(verdict.name)
     width = max(len(family) for family, _ in rows)
-    return [f"{family:<{width}}  {word:<8}  {in_words(names)}" for (family, word), names in rows.items()]
+    return [f"{family:<{width}}  {word:<9}  {in_words(names)}" for (family, word), names in rows.items()]
 
 
 def _family(name: str) -> str:
@@ -207,8 +252,10 @@ def _family(name: str) -> str:
 
 
 def _line(verdict: Availability) -> str:
-    return f"{verdict.name}  {_word(verdict):<8}  {verdict.summary}"
+    return f"{verdict.name}  {_word(verdict):<9}  {verdict.summary}"
 
 
 def _word(verdict: Availability) -> str:
+    if verdict.runs and not verdict.known:
+        return "not known"
     return "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
 from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
-from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO
+from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO, Recipe
 
 _SUMMARIES: Final = {
     "fp8-tensorwise": "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2",
@@ -24,9 +28,30 @@ _SUMMARIES: Final = {
 def _revert(model: nn.Module) -> None:
     half_norms.release(model)
     if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
-        from lightning_lowprec.torchao.linear import revert
+        from lightning_lowprec.torchao import experts, linear
 
-        revert(model)
+        experts.revert(model)
+        linear.revert(model)
+
+
+_ROWS: Final[Mapping[str, RecipeKey]] = {
+    "tensorwise": "tensorwise",
+    "rowwise": "rowwise",
+    "rowwise_with_gw_hp": "rowwise-gw-hp",
+}
+"""For each recipe, the row of the table of what runs where."""
+
+
+def _reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
+    from lightning_lowprec.torchao.switch import reconfigure
+
+    reconfigure(layer, recipe)
+
+
+def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
+    from lightning_lowprec.torchao.switch import set_phase
+
+    set_phase(layer, gemms)
 
 
 _NAMES: Final = {
@@ -40,6 +65,8 @@ _NAMES: Final = {
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
         conv1d="gathered",
+        experts=None,
+        hardware_recipe=_ROWS[recipe],
     )
     for (recipe, fp8_format), name in NAMES.items()
 }
@@ -51,8 +78,11 @@ BACKEND: Final = Backend(
     title="torchao",
     names={**_NAMES, "fp8-hybrid-torchao": _HYBRID},
     suffix="-torchao",
+    recipes={recipe: recipe == "tensorwise" for recipe in get_args(Recipe)},
     module="torchao.float8",
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=_revert,
+    reconfigure=_reconfigure,
+    set_phase=_set_phase,
 )

@@ -23,16 +23,20 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
+from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
+from lightning_lowprec.conversion.gemms import GEMMS, Gemm, InBF16
 from lightning_lowprec.conversion.transforms import check_backward, check_call
+from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
-from lightning_lowprec.torchao import own_backward, saved_codes
+from lightning_lowprec.torchao import mixed_gemms, own_backward, saved_codes
 from lightning_lowprec.torchao.coded import CodedMatmul
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.own_backward import ScaledInside
+from lightning_lowprec.torchao.settings import Settings
 from lightning_lowprec.torchao.weight_codes import WeightCodes
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
@@ -110,13 +114,22 @@ class FP8Layer(nn.Module):
     saves_codes: bool
     """Whether the codes of the input are kept for the backward, in place of the input."""
     encoded_per_step: bool
-    """Whether FSDP2's shards of the weight are encoded once per optimizer step, or at every all-gather."""
+    """Whether the weight, or FSDP2's shards of it, are encoded once per optimizer step, or at every use."""
+    settings: Settings | None
+    """The options by which other recipes for this layer are made; None: the layer has the user's config."""
+    own_gemms: InBF16
+    """The products that the recipe of the layer computes in high precision."""
+    phase_gemms: InBF16
+    """The products that the phase of a schedule computes in high precision."""
+    in_bf16: tuple[Gemm, ...]
+    """The products in high precision, of recipe and phase together."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self._plain(input)  # raises as nn.Linear does
-        if not (self.training or self.fp8_eval) or input.numel() == 0:
+        in_bf16 = self.in_bf16
+        if not (self.training or self.fp8_eval) or input.numel() == 0 or len(in_bf16) == len(GEMMS):
             return self._plain(input)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -127,6 +140,8 @@ class FP8Layer(nn.Module):
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
+        if in_bf16:
+            return mixed_gemms.matmul(self, given, input)
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         rows = input if fits else pad_rows(input, TOKEN_ALIGNMENT)
         codes = self.weight_codes
@@ -185,8 +200,30 @@ class FP8Layer(nn.Module):
             codes.model.refresh()
         return self.weight_codes is not None
 
+    def kept_weight_codes(self) -> Encoded | None:
+        """Return the codes of the weight that are kept, brought up to date; None: the weight is encoded when used."""
+        codes = self.weight_codes
+        return codes.made if codes is not None and self._may_use(codes) else None
+
     @property
-    def wire_format(self) -> TorchAOWire:
-        """The format in which FSDP2 may gather the weight."""
+    def reads_values(self) -> bool:
+        """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
+        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self._has_one_scale
+
+    @property
+    def _has_one_scale(self) -> bool:
+        casts: tuple[Any, Any] = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
+        return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
+
+    def all_codes(self) -> list[WeightCodes]:
+        """Return the kept codes of the weight, if there are some."""
+        codes = vars(self).get("weight_codes")
+        return [] if codes is None else [codes]
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 may gather the weight; None: the weight has a scale per row."""
+        if not self._has_one_scale:
+            return None
         dtype: Any = self.config.cast_config_weight.target_dtype
         return TorchAOWire(self.linear_mm_config, dtype, self.encoded_per_step)

@@ -53,7 +53,7 @@ def backward(ctx: Any, grad_output: Tensor, *, in_by_out: bool = False) -> tuple
     input, weight_t = ctx.saved_tensors
     config = ctx.config
     scaled_inside = isinstance(config, ScaledInside) and not config.emulate  # emulated products are scaled inside
-    product = _product_scaled_inside if scaled_inside else torch.mm
+    product = product_scaled_inside if scaled_inside else torch.mm
     rows, grad_rows = input.reshape(-1, input.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
 
     def cast(tensor: Tensor, choice: CastConfig, role: GemmInputRole, dim: int) -> Tensor:
@@ -86,7 +86,7 @@ def backward(ctx: Any, grad_output: Tensor, *, in_by_out: bool = False) -> tuple
     return grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1]), grad_weight, None, None
 
 
-def _product_scaled_inside(a: Any, b: Any) -> Tensor:
+def product_scaled_inside(a: Any, b: Any) -> Tensor:
     """[M, K] @ [K, N] -> [M, N] in the dtype that ``a`` was cast from; of codes, or in high precision."""
     if not isinstance(a, Float8TrainingTensor):
         in_high_precision: Tensor = a @ b

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightning_lowprec.conversion.gemms import Gemm, InBF16
+
 Kind = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
@@ -45,6 +47,18 @@ def gather_refusal(config: Any) -> str | None:
     if any(cast.scaling_type is ScalingType.DISABLED for cast in reads):
         return "`config` computes a GEMM that reads the weight in high precision"
     return None
+
+
+def in_high_precision(config: Any) -> InBF16:
+    """Return the products that a user's config computes in high precision."""
+    from torchao.float8.config import ScalingType
+
+    casts: dict[Gemm, Any] = {
+        "forward": config.cast_config_input,
+        "grad_input": config.cast_config_grad_output,
+        "grad_weight": config.cast_config_input_for_grad_weight,
+    }
+    return frozenset(gemm for gemm, cast in casts.items() if cast.scaling_type is ScalingType.DISABLED)
 
 
 def for_layers(config: Any, *, emulate: bool) -> Any:

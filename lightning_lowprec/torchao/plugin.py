@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, Literal, final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import check_choice
+from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
+from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
@@ -32,10 +34,20 @@ from lightning_lowprec.precision.options import (
     LossScaleChoices,
     LossScaleOptions,
 )
+from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms, own_config
+from lightning_lowprec.torchao.experts_kept import Experts, experts_kept
+
+if TYPE_CHECKING:
+    from lightning_lowprec.torchao.settings import LayerSettings
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RecipePerLayer = Annotated[
+    Mapping[str, Recipe | Literal["bf16"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
+]
 FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 SavedInputs = Literal["values", "codes"]
@@ -60,19 +72,23 @@ class TorchAOChoices(
     MasterChoices,
     WeightChoices,
     HeadChoices,
+    ScheduleChoices,
     total=False,
 ):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
 class FP8TorchAO(LowPrecision):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
     Args:
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
-            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
+            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate). A mapping
+            gives recipes per layer: ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first
+            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A value
+            ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
             device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
@@ -83,15 +99,19 @@ class FP8TorchAO(LowPrecision):
             codes of its shards, 1 byte per parameter, and with ``cpu_offload`` none). ``"per_gemm"`` encodes at every
             GEMM, as torchao does, and under FSDP2 at every all-gather: same results, fewer bytes kept, more bytes
             moved. ``"auto"`` is ``"per_step"`` where one scale per weight allows it (``recipe="tensorwise"`` without
-            ``config``).
+            ``config``; with recipes per layer, the tensorwise layers).
         saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
             element, which layers that read one input share: same results, less memory where blocks are not compiled
-            (``recipe="tensorwise"`` without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the
-            input; compiled blocks keep codes by themselves.
+            (tensorwise layers without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the input;
+            compiled blocks keep codes by themselves.
         rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
             with scales that are powers of two.
+        experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
+            row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
+            not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
+            experts in the base dtype.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
@@ -107,7 +127,7 @@ class FP8TorchAO(LowPrecision):
 
     def __init__(
         self,
-        recipe: Recipe = "tensorwise",
+        recipe: Recipe | RecipePerLayer = "tensorwise",
         *,
         fp8_format: FP8Format | None = None,
         compile: Compile = "auto",
@@ -116,6 +136,7 @@ class FP8TorchAO(LowPrecision):
         config: Any = None,
         weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
         saved_inputs: SavedInputs = "values",
+        experts: Experts = "auto",
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
@@ -124,29 +145,67 @@ class FP8TorchAO(LowPrecision):
                 config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward
             )
             running = replace(running, emulate=running.emulate or emulate)
-        _check(recipe, running.base, None if config is not None else fp8_format, rowwise_backward)
+        self.recipes: Recipe | RecipeMap = _recipes(recipe)
+        """The recipe, or the recipes per layer."""
+        self.kinds = self.recipes.names if isinstance(self.recipes, RecipeMap) else (str(recipe),)
+        """The recipes of torchao that the layers have."""
+        _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
         masters = take(MasterOptions, options).resolve(running.base)
         if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
             raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         scale = take(LossScaleOptions, options).resolve(running.base)
         super().__init__(scale, masters, take(WeightOptions, options))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
-        self.recipe: Recipe = recipe
+        self.recipe: Recipe | RecipePerLayer = recipe
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.emulate = running.emulate
-        self.fp8_format: FP8Format = fp8_format or ("hybrid" if recipe == "tensorwise" else "e4m3")
+        self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.compile = compile
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.rowwise_backward: RowwiseBackward = rowwise_backward
         self.config = config
-        self.weight_codes = _codes(weight_codes, recipe, config)
-        self.saved_inputs = _saved(saved_inputs, recipe, config)
-        name = NAMES[self.recipe, self.fp8_format] if config is None else "fp8-torchao-config"
+        self.weight_codes = _codes(weight_codes, self.kinds, config)
+        self.saved_inputs = _saved(saved_inputs, self.kinds, config)
+        check_choice("experts", experts, get_args(Experts))
+        self.experts: Experts = experts
+        self.set_schedule(take(ScheduleOptions, options).schedule)
+        name = _name(recipe, self.fp8_format, config)
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
+
+    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
+        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
+
+        Raises:
+            ValueError: the schedule is not valid, or names a product as FP8 that the recipe computes in bf16.
+        """
+        if schedule is None:
+            self.phases = None
+            return
+        checked = Schedule.of(schedule)
+        if self.config is not None:
+            checked.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
+        elif "rowwise_with_gw_hp" in self.kinds:
+            checked.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
+        self.phases = ScheduledPhases(checked)
+
+    def set_step(self, step: int, total: int | None = None) -> None:
+        """Fabric, with a ``schedule``: say before each optimizer step which step comes.
+
+        Args:
+            step: the number of optimizer steps so far, from 0.
+            total: the number of optimizer steps of the run, for a schedule with fractions.
+
+        Raises:
+            RuntimeError: there is no schedule, or the Trainer runs the plugin.
+            ValueError: a number is not valid, or ``total`` is missing.
+        """
+        if self.phases is None:
+            raise RuntimeError("`set_step` needs a schedule: `FP8TorchAO(schedule=[...])`.")
+        self.phases.set_step(self, step, total)
 
     @property
     @override
@@ -165,12 +224,26 @@ class FP8TorchAO(LowPrecision):
         """On CPU unless the user says no; on a GPU only if the user says so."""
         return fp8.emulates(self.emulate, device)
 
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
+        if self.recipe != "tensorwise":
+            return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
+        own = self.weight_codes == "per_step" or self.saved_inputs == "codes"
+        return "tensorwise" if own else "tensorwise-per-gemm"
+
     @override
     def refusal(self, device: torch.device) -> str | None:
         """No torchao, a GPU without FP8, or a CPU without a rowwise kernel, where FP8 is not emulated."""
-        if device.type == "cpu" and not self.emulates(device) and self.recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
+        if (
+            device.type == "cpu"
+            and not self.emulates(device)
+            and self.kinds != ("tensorwise",)
+            and CPU_SCALES_TENSORWISE
+        ):
             return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
-        reason = fp8.kernel_refusal(self.emulate, device, "FP8TorchAO(..., emulate=True)")
+        reason = fp8.kernel_refusal(self.hardware_recipe, self.emulate, device, "FP8TorchAO(..., emulate=True)")
         return reason or import_refusal("torchao.float8", f"`precision={self.precision!r}`")
 
     @override
@@ -181,7 +254,7 @@ class FP8TorchAO(LowPrecision):
     @override
     def gathers(self, options: Any) -> str | None:
         """One scale per weight can be gathered."""
-        if self.recipe != "tensorwise":
+        if "tensorwise" not in self.kinds:
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
         if self.config is not None and (unable := own_config.gather_refusal(self.config)) is not None:
             return unable
@@ -191,38 +264,31 @@ class FP8TorchAO(LowPrecision):
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
-        return self.precision, self.layers, *running, self.weight_codes, self.saved_inputs, self.config
+        kept = self.weight_codes, self.saved_inputs, None if self.phases is None else self.phases.schedule
+        return self.precision, self.recipes, self.layers, *running, *kept, self.experts, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao import linear
+        from lightning_lowprec.torchao import experts, linear
 
+        if self.phases is not None:
+            self.phases.forget()
         half_norms.release(module)
+        experts.revert(module)
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
-            module, self.layers, precision=self.precision, base=self.base, recipe=self.recipe, conv1d=True
+            module,
+            self.layers,
+            precision=self.precision,
+            base=self.base,
+            recipe=self.recipes,
+            conv1d=True,
+            experts=experts_kept(self.experts, self.base, self.config, None if self.emulates(device) else device),
         )
-        if self.config is not None:
-            config = own_config.for_layers(self.config, emulate=self.emulates(device))
-        else:
-            config = linear.linear_config(
-                self.recipe,
-                fp8_format=self.fp8_format,
-                emulate=self.emulates(device),
-                round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-                rowwise_backward=self.rowwise_backward,
-            )
+        settings = self._settings(plan, device)
         with unchanged(module):
-            per_step = self.weight_codes == "per_step"
-            saves_codes = self.saved_inputs == "codes"
-            linear.convert(
-                module,
-                plan.converted,
-                config,
-                fp8_eval=self.fp8_eval,
-                per_step=per_step,
-                saves_codes=saves_codes,
-            )
+            linear.convert(module, plan.linears, settings, fp8_eval=self.fp8_eval)
+            experts.convert(module, plan.stacked, settings, fp8_eval=self.fp8_eval)
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
         if plan.converted:
@@ -233,14 +299,33 @@ class FP8TorchAO(LowPrecision):
             self._say(plan, device)
         self.plan = plan
 
+    def _settings(self, plan: Plan, device: torch.device) -> Callable[[str], LayerSettings]:
+        """Return a function from the fqn of a layer that converts to the layer's settings."""
+        from lightning_lowprec.torchao.settings import Settings
+
+        if self.config is not None:
+            config = own_config.for_layers(self.config, emulate=self.emulates(device))
+            return Settings.of_config(config)
+        settings = Settings(
+            fp8_format=self.fp8_format,
+            emulate=self.emulates(device),
+            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
+            rowwise_backward=self.rowwise_backward,
+            per_step=self.weight_codes == "per_step",
+            saves_codes=self.saved_inputs == "codes",
+        )
+        return lambda fqn: settings.of(plan.recipes.get(fqn, LayerRecipe(self.kinds[0])))
+
     @override
     def cast_shards(self, module: Module) -> None:
         """Also keep no codes of whole weights: FSDP2 frees gathered weights after their layer ran."""
-        from lightning_lowprec.torchao import linear
+        from lightning_lowprec.torchao import experts, linear
 
         super().cast_shards(module)
         for layer in linear.fp8_linears(module):
             layer.weight_codes = None
+        for stack in experts.fp8_experts(module):
+            stack.weight_codes = {}
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")
@@ -277,9 +362,20 @@ class FP8TorchAO(LowPrecision):
         return {**super().state_dict(), BACKEND_STATE: BACKEND}
 
 
+def _recipes(given: Any) -> Recipe | RecipeMap:
+    return RecipeMap.of(given, names=get_args(Recipe), base="tensorwise") if isinstance(given, Mapping) else given
+
+
+def _name(recipe: Any, fp8_format: FP8Format, config: Any) -> str:
+    """Return the name of the precision; layers with recipes of their own have no name for ``precision=``."""
+    if config is not None:
+        return "fp8-torchao-config"
+    return "fp8-torchao-per-layer" if isinstance(recipe, Mapping) else NAMES[recipe, fp8_format]
+
+
 def _of_config(
     config: Any,
-    recipe: Recipe,
+    recipe: Any,
     fp8_format: FP8Format | None,
     power_of_2: bool | None,
     rowwise_backward: RowwiseBackward,
@@ -298,11 +394,11 @@ def _of_config(
     return kind, gradients, config.emulate or None
 
 
-def _codes(choice: str, recipe: Recipe, config: Any) -> Literal["per_step", "per_gemm"]:
+def _codes(choice: str, kinds: tuple[str, ...], config: Any) -> Literal["per_step", "per_gemm"]:
     check_choice("weight_codes", choice, ("auto", "per_step", "per_gemm"))
-    one_scale = recipe == "tensorwise" and config is None
+    one_scale = "tensorwise" in kinds and config is None
     if choice == "per_step" and not one_scale:
-        given = f"recipe={recipe!r}" if config is None else "config=Float8LinearConfig(...)"
+        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
         raise ValueError(
             f"`weight_codes='per_step'` is not valid with `{given}`: only one scale per weight is the same in forward"
             " and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
@@ -310,10 +406,10 @@ def _codes(choice: str, recipe: Recipe, config: Any) -> Literal["per_step", "per
     return "per_step" if one_scale and choice != "per_gemm" else "per_gemm"
 
 
-def _saved(choice: str, recipe: Recipe, config: Any) -> SavedInputs:
+def _saved(choice: str, kinds: tuple[str, ...], config: Any) -> SavedInputs:
     check_choice("saved_inputs", choice, get_args(SavedInputs))
-    if choice == "codes" and (recipe != "tensorwise" or config is not None):
-        given = f"recipe={recipe!r}" if config is None else "config=Float8LinearConfig(...)"
+    if choice == "codes" and ("tensorwise" not in kinds or config is not None):
+        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
         raise ValueError(
             f"`saved_inputs='codes'` is not valid with `{given}`: only one scale per input is the same in forward and"
             " backward. Use `recipe='tensorwise'`, or leave `saved_inputs` out."
@@ -321,19 +417,20 @@ def _saved(choice: str, recipe: Recipe, config: Any) -> SavedInputs:
     return "codes" if choice == "codes" else "values"
 
 
-def _check(recipe: str, base: str, fp8_format: str | None, rowwise_backward: str) -> None:
-    if rowwise_backward != "scaled_after" and recipe == "tensorwise":
+def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_backward: str) -> None:
+    rowwise = next((kind for kind in kinds if kind != "tensorwise"), None)
+    if rowwise_backward != "scaled_after" and rowwise is None:
         raise ValueError(
             f"`rowwise_backward={rowwise_backward!r}` is not valid with `recipe='tensorwise'`, whose products have one"
             " scale per operand; leave it out, or use `recipe='rowwise'` or `recipe='rowwise_with_gw_hp'`."
         )
-    if recipe != "tensorwise" and base == "fp16":
+    if rowwise is not None and base == "fp16":
         raise ValueError(
-            f"`base='fp16'` is not valid with `recipe={recipe!r}`, whose kernels round their output through bf16;"
+            f"`base='fp16'` is not valid with `recipe={rowwise!r}`, whose kernels round their output through bf16;"
             " use `base='bf16'` or `recipe='tensorwise'`."
         )
-    if recipe != "tensorwise" and fp8_format == "hybrid":
+    if rowwise is not None and fp8_format == "hybrid" and "tensorwise" not in kinds:
         raise ValueError(
-            f"`fp8_format='hybrid'` is not valid with `recipe={recipe!r}`, which uses e4m3 everywhere; use"
+            f"`fp8_format='hybrid'` is not valid with `recipe={rowwise!r}`, which uses e4m3 everywhere; use"
             " `fp8_format='e4m3'` or `recipe='tensorwise'`."
         )

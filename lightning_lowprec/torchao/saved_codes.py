@@ -83,10 +83,7 @@ class _Matmul(torch.autograd.Function):
             RuntimeError: the gradients will be differentiated.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "`create_graph=True` needs the values of the inputs, and `saved_inputs='codes'` has kept their float8"
-                " codes only. Use `FP8TorchAO(saved_inputs='values')`."
-            )
+            check_values_are_kept(None)
         codes, scale, weight, columns, weight_scale = ctx.saved_tensors
         gradients, power_of_2, emulate, entry, in_by_out = ctx.options
         grad_input = grad_weight = None
@@ -150,6 +147,29 @@ def matmul(
         rows, weight, codes, scale, *of_weight, gradients, power_of_2, emulate, entry, in_by_out
     )
     return out
+
+
+def input_codes(input: Tensor, rows: Tensor, power_of_2: bool) -> Codes:
+    """Return the codes of an input, which layers that are called with one tensor share.
+
+    Args:
+        input: the tensor that the layer was called with.
+        rows: the input in the dtype of autocast, padded, [*, K].
+        power_of_2: whether scales are rounded down to powers of two.
+    """
+    if torch.compiler.is_compiling():
+        return _encode(rows, power_of_2)
+    codes, scale, _ = codes_of(input, (rows.dtype, power_of_2), lambda: _encode(rows, power_of_2))
+    return codes, scale
+
+
+def check_values_are_kept(input: Tensor | None) -> None:
+    """Raise RuntimeError in a backward that will be differentiated, if only the codes of the input were kept."""
+    if input is None:
+        raise RuntimeError(
+            "`create_graph=True` needs the values of the inputs, and `saved_inputs='codes'` has kept their float8"
+            " codes only. Use `FP8TorchAO(saved_inputs='values')`."
+        )
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ The first layer of a model that meets a changed weight has all changed weights o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -24,14 +23,27 @@ from lightning_lowprec.numerics.largest import largest
 
 @final
 class WeightCodes:
-    """The codes of one weight, (N, K), which a layer keeps; no part of its state."""
+    """The codes of one weight, a matrix or a stack of them, which a layer keeps; no part of its state."""
 
-    def __init__(self, model: ModelCodes, weight: Tensor) -> None:
-        self.model, self.weight = model, weight
+    def __init__(self, model: ModelCodes, layer: nn.Module, name: str) -> None:
+        self.model = model
+        self.weight: Tensor = getattr(layer, name)
+        self._layer, self._name = weakref.ref(layer), name
         self.checked_outside = False
         """Whether compiled code may use the codes without a check, because each call of it is preceded by one."""
+        self.is_read = True
+        """Whether a product reads the codes; a layer whose products run in high precision needs none."""
         self.made: Encoded
         self._seen: Seen | None = None
+
+    def layer(self) -> nn.Module | None:
+        """Return the layer; None if the layer is gone, or has another weight."""
+        layer = self._layer()
+        return layer if layer is not None and getattr(layer, self._name) is self.weight else None
+
+    def matrix(self) -> Tensor:
+        """Return the weight as one matrix, without a graph: (N, K), or (E * N, K) of a stack."""
+        return self.weight.detach().flatten(0, -2)
 
     def is_stale(self, *, training: bool) -> bool:
         """Return whether the weight may have changed since it was encoded."""
@@ -39,10 +51,15 @@ class WeightCodes:
 
     def prepare(self, *, training: bool) -> None:
         """Allocate memory where there is none, and note that the weight is encoded."""
-        weight = self.weight
-        if self._seen is None or self.made.rows.shape != weight.shape or self.made.rows.device != weight.device:
-            self.made = Encoded(weight)
+        weight, matrix = self.weight, self.matrix()
+        if self._seen is None or self.made.rows.shape != matrix.shape or self.made.rows.device != weight.device:
+            self.made = Encoded(matrix)
         self._seen = seen(weight, training=training, steps=weight.requires_grad)
+
+    def free(self) -> None:
+        """Free the memory of the codes; the next use encodes the weight."""
+        self._seen = None
+        vars(self).pop("made", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the codes out of copies; the plugin gives them to a copy when it is set up."""
@@ -57,43 +74,39 @@ class ModelCodes:
     """The codes of all FP8 layers of a model.
 
     Args:
-        layers: layers with a 2-D ``weight`` whose sides are multiples of 16. Each gets ``weight_codes``.
         power_of_2: whether scales are rounded down to powers of two.
         kernel: whether a kernel may encode on CUDA.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, power_of_2: bool, kernel: bool) -> None:
-        self._layers = [weakref.ref(layer) for layer in layers]
+    def __init__(self, *, power_of_2: bool, kernel: bool) -> None:
+        self._codes: list[weakref.ref[WeightCodes]] = []
         self._power_of_2, self._kernel = power_of_2, kernel
         watch()
-        for layer in layers:
-            layer.weight_codes = WeightCodes(self, layer.weight)  # type: ignore[assignment, arg-type]
 
-    def refresh(self) -> None:
-        """Encode every weight that may have changed."""
-        self.encode(layer for ref in self._layers if (layer := ref()) is not None)
+    def add(self, layer: nn.Module, name: str = "weight") -> WeightCodes:
+        """Return the codes of a weight, for its layer to keep; the sides of its matrices are multiples of 16."""
+        codes = WeightCodes(self, layer, name)
+        self._codes.append(weakref.ref(codes))
+        return codes
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def encode(self, layers: Iterable[nn.Module]) -> None:
-        """Encode the weights of ``layers`` that may have changed."""
-        stale: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, WeightCodes]]] = {}
+    def refresh(self) -> None:
+        """Encode every weight that may have changed."""
+        stale: dict[tuple[torch.device, torch.dtype], list[WeightCodes]] = {}
         with torch.inference_mode(False), torch.no_grad():
-            for layer in layers:
-                codes: WeightCodes | None = vars(layer).get("weight_codes")
-                if codes is None or codes.weight is not layer.weight:
-                    continue
-                if codes.is_stale(training=layer.training):
+            for codes in filter(None, (ref() for ref in self._codes)):
+                layer = codes.layer() if codes.is_read else None
+                if layer is not None and codes.is_stale(training=layer.training):
                     codes.prepare(training=layer.training)
-                    key = codes.weight.device, codes.weight.dtype
-                    stale.setdefault(key, []).append((codes.weight, codes))
+                    stale.setdefault((codes.weight.device, codes.weight.dtype), []).append(codes)
             for found in stale.values():
                 self._encode(found)
 
-    def _encode(self, found: list[tuple[Tensor, WeightCodes]]) -> None:
-        weights, codes = [weight.detach() for weight, _ in found], [codes.made for _, codes in found]
+    def _encode(self, found: list[WeightCodes]) -> None:
+        weights, made = [codes.matrix() for codes in found], [codes.made for codes in found]
         kernel = self._kernel and kernel_encodes(weights)
-        hints = largest([weight for weight, _ in found]) if kernel else None
-        encode(weights, codes, self._scales, hints, kernel=kernel)
+        hints = largest([codes.weight for codes in found]) if kernel else None
+        encode(weights, made, self._scales, hints, kernel=kernel)
 
     def _scales(self, amax: Tensor) -> Tensor:
         scales: Tensor = amax_to_scale(amax, DTYPE, self._power_of_2)

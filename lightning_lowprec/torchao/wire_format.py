@@ -1,4 +1,4 @@
-"""torchao's arithmetic for weights that FSDP2 gathers as float8. Importing this module imports torchao (about 3 s)."""
+"""The format in which FSDP2 gathers weights for torchao's layers as float8. Importing this module imports torchao."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 from torchao.float8.float8_utils import EPS
 
@@ -20,10 +22,19 @@ class TorchAOWire:
     """torchao's arithmetic, and the tensor that its matmuls take for one that is quantised already."""
 
     mm_config: LinearMMConfig
-    """torchao's settings of the three GEMMs, the same for all layers of a model."""
+    """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered as float8."""
     dtype: torch.dtype
     per_step: bool
     least_amax: ClassVar[float] = EPS
+
+    @classmethod
+    def of(cls, config: Float8LinearConfig, *, per_step: bool) -> TorchAOWire:
+        """Return the format of layers with this configuration, whose weight has one scale."""
+        with torch.device("meta"):
+            made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
+        dtype = config.cast_config_weight.target_dtype
+        assert dtype is not None
+        return cls(made.linear_mm_config, dtype, per_step)
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return ``FMAX / amax``, computed in float64: so eager and compiled code agree."""

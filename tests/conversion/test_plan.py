@@ -5,9 +5,11 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 
 
 class Decoder(nn.Module):
@@ -163,6 +165,50 @@ def test_a_conv1d_of_transformers_converts():
         "replaced": "its forward is replaced on the instance",
     }
     assert [fqn for fqn, reason in reasons(model, only=["c_*"]).items() if reason is None] == ["c_attn", "c_fc"]
+
+
+class Mixed(nn.Module):
+    """A Linear, a Conv1D and stacked experts in each of three blocks."""
+
+    def __init__(self):
+        super().__init__()
+        config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=2)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "up": nn.Linear(32, 64),
+                    "down": transformers.pytorch_utils.Conv1D(32, 64),
+                    "experts": MixtralExperts(config),
+                }
+            )
+            for _ in range(3)
+        )
+
+
+def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
+    model, names = Mixed(), ("up", "down", "experts.gate_up_proj", "experts.down_proj")
+
+    def converted(recipe="tensorwise", **options):
+        plan = make_plan(model, LayerOptions(**options), recipe=recipe, experts=None)
+        assert [row.fqn for row in plan.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
+        assert plan.linears + plan.stacked == tuple(sorted(plan.converted, key=lambda fqn: "experts" in fqn))
+        return plan
+
+    def fqns(chosen, blocks=range(3)):
+        return tuple(f"blocks.{n}.{name}" for n in blocks for name in chosen)
+
+    assert converted().converted == fqns(names)
+    assert converted(first_last_layers_bf16=True).converted == fqns(names, [1])
+    assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "experts.down_proj"])
+    assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "experts.gate_up_proj"])
+    given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.experts.down_proj": "rowwise", "*.up": "rowwise"}
+    plan = converted(RecipeMap.of(given, names=("tensorwise", "rowwise"), base="tensorwise"))
+    assert {fqn: str(recipe) for fqn, recipe in plan.recipes.items()} == {
+        f"blocks.{n}.{name}": recipe
+        for n in (1, 2)
+        for name, recipe in (
+            ("up", "rowwise"), ("down", "tensorwise, forward in bf16"), ("experts.down_proj", "rowwise"))
+    }  # fmt: skip
 
 
 def test_frozen_layers_convert_unless_told_otherwise():

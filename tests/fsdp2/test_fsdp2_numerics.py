@@ -153,11 +153,59 @@ def step_counts(step):
     return ops.counts, ops.bytes
 
 
+PHASES = ((), ("forward", "grad_input", "grad_weight"), ("forward",), ("grad_weight",), ())
+"""The products in bf16."""
+
+
+def segment(model, rank, steps):
+    """Some steps of SGD, which has no state; returns the whole weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full(model)
+
+
+def phases(rank, mesh, conv1d=False):
+    """One sharded model whose layers are switched in place, and for each phase a fresh model that is never switched."""
+    from lightning_lowprec.torchao.linear import fp8_linears
+    from lightning_lowprec.torchao.switch import set_phase
+
+    policy, found = {"param_dtype": torch.bfloat16}, []
+    model, made = sharded(mesh, True, model=converted(conv1d), **policy)
+    weights = full(model)
+    for number, gemms in enumerate(PHASES):
+        plain = with_conv1d(Net()) if conv1d else Net()
+        fresh = converted(conv1d) if gemms != PHASES[1] else plain
+        fresh.load_state_dict(weights)
+        if gemms in PHASES[2:4]:  # gathered as these products need it, from the beginning
+            for layer in fp8_linears(fresh):
+                set_phase(layer, frozenset(gemms))
+        alone, _ = sharded(mesh, gemms != PHASES[1], model=fresh, **policy)
+        for layer in fp8_linears(model):
+            set_phase(layer, frozenset(gemms))
+        for gather in made.traffic.gathers.values():
+            gather.calls.clear()
+        steps = range(2 * number, 2 * number + 2)
+        weights = segment(model, rank, steps)
+        reference = segment(alone, rank, steps)
+        kept = [weight._local_tensor._kept is not None for weight in made.scales.weights]
+        found.append((weights, reference, dict(made.traffic.gathers["blocks.0"].calls), kept))
+    return found
+
+
 def worker(rank):
     from lightning_lowprec.fsdp2.meshes import make_mesh
 
     mesh = make_mesh(torch.device("cpu"), 2, 1, 1)["data_parallel"]
-    return {"runs": runs(rank, mesh), "counted": counted_steps(rank, mesh), "conv1d": conv1d_runs(rank, mesh)}
+    return {
+        "runs": runs(rank, mesh),
+        "counted": counted_steps(rank, mesh),
+        "conv1d": conv1d_runs(rank, mesh),
+        "phases": {kind: phases(rank, mesh, conv1d=kind == "Conv1D") for kind in ("Linear", "Conv1D")},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +252,18 @@ def test_a_step_makes_the_collectives_and_ops_of_the_hand_written_loop(results):
     assert ours["c10d._allgather_base_.default"] == 3 + 2, "root and blocks forward, blocks again backward"
     assert ours["c10d._reduce_scatter_base_.default"] == 3
     assert ours["_c10d_functional.all_reduce.default"] == 1, "the scales"
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+def test_layers_that_are_switched_in_place_compute_as_layers_that_were_never_switched(results, kind):
+    """And their weights are gathered as the products need them: a product in bf16 reads a weight that came in bf16."""
+    codes, values = {torch.uint8: 4}, {torch.bfloat16: 4}  # two steps, forward and backward
+    sent = [codes, values, values, codes, codes]
+    last = None
+    for phase, (switched, fresh, calls, kept) in enumerate(results[0]["phases"][kind]):
+        assert all(torch.equal(switched[name], fresh[name]) for name in switched), phase
+        assert calls == sent[phase], phase
+        assert all(kept) if sent[phase] is codes else not any(kept)
+        last = switched if last is None else last
+    assert not torch.equal(last["blocks.0.up.weight"], switched["blocks.0.up.weight"])
+    assert all(torch.equal(switched[name], results[1]["phases"][kind][-1][0][name]) for name in switched), "ranks agree"

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_lane.process_group import stand_in_for_nccl
 from benchmarks.gpu_lane.values import use_what_the_device_has, values_exist
-from lightning_lowprec.hardware import default_device, fp8_refusal
+from lightning_lowprec.hardware import default_device, refusal
 
 DRY = os.environ.get("LOWPREC_GPU_TESTS_ON") == "cpu"
 """A dry run: the tests' code on CPU, where FP8 is emulated; what only a GPU can show is skipped."""
@@ -26,7 +26,7 @@ on_gpu_only = pytest.mark.skipif(DRY, reason="a dry run on CPU cannot show this"
 
 def reason_to_skip() -> str | None:
     """Why there is nothing to test here, or None."""
-    return None if DRY else fp8_refusal(default_device())
+    return None if DRY else refusal("tensorwise", default_device())
 
 
 def process_group_if_no_nccl(*, real: bool = False) -> None:

@@ -8,13 +8,25 @@ import sys
 import pytest
 
 from benchmarks.ledger import launch
+from lightning_lowprec import runs_where
+from lightning_lowprec.architectures import ARCHITECTURES
+from lightning_lowprec.names import TABLE
 from tests.ledger import names_on
 from tests.representatives import representatives
 
 NEEDS_BLACKWELL = {"mxfp8", "nvfp4"}
+ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
 NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-master"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
-REFUSES = {"h200": NEEDS_BLACKWELL, "b200": set(), "rtx4090": NEEDS_HOPPER, "a100": FP8}
+REFUSES = {
+    "h200": NEEDS_BLACKWELL,
+    "b200": set(),
+    "rtx5090": NEEDS_BLACKWELL | ROWWISE,
+    "rtx4090": NEEDS_HOPPER,
+    "a100": FP8,
+}
+KEYS = {"h200": "sm_90", "b200": "sm_100", "rtx5090": "sm_120", "rtx4090": "sm_89", "a100": "sm_80"}
+"""By device, the column of the table of what runs where."""
 FLAG_READ = 2
 """Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
 
@@ -33,14 +45,21 @@ def test_names_train_or_raise(outcomes):
     device, found = outcomes
     assert set(found) == set(representatives())
     assert {name for name, outcome in found.items() if "error" in outcome} == REFUSES[device]
+    no = {
+        name
+        for name in found
+        if runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]]).runs is False
+    }
+    assert no == REFUSES[device]
 
 
 def test_errors_name_the_device_and_a_way_out(outcomes):
-    _, found = outcomes
-    for name, outcome in found.items():
+    device, trained = outcomes
+    for name, outcome in trained.items():
         if "error" in outcome:
             assert outcome["error"].startswith("RuntimeError: `precision="), name
-            for words in ("cannot run", "compute capability", "Use "):
+            found = runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]])
+            for words in ("cannot run", "compute capability", "Use ", f"{found.reason} [{found.source}]"):
                 assert words in outcome["error"], name
 
 

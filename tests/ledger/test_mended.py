@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
@@ -27,6 +28,8 @@ from lightning_lowprec.te.wire_format import TEWireFormat
 from tests.representatives import representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")
+NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
+"""What FSDP2 says of a weight: shape and strides of the whole, its module, and the policy."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +109,7 @@ def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
 
     def sent(stream):
         with torch.cuda.stream(stream):
-            ((codes,), _) = shard.fsdp_pre_all_gather(mesh)
+            ((codes,), _) = shard.fsdp_pre_all_gather(mesh, *NOT_SWITCHED)
         return codes
 
     with torch.inference_mode():
@@ -134,7 +137,7 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
     mesh = dist.init_device_mesh("cuda", (1,))
     shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(TEWireFormat()))
     with torch.cuda.stream(torch.cuda.Stream()):
-        codes, metadata = shard.fsdp_pre_all_gather(mesh)
+        codes, metadata = shard.fsdp_pre_all_gather(mesh, *NOT_SWITCHED)
     address = metadata[0].data_ptr()
     shard.fsdp_post_all_gather(codes, metadata, torch.bfloat16)
     assert state_of(address) == "active_allocated"

@@ -167,6 +167,7 @@ def asked(*, a=28, b=28, transpose_a=1, ld=64, scales=0):
         ("h200", "NVIDIA H200", [9, 0], {**ALL, **HOPPER}),
         ("h100", "NVIDIA H100 80GB HBM3", [9, 0], {**ALL, **HOPPER}),
         ("b200", "NVIDIA B200", [10, 0], {**ALL, **BLACKWELL}),
+        ("rtx5090", "NVIDIA GeForce RTX 5090", [12, 0], {**ALL, **BLACKWELL, "not TN": TN}),
         ("rtx4090", "NVIDIA GeForce RTX 4090", [8, 9], {**ALL, **ADA}),
         ("a100", "NVIDIA A100-SXM4-80GB", [8, 0], {**dict.fromkeys({**ALL, **ADA}, "fp8_needs_8.9"), "bf16": FINE,
                                                    "fp4": "fp4_needs_10.0"}),

@@ -42,8 +42,9 @@ def test_bad_options(options, message):
 
 
 def test_a_gpu_without_fp8_is_refused_unless_told_to_emulate(monkeypatch):
-    monkeypatch.setattr("lightning_lowprec.precision.fp8.fp8_refusal", lambda device: "too old")
-    assert "MSAMP('O3', emulate=True)" in MSAMP("O3").refusal(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    assert "`plugins=MSAMP('O3', emulate=True)` to emulate" in MSAMP("O3").refusal(torch.device("cuda"))
     assert MSAMP(emulate=True).refusal(torch.device("cuda")) is None
     assert MSAMP().refusal(torch.device("cpu")) is None
     assert MSAMP().emulates(torch.device("cpu"))

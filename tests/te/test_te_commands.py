@@ -25,7 +25,7 @@ def test_doctor():
     verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
     for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-e4m3-te-fp16"):
         assert not verdicts[name]["runs"]
-        assert "computes on NVIDIA GPUs only, and this is cpu" in verdicts[name]["reason"]
+        assert "cpu is no NVIDIA GPU, and Transformer Engine computes on NVIDIA GPUs only [" in verdicts[name]["reason"]
     assert verdicts["fp8-hybrid"]["emulated"]  # torchao's
 
 

@@ -30,7 +30,9 @@ def test_names(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_is_refused_before_anything_is_touched(name):
     model = Net()
-    with pytest.raises(RuntimeError, match=rf"`precision='{name}'` cannot run: .*NVIDIA GPUs only, and this is cpu"):
+    with pytest.raises(
+        RuntimeError, match=rf"`precision='{name}'` cannot run: cpu is no NVIDIA GPU, .* NVIDIA GPUs only"
+    ):
         fabric_for(create(name)).setup(model)
     assert not te_linears(model)
     with pytest.raises(RuntimeError, match="fp8-hybrid-torchao"):
@@ -40,6 +42,14 @@ def test_a_cpu_is_refused_before_anything_is_touched(name):
 def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     assert "no NVIDIA driver" in support.device_refusal("delayed", torch.device("cuda"))
+
+
+def test_plugins_and_names_have_the_same_rows_in_the_table_of_what_runs_where():
+    for name, row in TABLE.items():
+        if row.plugin is FP8TE:
+            assert create(name).hardware_recipe == row.hardware_recipe == f"te-{create(name).kind}", name
+    plain = {"recipe": "nvfp4", "disable_rht": True, "disable_stochastic_rounding": True}
+    assert FP8TE(plain).hardware_recipe == "te-nvfp4-plain"
 
 
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3-fp16"])

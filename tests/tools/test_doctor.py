@@ -5,15 +5,21 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
+from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.runs_where import RECIPES
+from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.doctor import advice, availability
 from lightning_lowprec.tools.recommendation import commands, recommend
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -75,3 +81,97 @@ def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, em
     assert {*names} <= {*runs, "32-true"}
     assert commands(recommended)[0].split()[3] == ",".join(names)
     assert commands(recommended)[1] == f"lowprec run --precision={names[1]} train.py"
+
+
+def test_the_column_of_this_machine_is_in_its_facts(capsys):
+    assert main(["doctor", "--json", "--device=cpu"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "cpu"
+    assert {*facts["hardware"]} == {*RECIPES}
+    assert facts["hardware"]["rowwise"] == asdict(RUNS_WHERE["rowwise"]["cpu"])
+
+
+def test_the_whole_table_fits_in_120_columns_and_every_cell_has_a_number_with_reason_and_source(capsys):
+    assert main(["doctor", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    notes, last = {}, ""
+    for line in lines:
+        if (note := re.match(r" {1,2}(\d+)  (.*)", line)) is not None:
+            notes[last := note[1]] = note[2]
+        elif line.startswith(" " * 5):
+            notes[last] += f" {line.strip()}"
+    marks = {"yes": (True, False), "emu": (True, True), "no": (False, False), "?": (None, False)}
+    seen = set()
+    for start in (i for i, line in enumerate(lines) if line.startswith("recipe ")):
+        keys = lines[start].split()[1:]
+        for line in lines[start + 1 : start + 1 + len(RECIPES)]:
+            recipe, *cells = line.split()
+            for key, shown in zip(keys, cells, strict=True):
+                mark, number = re.fullmatch(r"(\D+)(\d+)", shown).groups()
+                found = RUNS_WHERE[recipe][key]
+                assert (found.runs, found.emulated) == marks[mark]
+                assert notes[number] == f"{found.reason or 'runs'} [{found.source}]"
+                seen.add((recipe, key))
+    assert seen == {(recipe, key) for recipe in RECIPES for key in ARCHITECTURES if key != "other"}
+
+
+def test_the_whole_table_as_json(capsys):
+    assert main(["doctor", "--all", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert {*table} == {*ARCHITECTURES}
+    assert table["gfx942"]["msamp"]["runs"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "status", "words"),
+    [
+        ("fp8-rowwise", "sm_120", 1, ["fp8-rowwise on sm_120: no", "CUBLAS_STATUS_NOT_SUPPORTED", "[pytorch#192707]",
+                                      "Use 'fp8-hybrid'."]),
+        ("nvfp4", "sm_120", 1, ["TE#2255", "'disable_rht': True"]),
+        ("mxfp8", "sm_121", 1, ["mxfp8 on sm_120: no", "Use 'fp8-current'."]),
+        ("fp8-hybrid-remainder", "gfx942", 1, ["float8_e4m3fnuz only", "Use 'fp8-rowwise'."]),
+        ("fp8-hybrid", "sm_86", 1, ["NVIDIA 8.0 to 8.8 (Ampere) has no FP8 tensor cores", "Use 'bf16-mixed'."]),
+        ("fp8-lean", "gfx942", 0, ["fp8-lean on gfx942: yes"]),
+        ("fp8-rowwise", "sm_90", 0, ["fp8-rowwise on sm_90: yes", "training.md]"]),
+        ("fp8-hybrid", "xpu", 0, ["fp8-hybrid on xpu: not known", "[torch-xpu-ops#2325]"]),
+        ("int8", "sm_80", 0, ["int8 on sm_80: yes", "[ao#748]"]),
+    ],
+)  # fmt: skip
+def test_another_device_is_answered_for(capsys, name, device, status, words):
+    assert main(["doctor", "--for", name, "--device", device]) == status
+    printed = capsys.readouterr()
+    said, silent = (printed.err, printed.out) if status else (printed.out, printed.err)
+    assert silent == ""
+    assert all(word in said for word in words), said
+
+
+def test_another_device_has_a_column(capsys):
+    assert main(["doctor", "--device", "sm_100"]) == 0
+    assert capsys.readouterr().out.startswith("Recipes on sm_100, NVIDIA 10.x")
+    assert main(["doctor", "--device", "sm_100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["te-mxfp8"]["runs"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--for", "fp8-rowwize", "--device", "sm_90"], r"'fp8-rowwize' is invalid.*fp8-rowwise.*Recipes are allowed"),
+        (
+            ["--for", "fp8-rowwise", "--device", "h300"],
+            r"`device='h300'` is not available here: .*one of: sm_60, .*cpu",
+        ),
+    ],
+)
+def test_unknown_names_and_devices_raise_with_what_is_allowed(capsys, words, message):
+    assert main(["doctor", *words]) != 0
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (13, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    verdicts = [availability(name, torch.device("cuda", 0)) for name in ("half-auto", "bf16-remainder", "fp8-hybrid")]
+    assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
+    assert "newer than this table" in verdicts[2].reason
+    assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]

@@ -11,6 +11,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_s
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao import wire_format
+from lightning_lowprec.torchao.settings import Settings, linear_config
 from tests.torchao.fp8_reference import E4M3, E5M2, codes, dequantise, scale
 
 RECIPES = {
@@ -32,8 +33,8 @@ def linear(recipe="tensorwise", k=32, n=48, bias=True, fp8_eval=True, dtype=torc
     torch.manual_seed(0)
     layer = nn.Linear(k, n, bias=bias, dtype=dtype)
     name, fp8_format = RECIPES[recipe]
-    config = fp8.linear_config(name, fp8_format=fp8_format, emulate=True, round_scales_to_power_of_2=power_of_two)
-    fp8.convert(layer, [""], config, fp8_eval=fp8_eval)
+    config = linear_config(name, fp8_format=fp8_format, emulate=True, round_scales_to_power_of_2=power_of_two)
+    fp8.convert(layer, [""], Settings.of_config(config), fp8_eval=fp8_eval)
     return layer
 
 
@@ -301,8 +302,8 @@ def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     model[0].eval()
-    config = fp8.linear_config("tensorwise", fp8_format="hybrid", emulate=True, round_scales_to_power_of_2=None)
-    fp8.convert(model, ["0"], config, fp8_eval=True)
+    config = linear_config("tensorwise", fp8_format="hybrid", emulate=True, round_scales_to_power_of_2=None)
+    fp8.convert(model, ["0"], Settings.of_config(config), fp8_eval=True)
     assert type(model[0]) is fp8.FP8Linear
     assert model[0].weight is before[1]
     assert not model[0].training

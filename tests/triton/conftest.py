@@ -11,6 +11,7 @@ import pytest
 KERNELS = (
     "lightning_lowprec.masters.kernel",
     "lightning_lowprec.numerics.block_floats_kernel",
+    "lightning_lowprec.numerics.encode_columns_kernel",
     "lightning_lowprec.numerics.encode_kernel",
     "lightning_lowprec.numerics.multiply_kernel",
 )

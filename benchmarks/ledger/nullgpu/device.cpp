@@ -18,6 +18,7 @@ const Device DEVICES[] = {
     {"h200_1tb", "NVIDIA H200", 9, 0, 1048576 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 60 * (int)MiB, 6144},
     {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 81000 * MiB, 132, 2048, 227 * KiB, 228 * KiB, 50 * (int)MiB, 5120},
     {"b200", "NVIDIA B200", 10, 0, 182600 * MiB, 148, 2048, 227 * KiB, 228 * KiB, 126 * (int)MiB, 8192},
+    {"rtx5090", "NVIDIA GeForce RTX 5090", 12, 0, 32109 * MiB, 170, 1536, 99 * KiB, 100 * KiB, 96 * (int)MiB, 512},
     {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 24200 * MiB, 128, 1536, 99 * KiB, 100 * KiB, 72 * (int)MiB, 384},
     {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 81000 * MiB, 108, 2048, 163 * KiB, 164 * KiB, 40 * (int)MiB, 5120},
 };

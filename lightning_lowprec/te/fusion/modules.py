@@ -11,19 +11,17 @@ computes the fused call; each layer takes its part of the result.
 A DeferredNormOutput has a shape and no values: code that would do anything else with the normalised tensor raises, and
 does not compute with wrong values.
 
-The class of a module is changed in place, to a subclass of its class. Children stay children and every Parameter keeps
-its owner, so state dicts, optimizers, ties and sharding stay the same. The norm holds the unit that computes, and the
-unit holds its linear layers: no module refers to itself in a circle.
+The class of a module is changed in place (:mod:`~lightning_lowprec.conversion.roles`). The norm holds the unit that
+computes, and the unit holds its linear layers: no module refers to itself in a circle.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.in_place import become
+from lightning_lowprec.conversion.roles import RoleModule, take_role
 
 if TYPE_CHECKING:
     from lightning_lowprec.te.fusion.units import NormUnit
@@ -75,19 +73,12 @@ def _no_values(asked: str) -> str:
     return f"The output of a fused norm has no values of its own, and {asked} was asked of it. {UNFUSE}"
 
 
-class FusedModule(nn.Module):
-    """A module whose class was changed in place, to a class that derives from ``role`` and the module's own class."""
-
-    own_class: type[nn.Module]
-    role: ClassVar[type[FusedModule]]
+class FusedModule(RoleModule):
+    """A module that computes as a part of one call; its class was changed in place."""
 
     def extra_repr(self) -> str:
         """Add the word "fused"."""
         return ", ".join(filter(None, (super().extra_repr(), "fused")))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Support deepcopy and pickle, which cannot import a class that was made at run time."""
-        return _new, (self.role, self.own_class), self.__dict__
 
 
 @final
@@ -116,18 +107,6 @@ class FusedReader(FusedModule):
         return output
 
 
-@functools.cache
-def _fused_class(role: Any, own_class: Any) -> Any:
-    """Return a class with the name of ``own_class``: code may ask ``"RMSNorm" in type(module).__name__``."""
-    return type(own_class.__name__, (role, own_class), {"role": role, "__module__": __name__})
-
-
-def _new(role: type[FusedModule], own_class: type[nn.Module]) -> Any:
-    cls = _fused_class(role, own_class)  # type: ignore[arg-type]
-    return cls.__new__(cls)
-
-
 def fuse_module(module: nn.Module, role: type[FusedModule], unit: Any = None) -> None:
     """Change the class of a module in place; the module that holds the unit gets it."""
-    cls = _fused_class(role, type(module))  # type: ignore[arg-type]
-    become(module, cls, {} if unit is None else {UNIT: unit})
+    take_role(module, role, {} if unit is None else {UNIT: unit})

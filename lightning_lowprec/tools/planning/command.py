@@ -11,9 +11,12 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning import fits_command, widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
@@ -38,21 +41,33 @@ def run(argv: Sequence[str]) -> int:
     plan = make_plan(
         source.model,
         take(LayerOptions, vars(args)),
-        recipe=name.gains,
+        recipe=_recipes(args.recipe, args.precision, name),
         alignment=name.alignment,
         stores_codes=name.bytes_of_codes is not None,
         conv1d=name.conv1d != "kept",
+        experts=name.experts,
     )
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
+    gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(
-        source.model, plan, args.precision, fp8_all_gather=name.gathers_fp8, bytes_of_codes=name.bytes_of_codes
+        source.model,
+        plan,
+        args.precision,
+        fp8_all_gather=gathered,
+        bytes_of_codes=name.bytes_of_codes,
     )
     if args.shards is None and args.copies != 1:
         raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
     ranks = []
     if args.shards is not None:
         ranks = per_rank(
-            source.model, plan, sizes, shards=args.shards, copies=args.copies, bytes_of_codes=name.bytes_of_codes
+            source.model,
+            plan,
+            sizes,
+            shards=args.shards,
+            copies=args.copies,
+            fp8_all_gather=gathered,
+            bytes_of_codes=name.bytes_of_codes,
         )
     if args.markdown is not None:
         page = text(source.origin, plan, per_token, sizes, ranks, markdown=True, all_rows=args.all)
@@ -78,6 +93,32 @@ def _name(precision: str) -> PrecisionName:
     if precision not in converting:
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
     return converting[precision]
+
+
+def _recipes(given: Sequence[str] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
+    """Return the recipes per layer that ``--recipe`` gives, or the recipe of the precision."""
+    if not given:
+        return name.gains
+    recipes = backends.get(name.plugin.backend).recipes
+    if not recipes:
+        raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `--recipe` out.")
+    values = dict(_pattern(entry) for entry in given)
+    return RecipeMap.of(values, names=tuple(recipes), base=next(iter(recipes)))
+
+
+def _pattern(entry: str) -> tuple[str, Any]:
+    pattern, equals, value = entry.rpartition("=")
+    if not equals:
+        raise ValueError(f"`recipe={entry!r}` is not valid; expected PATTERN=RECIPE, e.g. '*.o_proj=rowwise'.")
+    if not value.startswith("{"):
+        return pattern, value
+    try:
+        return pattern, json.loads(value)
+    except json.JSONDecodeError as error:
+        expected = '\'*={"forward": "bf16"}\''
+        raise ValueError(
+            f"`recipe={entry!r}` is no JSON ({error}); expected PATTERN=RECIPE, e.g. {expected}."
+        ) from None
 
 
 def _parser() -> ArgumentParser:
@@ -119,6 +160,14 @@ def _parser() -> ArgumentParser:
     words: dict[str, Any] = {"nargs": "+", "type": str, "metavar": "NAME"}
     parser.add_argument("--keep", default=(), help="Linears that stay in high precision, by name or pattern", **words)
     parser.add_argument("--only", help="if given, only these Linears convert", **words)
+    parser.add_argument(
+        "--recipe",
+        nargs="+",
+        type=str,
+        metavar="PATTERN=RECIPE",
+        help="recipes per layer; the first pattern that matches wins: 'blocks.0.*=bf16' '*.o_proj=rowwise'"
+        " '*=tensorwise'; a value may say which GEMMs run in bf16: '*={\"forward\": \"bf16\"}'",
+    )
     parser.add_argument("--first_last_layers_bf16", action="store_true", help="keep the first and the last blocks")
     parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
     return parser

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_lowprec import names
+from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.matmuls import CONV1D
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 
@@ -59,15 +61,20 @@ def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUEN
         attention_width: heads x head_dim x layers.
         sequence_length: tokens per sequence; a causal token attends to half of them on average.
     """
-    fp8 = sum(_of(row) for row in plan.rows if row.kept_because is None)
-    kept = sum(_of(row) for row in plan.rows if row.kept_because is not None)
+    total = sum(_of(row) for row in plan.rows)
+    fp8 = sum(_of(row, _in_bf16(plan, row)) for row in plan.rows if row.kept_because is None)
     # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
     attention = 6.0 * sequence_length * attention_width
-    return Flops(fp8=fp8, high_precision=kept, attention=attention)
+    return Flops(fp8=fp8, high_precision=total - fp8, attention=attention)
 
 
-def _of(row: PlanRow) -> float:
-    gemms = 3 if row.trains else 2
+def _in_bf16(plan: Plan, row: PlanRow) -> InBF16:
+    own = plan.recipes.get(row.fqn)
+    return NO_GEMM if own is None else own.in_bf16
+
+
+def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
+    gemms = len(ALL_GEMMS - without - (NO_GEMM if row.trains else {"grad_weight"}))
     return 2.0 * gemms * row.per_token * row.in_features * row.out_features
 
 
@@ -100,7 +107,7 @@ def footprints(
     plan: Plan,
     precision: str,
     *,
-    fp8_all_gather: bool = True,
+    fp8_all_gather: bool | Mapping[str, bool] = True,
     bytes_of_codes: tuple[int, int, int] | None = None,
 ) -> list[Bytes]:
     """Return the bytes under Lightning's fp32 and bf16 precisions, and under ``precision`` with this plan.
@@ -110,7 +117,7 @@ def footprints(
         plan: the layers that convert.
         precision: the name of the last row.
         fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can); of weights that
-            are kept as codes, whether they run under FSDP2.
+            are kept as codes, whether they run under FSDP2. With recipes per layer: the answer for each recipe.
         bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
@@ -126,14 +133,14 @@ def footprints(
         for name, (weight, gradient, kept, sent) in LAYOUT.items()
     ]
     converted = [row for row in plan.rows if row.kept_because is None]
-    weights = sum(row.in_features * row.out_features for row in converted)
-    sent_as_fp8 = sum(row.in_features * row.out_features for row in gathered_rows(plan, precision))
-    training = sum(row.in_features * row.out_features for row in converted if row.trains)
+    weights = sum(row.elements for row in converted)
+    training = sum(row.elements for row in converted if row.trains)
     mixed = rows[-1]
     suffix = split(precision)[1]
     like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
     state = next(row for row in rows if row.precision == like)
-    last = replace(state, precision=precision, gathered=mixed.gathered - (sent_as_fp8 if fp8_all_gather else 0))
+    coded = sum(row.elements for row in gathered_rows(plan, precision, fp8_all_gather))
+    last = replace(state, precision=precision, gathered=mixed.gathered - coded)
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes
         last = Bytes(
@@ -146,8 +153,17 @@ def footprints(
     return [*rows, last]
 
 
-def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
-    """Return the rows whose weights FSDP2 gathers as float8, under a precision that gathers any so."""
+def gathered_rows(plan: Plan, precision: str, fp8_all_gather: bool | Mapping[str, bool] = True) -> list[PlanRow]:
+    """Return the rows whose weights FSDP2 gathers as float8; the arguments are those of :func:`footprints`."""
     name = names.TABLE.get(precision)
     every = name is None or name.conv1d == "gathered"
-    return [row for row in plan.rows if row.kept_because is None and (every or row.kind != "Conv1D")]
+
+    def as_codes(row: PlanRow) -> bool:
+        if row.kept_because is not None or not (every or row.kind != CONV1D):
+            return False
+        if not isinstance(fp8_all_gather, Mapping):
+            return fp8_all_gather
+        own = plan.recipes[row.fqn]
+        return fp8_all_gather[own.name or ""] and own.in_bf16 <= {"grad_weight"}
+
+    return [row for row in plan.rows if as_codes(row)]

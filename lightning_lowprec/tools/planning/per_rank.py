@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
+from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.fsdp2.options import blocks
 from lightning_lowprec.tools.planning import volume
@@ -45,6 +46,7 @@ def per_rank(
     *,
     shards: int,
     copies: int = 1,
+    fp8_all_gather: bool | Mapping[str, bool] = True,
     bytes_of_codes: tuple[int, int, int] | None = None,
     parts: Callable[[str], int] = lambda fqn: 1,
     tensor_parallel: int = 1,
@@ -57,6 +59,7 @@ def per_rank(
         sizes: of :func:`~lightning_lowprec.tools.planning.costs.footprints`; the plan belongs to the last row.
         shards: ranks per copy of the model.
         copies: copies of the model (``replicate``).
+        fp8_all_gather: as in ``footprints``.
         bytes_of_codes: as in ``footprints``; FSDP2 keeps gradients of such weights in float32.
         parts: into how many parts tensor parallelism cuts the parameter of an fqn.
         tensor_parallel: ranks of a tensor-parallel group.
@@ -71,13 +74,9 @@ def per_rank(
             continue
         elements = sum(p.numel() for p in model.parameters())
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
-        coded = gathered_rows(plan, row.precision)
-        if row is not sizes[-1] or row.gathered >= param_dtype.itemsize * elements:
-            coded = []
-        _check_even(coded, shards)
-        groups = volume.weights_of(
-            model, [found.fqn for found in coded], blocks=blocks(model), shards=shards, parts=parts
-        )
+        as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
+        fp8 = _coded(gathered_rows(plan, row.precision, fp8_all_gather), shards) if as_codes else []
+        groups = volume.weights_of(model, fp8, blocks=blocks(model), shards=shards, parts=parts)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
         of_codes = bytes_of_codes if row is sizes[-1] else None
@@ -100,15 +99,18 @@ def per_rank(
     return ranks
 
 
-def _check_even(rows: Sequence[PlanRow], shards: int) -> None:
+def _coded(rows: Sequence[PlanRow], shards: int) -> list[str]:
+    """Return the fqns of weights that are gathered as float8; raise ValueError if one has no equal shards."""
     for row in rows:
-        side, size = ("input", row.in_features) if row.kind == "Conv1D" else ("output", row.out_features)
-        if size % shards:
+        if row.parts % shards:
+            kinds = {STACKED: "experts", CONV1D: "input features"}
+            parts = f"{row.parts} {kinds.get(row.kind, 'output features')}"
             raise ValueError(
-                f"`shards={shards}` is not possible: {row.fqn!r} has {size} {side} features, which do not"
+                f"`shards={shards}` is not possible: {row.fqn!r} has {parts}, which do not"
                 " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
                 " (`--keep`), or take a divisor (`--shards`)."
             )
+    return [row.fqn for row in rows]
 
 
 def _keeps_codes(precision: str) -> bool:
@@ -120,6 +122,4 @@ def _keeps_codes(precision: str) -> bool:
 def _state(row: Bytes, plan: Plan, of_codes: tuple[int, int, int] | None) -> int:
     """Return the bytes of a model's state; gradients of weights that are kept as codes are float32."""
     wider = 0 if of_codes is None else _FLOAT32 - of_codes[1]
-    return row.state + wider * sum(
-        r.in_features * r.out_features for r in plan.rows if r.kept_because is None and r.trains
-    )
+    return row.state + wider * sum(r.elements for r in plan.rows if r.kept_because is None and r.trains)

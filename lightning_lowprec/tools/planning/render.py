@@ -74,7 +74,9 @@ def _collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
-        groups.setdefault((pattern, row.in_features, row.out_features, row.kept_because, row.trains), []).append(row)
+        groups.setdefault(
+            (pattern, row.in_features, row.out_features, row.kept_because, row.trains, row.recipe), []
+        ).append(row)
     return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
 
 
@@ -85,7 +87,8 @@ def _shape(row: PlanRow) -> str:
 def _verdict(row: PlanRow) -> str:
     if row.kept_because is not None:
         return f"kept: {row.kept_because}"
-    return "FP8, slower than bf16" if row.gain is None else f"FP8, about {row.gain:.2f}x"
+    fp8 = "FP8" if row.recipe is None else f"FP8 ({row.recipe})"
+    return f"{fp8}, slower than bf16" if row.gain is None else f"{fp8}, about {row.gain:.2f}x"
 
 
 def _costs(plan: Plan, flops: Flops) -> list[str]:

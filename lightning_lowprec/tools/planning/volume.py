@@ -80,13 +80,13 @@ def weights_of(
 
     Args:
         model: not sharded; it may be on the meta device.
-        fp8: fqns of the layers whose weights are gathered as float8.
+        fp8: fqns of what is gathered as float8: layers with a weight, and Parameters of stacked experts.
         blocks: fqns of the modules that gather their own weights; one does not lie in another.
         shards: ranks per copy of the model.
         parts: into how many parts tensor parallelism cuts the parameter of an fqn; 1: it is whole on every rank.
     """
     found = dict.fromkeys(["", *blocks], Weights())
-    coded = {f"{fqn}.weight" for fqn in fp8}
+    coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
     for fqn, p in model.named_parameters():
         group = next((prefix for prefix in _prefixes(fqn) if prefix in found), "")
         size, is_coded = padded(p, shards) // parts(fqn), fqn in coded

@@ -1,0 +1,53 @@
+"""Give the precision plugin of a Trainer a schedule, so that a name in ``precision=`` can have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_lowprec.checks import check_types
+from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.schedule import Phases, Schedule
+
+
+@final
+class PrecisionSchedule(Callback):
+    """Change the precision of matrix products during a run: bf16 at the start, FP8, bf16 at the end.
+
+        Trainer(precision="fp8-hybrid", callbacks=PrecisionSchedule([{"until": 0.95}, {"gemms": {"forward": "bf16"}}]))
+
+    The callback gives the plugin the option ``schedule``. It keeps no state: the phase is a function of the step.
+
+    Args:
+        phases: see the option ``schedule`` of :class:`~lightning_lowprec.FP8TorchAO`.
+
+    Raises:
+        ValueError: a phase is not valid.
+    """
+
+    def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
+        check_types({"phases": phases}, {"phases": Phases})
+        Schedule.of(phases)
+        self.phases = phases
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the plugin the schedule before the model is set up.
+
+        Raises:
+            ValueError: the precision converts no layers whose products could change, or has a schedule.
+        """
+        plugin: Any = trainer.precision_plugin
+        if not isinstance(plugin, LowPrecision) or not hasattr(plugin, "set_schedule"):
+            raise ValueError(
+                f"`PrecisionSchedule` does not go with `precision={trainer.precision!r}`, which has no layers that"
+                " change between FP8 and bf16; expected a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid'."
+            )
+        if plugin.phases is not None and plugin.phases.schedule != Schedule.of(self.phases):
+            raise ValueError(
+                f"`PrecisionSchedule` and the `schedule` of `{type(plugin).__name__}` are different schedules of one"
+                " run. Leave one of them out."
+            )
+        if plugin.phases is None:
+            plugin.set_schedule(self.phases)

@@ -1,0 +1,140 @@
+"""Compute the stacked experts of a mixture by grouped products, in a dtype that a precision chooses.
+
+transformers stacks the experts of a layer in two Parameters of three dimensions, and multiplies them by
+``torch.nn.functional.grouped_mm``. Autocast does not know this operation: the products run in the dtype of the weights,
+float32 under every mixed precision. So a precision takes over the forward of the experts. Everything between the two
+products (gate, activation, biases, a norm) stays the model's own.
+
+    hidden states, experts of each token --spread--> rows, sorted --product--> gate --product--> --collect--> their sum
+
+The class of the module changes in place (:mod:`~lightning_lowprec.conversion.roles`), not the setting
+``experts_implementation``, which lies in a config object that models share. The other settings of transformers are left
+alone: "eager" and "batched_mm" run operations that autocast knows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.roles import RoleModule, take_role
+from lightning_lowprec.numerics.groups import Groups, collect, group, per_row, spread
+from lightning_lowprec.private.transformers import activate, experts_implementation, is_expert_parallel
+
+_FLAGS = frozenset({"has_gate", "has_bias", "is_transposed", "is_concatenated"})
+"""What ``use_experts_implementation`` of transformers (5.0 and later) sets on a module."""
+_BYTES = 16  # the rows of both operands of a grouped product begin at multiples of this
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Return whether transformers would run the module as grouped products (its ``use_experts_implementation``)."""
+    return vars(module).keys() >= _FLAGS and module._parameters.keys() >= set(weight_names(module))
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """Return the names of the two stacked Parameters of a module that :func:`is_stack` accepts."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the stacked experts of a model by fqn."""
+    return ((fqn, module) for fqn, module in model.named_modules() if is_stack(module))
+
+
+class RoutedExperts(RoleModule):
+    """Stacked experts whose two products a precision computes."""
+
+    alignment: int = 1
+    """The rows of each expert begin at a multiple of this."""
+
+    @abstractmethod
+    def takes(self, hidden_states: Tensor) -> bool:
+        """Return whether the precision computes this call; otherwise the model's own code does."""
+
+    @abstractmethod
+    def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
+        """Multiply the rows of each expert by its matrix of the Parameter ``name``: [P, K] -> [P, N]."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
+        experts: Any = self
+        if hidden_states.numel() == 0 or not self.takes(hidden_states):
+            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return output
+        first, second = weight_names(experts)
+        count = getattr(experts, first).shape[0]
+        groups = group(top_k_index, count, self.alignment, some_absent=is_expert_parallel(experts))
+        rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
+        inner = self._product(rows, first, groups)
+        inner = activate(experts, inner) if experts.has_gate else experts.act_fn(inner)
+        pairs = collect(self._product(inner, second, groups), groups)
+        if getattr(experts, "has_post_expert_norm", False):
+            pairs = experts.post_expert_norm(pairs)
+        weighted = pairs * top_k_weights.reshape(-1, 1)
+        return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _product(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
+        product = self.multiply(rows, name, groups)
+        experts: Any = self
+        if not experts.has_bias:
+            return product
+        return product + per_row(getattr(experts, f"{name}_bias").to(product.dtype), groups)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast multiplies ``x``; without autocast the dtype of ``x``."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """[P, K], [E, K, N] -> [P, N], in the dtype of ``rows``; rows of no expert are without meaning.
+
+    Sizes of which kernels take only multiples of 16 bytes are filled up with zeros.
+    """
+    step = _BYTES // rows.element_size()
+    (inner, outer), weight = weight.shape[1:], weight.to(rows.dtype)
+    if inner % step or outer % step:
+        rows = F.pad(rows, (0, -inner % step))
+        weight = F.pad(weight, (0, -outer % step, 0, -inner % step))
+    product: Tensor = F.grouped_mm(rows, weight, offs=groups.ends)
+    return product[:, :outer]
+
+
+def matrices(experts: Any, name: str) -> Tensor:
+    """Return a stacked Parameter as [E, K, N], for ``rows @ matrix``."""
+    weight: Tensor = getattr(experts, name)
+    return weight if experts.is_transposed else weight.mT
+
+
+@final
+class CastExperts(RoutedExperts):
+    """Stacked experts whose products run in the dtype of autocast."""
+
+    def takes(self, hidden_states: Tensor) -> bool:
+        """Whether autocast is on, and the model would multiply in the dtype of its weights."""
+        on = torch.is_autocast_enabled(hidden_states.device.type)
+        return on and experts_implementation(self) == "grouped_mm"
+
+    def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
+        """[P, K] -> [P, N]."""
+        return grouped_product(rows, matrices(self, name), groups)
+
+
+def follow_autocast(model: nn.Module) -> None:
+    """Let the stacked experts of ``model`` multiply in the dtype of autocast, except those that a backend computes."""
+    for _, module in stacks(model):
+        if not isinstance(module, RoleModule):
+            take_role(module, CastExperts, {})
+
+
+def revert(model: nn.Module) -> None:
+    """Undo :func:`follow_autocast`, in place."""
+    for module in model.modules():
+        if isinstance(module, CastExperts):
+            in_place.revert(module)

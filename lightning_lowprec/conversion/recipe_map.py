@@ -1,0 +1,153 @@
+"""Recipes per layer: an ordered mapping of patterns to recipes, in which the first pattern that matches wins.
+
+    {"blocks.[0-1].*": "bf16", "*.mlp.*": "tensorwise", "*.o_proj": "rowwise", "*": {"forward": "bf16"}}
+
+The rules that keep a layer (output heads, routers, adapters, ``keep``, ``only``, layers that cannot convert) come
+before the mapping. A layer that no pattern matches is kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, final
+
+from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16, in_bf16, words
+
+HIGH: Final = "bf16"
+"""The value of a pattern whose layers are kept."""
+NO_PATTERN: Final = "no pattern of `recipe` matches"
+"""The reason of a layer that no pattern matches."""
+
+
+@final
+@dataclass(frozen=True)
+class LayerRecipe:
+    """The precision of one layer: a recipe, and the products that run in high precision instead.
+
+    Args:
+        name: a recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has.
+        in_bf16: the products in high precision.
+    """
+
+    name: str | None
+    in_bf16: InBF16 = NO_GEMM
+
+    @classmethod
+    def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
+        """Return the recipe that a user has written.
+
+        Args:
+            value: one of ``names``, ``"bf16"``, or a mapping of products to ``"bf16"`` and ``"fp8"``.
+            names: the recipes of the backend.
+            base: the recipe that a mapping of products changes.
+            field: the name of the option, for messages.
+
+        Raises:
+            ValueError: ``value`` is none of these.
+        """
+        if value == HIGH:
+            return cls(base, ALL_GEMMS)
+        if isinstance(value, Mapping):
+            return cls(base, in_bf16(value, field))
+        if value not in names:
+            expected = f"{', '.join(map(repr, names))}, 'bf16', or a mapping such as {{'forward': 'bf16'}}"
+            raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {expected}.")
+        return cls(value)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing runs in FP8."""
+        return self.in_bf16 == ALL_GEMMS
+
+    def __str__(self) -> str:
+        """Show ``tensorwise`` or ``tensorwise, forward in bf16``."""
+        return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
+
+
+@final
+@dataclass(frozen=True)
+class RecipeMap:
+    """Patterns and their recipes, in the order in which they are tried."""
+
+    entries: tuple[tuple[str, LayerRecipe], ...]
+
+    @classmethod
+    def of(cls, given: Mapping[Any, Any], *, names: Sequence[str], base: str) -> RecipeMap:
+        """Return the map that a user has written.
+
+        Args:
+            given: patterns and values, see :meth:`LayerRecipe.of`.
+            names: the recipes of the backend.
+            base: the recipe that a mapping of products changes.
+
+        Raises:
+            ValueError: there is no pattern, a pattern is no string, a value is not valid, or nothing runs in FP8.
+        """
+        if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
+            raise ValueError(
+                f"`recipe={dict(given)!r}` is not valid; expected patterns of fqns with a recipe each, e.g."
+                f" {{'*.o_proj': {names[-1]!r}, '*': {names[0]!r}}}."
+            )
+        found = {
+            pattern: LayerRecipe.of(value, names=names, base=base, field=f"recipe[{pattern!r}]")
+            for pattern, value in given.items()
+        }
+        if all(recipe.is_kept for recipe in found.values()):
+            raise ValueError(
+                f"`recipe={dict(given)!r}` computes nothing in FP8; give a pattern one of:"
+                f" {', '.join(map(repr, names))}, or use `precision='bf16-mixed'`."
+            )
+        return cls(tuple(found.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The recipes of layers that convert, in the order of the map, each once."""
+        converting = (recipe.name for _, recipe in self.entries if not recipe.is_kept)
+        return tuple(dict.fromkeys(name for name in converting if name is not None))
+
+    def of_layer(self, fqn: str) -> tuple[str, LayerRecipe] | None:
+        """Return the first pattern that matches, and its recipe; None: no pattern matches."""
+        return next(((pattern, recipe) for pattern, recipe in self.entries if fnmatchcase(fqn, pattern)), None)
+
+    def check(self, kept: Mapping[str, str | None]) -> None:
+        """Raise if a pattern decides nothing.
+
+        Args:
+            kept: for every weight of the model, the reason of another rule that keeps it; None: the map decides.
+
+        Raises:
+            ValueError: a pattern matches nothing, matches only layers that patterns before it took, or gives a recipe
+                to layers that other rules keep.
+        """
+        for number, (pattern, recipe) in enumerate(self.entries):
+            matched = [fqn for fqn in kept if fnmatchcase(fqn, pattern)]
+            open_to = [fqn for fqn in matched if kept[fqn] is None]
+            taken = {fqn: earlier for fqn in open_to for earlier in self._earlier(fqn, number)}
+            if len(taken) < len(open_to) or (matched and not open_to and recipe.is_kept):
+                continue
+            raise ValueError(f"`recipe[{pattern!r}]` {self._useless(pattern, matched, taken, kept)}")
+
+    def _earlier(self, fqn: str, number: int) -> Iterator[str]:
+        yield from (pattern for pattern, _ in self.entries[:number] if fnmatchcase(fqn, pattern))
+
+    @staticmethod
+    def _useless(pattern: str, matched: list[str], taken: Mapping[str, str], kept: Mapping[str, str | None]) -> str:
+        if taken:
+            fqn, earlier = next(iter(taken.items()))
+            return (
+                f"matches only layers that earlier patterns take ({fqn!r}: {earlier!r}), and the first pattern that"
+                " matches wins. Put the pattern before them, or leave it out."
+            )
+        if matched:
+            return (
+                f"matches only layers that other rules keep ({matched[0]!r}: {kept[matched[0]]}), and these come"
+                " before `recipe`. Leave the pattern out, or name the layers that convert with `only=[...]`."
+            )
+        near = difflib.get_close_matches(pattern, list(kept), n=3, cutoff=0.3) or list(kept)[:3]
+        return (
+            f"matches no linear layer of the model; the nearest are: {', '.join(map(repr, near))} (of {len(kept)})."
+            " A pattern matches a whole fqn: '*.o_proj', 'blocks.[0-1].*'."
+        )

@@ -1,0 +1,219 @@
+"""Follow a schedule: before each forward, give the layers of a plugin the phase of the optimizer step.
+
+The phase is a function of the step alone, so a run that is resumed goes on in the right phase. The step is the number
+of optimizer steps before it: in the Trainer ``trainer.global_step``, which counts the steps of all optimizers, and the
+steps that fp16 skips; in Fabric the number that ``plugin.set_step`` was given. A phase begins with the first forward at
+or after its step, so all micro-batches of a step run in one phase.
+
+Without a step, that is, in an evaluation before any fit, layers are in the last phase, as at the end of a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn import Module
+
+from lightning_lowprec.checks import check_integer
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.selection import matches
+from lightning_lowprec.precision.host import trainer_of
+from lightning_lowprec.precision.schedule import Schedule
+
+METRIC = "precision/phase"
+"""The name of the metric: the number of the phase, from 0; logged where a phase begins."""
+
+
+@final
+class ScheduledPhases:
+    """The phases of one plugin, and the phase in which its layers are."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._told: tuple[int, int | None] | None = None
+        self._known: tuple[Any, ...] | None = None
+        self._ends: tuple[int, ...] = ()
+        self._checked = False
+        self._applied: int | None = None
+        self._logged: int | None = None
+
+    def forget(self) -> None:
+        """Note that the plugin has converted layers, which are in no phase yet."""
+        self._applied, self._checked = None, False
+
+    def set_step(self, plugin: Any, step: int, total: int | None) -> None:
+        """Fabric: note the number of optimizer steps before the next one, and of the whole run; see ``set_step``.
+
+        Raises:
+            RuntimeError: the Trainer runs the plugin.
+            ValueError: a number is not valid, or ``total`` is missing and the schedule has fractions.
+        """
+        if any(_trainers(plugin)):
+            raise RuntimeError("`set_step` is for Fabric: the Trainer tells its step by itself. Leave the call out.")
+        check_integer("step", step, least=0)
+        if total is not None:
+            check_integer("total", total, least=1)
+        elif self.schedule.needs_total:
+            raise ValueError(
+                "`total=None` is not possible for a `schedule` with fractions of the run: give the number of optimizer"
+                " steps of the run (`plugin.set_step(step, total=N)`), or steps in place of fractions."
+            )
+        self._told = step, total
+        if not plugin.modules.waiting:
+            self.follow(plugin)
+
+    def follow(self, plugin: Any) -> None:
+        """Give the layers the phase of the step, if they are in another.
+
+        Raises:
+            ValueError: a phase has no step, ``keep`` matches no converted layer, or the length of the run is unknown.
+            RuntimeError: Fabric trains, and ``set_step`` was not called.
+        """
+        trainer = next(_trainers(plugin), None)
+        step = self._step_in_fabric(plugin) if trainer is None else self._step_in_trainer(plugin, trainer)
+        phase = len(self.schedule.phases) - 1 if step is None else self.schedule.at(step, self._ends)
+        if phase != self._applied:
+            self._apply(plugin, phase, step)
+        if trainer is not None and trainer.training and phase != self._logged:
+            self._logged = phase
+            for logger in trainer.loggers:
+                logger.log_metrics({METRIC: float(phase)}, step=trainer.global_step)
+
+    # ---- the step
+
+    def _step_in_fabric(self, plugin: Any) -> int | None:
+        if self._told is None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"`precision={plugin.precision!r}` has a `schedule`, and does not know the step. In Fabric call"
+                    " `fabric.strategy.precision.set_step(step, total=N)` before each optimizer step."
+                )
+            return None
+        step, total = self._told
+        self._resolve(plugin, (total,), total, per_epoch=None)
+        return step
+
+    def _step_in_trainer(self, plugin: Any, trainer: Trainer) -> int | None:
+        if trainer.state.fn != TrainerFn.FITTING and self._known is None:
+            return None
+        if trainer.state.fn == TrainerFn.FITTING:
+            known = id(trainer), trainer.max_steps, trainer.max_epochs, trainer.fit_loop.epoch_loop.max_steps
+            if known != self._known:
+                total = _total(trainer, self.schedule, plugin.precision)
+                lenient = bool(getattr(trainer, "fast_dev_run", False))  # its debug connector sets it
+                self._resolve(plugin, known, total, _per_epoch(trainer), lenient=lenient)
+        return trainer.global_step
+
+    def _resolve(
+        self, plugin: Any, known: tuple[Any, ...], total: int | None, per_epoch: float | None, *, lenient: bool = False
+    ) -> None:
+        """Compute the first steps of the phases, and say what will happen when; once per length of the run."""
+        if known == self._known:
+            return
+        self._ends = self.schedule.ends(total, lenient=lenient)
+        self._known = known
+        rank_zero_info(f"{plugin.precision}: {said(self.schedule, self._ends, total, per_epoch, plugin.base)}.")
+
+    # ---- the layers
+
+    def _apply(self, plugin: Any, number: int, step: int | None) -> None:
+        set_phase = backends.get(plugin.backend).set_phase
+        assert set_phase is not None
+        layers = dict(_layers(plugin))
+        if not self._checked:
+            self._check(layers)
+        phase = self.schedule.phases[number]
+        for fqn, layer in layers.items():
+            set_phase(layer, phase.of_layer(fqn, matches))
+        when = "without a step" if step is None else f"step {step}"
+        if self._applied is not None or number or step is None:
+            which = f"phase {number + 1} of {len(self.schedule.phases)}"
+            rank_zero_info(f"{plugin.precision}: {when}: {which}: {phase.said(plugin.base)}.")
+        self._applied = number
+
+    def _check(self, layers: dict[str, Module]) -> None:
+        for number, phase in enumerate(self.schedule.phases):
+            for pattern in phase.keep:
+                if layers and not any(matches(pattern, fqn) for fqn in layers):
+                    near = difflib.get_close_matches(pattern, list(layers), n=3, cutoff=0.3) or list(layers)[:3]
+                    raise ValueError(
+                        f"`schedule[{number}]['keep']` has {pattern!r}, which matches no converted layer; the nearest"
+                        f" are: {', '.join(map(repr, near))} (of {len(layers)})."
+                    )
+        self._checked = True
+
+
+def _modules(plugin: Any) -> Iterator[Module]:
+    """Yield the modules of a plugin; under FSDP2 also a module that another plugin has converted."""
+    yield from dict.fromkeys([*plugin.modules.prepared, *(plugin.modules.sharded or ())])
+
+
+def _trainers(plugin: Any) -> Iterator[Trainer]:
+    found = (trainer_of(module) for module in _modules(plugin))
+    return (trainer for trainer in found if trainer is not None and trainer.precision_plugin is plugin)
+
+
+def _layers(plugin: Any) -> Iterator[tuple[str, Module]]:
+    owns = backends.get(plugin.backend).owns
+    for number, module in enumerate(_modules(plugin)):
+        for fqn, layer in module.named_modules():
+            if owns(layer):
+                yield (fqn if number == 0 else f"{number}:{fqn}"), layer
+
+
+def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
+    """Return the number of optimizer steps of the run; None: unknown, and the schedule has no fractions.
+
+    Raises:
+        ValueError: unknown, and the schedule has fractions.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        total = trainer.estimated_stepping_batches if schedule.needs_total else max(trainer.max_steps, 0) or math.inf
+    else:  # a batch may take any number of steps
+        total = trainer.max_steps if trainer.max_steps > 0 else math.inf
+    if total != math.inf:
+        return int(total)
+    if schedule.needs_total:
+        why = "" if trainer.lightning_module.automatic_optimization else " (manual optimization: any number per batch)"
+        raise ValueError(
+            f"`schedule` of `precision={precision!r}` has fractions of the run, and the number of optimizer steps is"
+            f" not known{why}. Set `Trainer(max_steps=...)`, or give steps in place of fractions."
+        )
+    return None
+
+
+def _per_epoch(trainer: Trainer) -> float | None:
+    """Return the number of optimizer steps per epoch; None: unknown."""
+    batches = trainer.num_training_batches
+    if not trainer.lightning_module.automatic_optimization or batches in (0, math.inf):
+        return None
+    return max(1.0, -(-batches // trainer.accumulate_grad_batches))
+
+
+def said(schedule: Schedule, ends: Sequence[int], total: int | None, per_epoch: float | None, high: str) -> str:
+    """Return what happens when: ``schedule: steps 0 to 9 (epochs 0 to 0.5): FP8; from step 10 (epoch 0.5): ...``."""
+
+    def epoch(step: int) -> str:
+        assert per_epoch is not None
+        return f"{step / per_epoch:.4g}"
+
+    parts, begin = [], 0
+    for phase, end in zip(schedule.phases, (*ends, None), strict=True):
+        if end is None:
+            when = f"from step {begin}" + ("" if per_epoch is None else f" (epoch {epoch(begin)})")
+        else:
+            when = f"steps {begin} to {end - 1}" if end > begin + 1 else f"step {begin}"
+            when += "" if per_epoch is None else f" (epochs {epoch(begin)} to {epoch(end)})"
+        if total is not None and begin >= total:
+            when += f", which a run of {total} steps does not reach"
+        if end is None or end > begin:
+            parts.append(f"{when}: {phase.said(high)}")
+        begin = begin if end is None else end
+    return f"schedule{'' if total is None else f' over {total} steps'}: {'; '.join(parts)}"

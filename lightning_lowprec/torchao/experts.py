@@ -1,0 +1,176 @@
+"""The stacked experts of a mixture with grouped products in FP8; see :mod:`~lightning_lowprec.conversion.experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torchao.float8.config import ScalingGranularity, ScalingType
+
+from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.experts import RoutedExperts, grouped_product, matrices
+from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.roles import take_role
+from lightning_lowprec.conversion.transforms import check_call
+from lightning_lowprec.numerics.groups import Groups
+from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.torchao.grouped import GroupedRecipe, grouped_matmul
+from lightning_lowprec.torchao.settings import LayerSettings
+from lightning_lowprec.torchao.weight_codes import WeightCodes
+from lightning_lowprec.torchao.wire_format import TorchAOWire
+
+_ALIGNMENT = 16
+
+
+@final
+class FP8Experts(RoutedExperts):
+    """Stacked experts whose products run in FP8, for any batch, under autocast of any device."""
+
+    settings: dict[str, LayerSettings]
+    """By the name of a Parameter whose products run in FP8; those of others run in the dtype of autocast."""
+    recipes: dict[str, GroupedRecipe]
+    """How the products of these Parameters run now, with the phase of a schedule."""
+    phase_gemms: InBF16
+    """The products that the phase of a schedule computes in high precision."""
+    fp8_eval: bool
+    weight_codes: dict[str, WeightCodes | None]
+    """Codes that are kept from step to step, of weights with one scale."""
+
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """16 where a product runs in FP8."""
+        return _ALIGNMENT if any(self._in_fp8(name) for name in self.recipes) else 1
+
+    def takes(self, hidden_states: Tensor) -> bool:
+        """Every call."""
+        if are_transforms_active() or torch.compiler.is_exporting():
+            check_call("FP8 experts")
+        return True
+
+    def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
+        """[P, K] -> [P, N]."""
+        experts: Any = self
+        if not self._in_fp8(name):
+            return grouped_product(rows, matrices(experts, name), groups)
+        weight, kept = getattr(experts, name), self.weight_codes.get(name)
+        if kept is not None and not self._may_use(kept, name):
+            kept = None
+        made = None if kept is None else kept.made
+        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=experts.is_transposed)
+
+    def _in_fp8(self, name: str) -> bool:
+        runs = name in self.recipes and (self.training or self.fp8_eval)
+        return runs and len(self.recipes[name].in_bf16) < len(GEMMS)
+
+    # ---- codes that are kept from step to step
+
+    def encoded_per_step(self) -> list[str]:
+        """Return the names of the Parameters that are encoded once per optimizer step."""
+        return [name for name, settings in self.settings.items() if settings.per_step]
+
+    def all_codes(self) -> list[WeightCodes]:
+        """Return the kept codes of all weights."""
+        return [codes for codes in self.weight_codes.values() if codes is not None]
+
+    def check_codes(self, codes: WeightCodes) -> bool:
+        """Bring kept codes up to date; drop codes that are not of this weight, because it was replaced or sharded."""
+        if codes.layer() is not self or codes.weight.is_meta:
+            self.weight_codes = {name: kept for name, kept in self.weight_codes.items() if kept is not codes}
+            return False
+        if codes.is_stale(training=self.training):
+            codes.model.refresh()
+        return True
+
+    def _may_use(self, codes: WeightCodes, name: str) -> bool:
+        if torch.compiler.is_compiling():
+            return codes.checked_outside and codes.is_read
+        return codes.is_read and self.check_codes(codes)
+
+    # ---- FSDP2
+
+    @property
+    def wired(self) -> tuple[str, ...]:
+        """The names of the Parameters that FSDP2 may gather as float8: those with one scale."""
+        return tuple(name for name, recipe in self.recipes.items() if recipe.one_scale)
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 may gather these Parameters."""
+        found = [self.settings[name] for name in self.wired]
+        return TorchAOWire.of(found[0].config, per_step=found[0].per_step) if found else None
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether a product reads a weight in high precision now."""
+        return any({"forward", "grad_input"} & set(recipe.in_bf16) for recipe in self.recipes.values())
+
+    # ---- other precisions for the same layer
+
+    def set_phase(self, gemms: InBF16) -> None:
+        """Compute these products in high precision, beside those of the recipes."""
+        self.phase_gemms = gemms
+        self._update()
+
+    def reconfigure(self, recipe: LayerRecipe) -> None:
+        """Give all Parameters another recipe; ``recipe.name`` is None for the recipe that each has."""
+        changed = {}
+        for name, own in self.settings.items():
+            if recipe.name is not None:
+                assert own.settings is not None  # the user's config keeps experts in high precision
+                changed[name] = own.settings.of(recipe)
+            else:
+                changed[name] = replace(own, in_bf16=recipe.in_bf16)
+        self.settings = changed
+        self.weight_codes = {name: codes for name, codes in self.weight_codes.items() if changed[name].per_step}
+        self._update()
+
+    def _update(self) -> None:
+        self.recipes = {name: _recipe(own, self.phase_gemms) for name, own in self.settings.items()}
+        for name, codes in self.weight_codes.items():
+            if codes is not None:
+                codes.is_read = not {"forward", "grad_input"} <= set(self.recipes[name].in_bf16)
+                if not codes.is_read:
+                    codes.free()
+
+
+def _recipe(settings: LayerSettings, phase: InBF16) -> GroupedRecipe:
+    """Return how products run. ``rowwise_with_gw_hp`` computes the gradient of the weight in high precision."""
+    config = settings.config
+    cast = config.cast_config_input_for_grad_weight
+    assert cast is not None
+    high: InBF16 = frozenset({"grad_weight"}) if cast.scaling_type is ScalingType.DISABLED else NO_GEMM
+    return GroupedRecipe(
+        one_scale=config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE,
+        in_bf16=tuple(sorted(settings.in_bf16 | phase | high)),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        emulate=config.emulate,
+    )
+
+
+def convert(
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
+) -> None:
+    """Let the products of the stacked Parameters ``fqns`` run in FP8, in place."""
+    found: dict[str, dict[str, LayerSettings]] = {}
+    for fqn in fqns:
+        module, _, name = fqn.rpartition(".")
+        found.setdefault(module, {})[name] = settings_of(fqn)
+    for fqn, settings in found.items():
+        recipes = {name: _recipe(own, NO_GEMM) for name, own in settings.items()}
+        attributes = {"settings": settings, "recipes": recipes, "fp8_eval": fp8_eval}
+        take_role(model.get_submodule(fqn), FP8Experts, {**attributes, "weight_codes": {}, "phase_gemms": NO_GEMM})
+
+
+def fp8_experts(model: nn.Module) -> list[FP8Experts]:
+    """Return the experts of ``model`` that run in FP8."""
+    return [module for module in model.modules() if isinstance(module, FP8Experts)]
+
+
+def revert(model: nn.Module) -> None:
+    """Give experts their own class back, in place."""
+    for module in fp8_experts(model):
+        in_place.revert(module)

@@ -1,0 +1,213 @@
+"""What runs where: every name has an answer for every architecture, and plugins refuse by the table."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
+from lightning_lowprec.architectures import ARCHITECTURES, OTHER, classify, named
+from lightning_lowprec.precision import refusals
+from lightning_lowprec.runs_where import RECIPES, TABLE, TITLES, cell, instead
+from lightning_lowprec.tools.hardware_text import word
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_every_name_has_an_answer_for_every_architecture():
+    assert {*TABLE} == {*RECIPES} == {*TITLES}
+    assert {row.hardware_recipe for row in names.TABLE.values()} <= {*RECIPES}
+    for recipe, row in TABLE.items():
+        assert {*row} == {*ARCHITECTURES}, recipe
+
+
+def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
+    for recipe, row in TABLE.items():
+        for key, found in row.items():
+            assert found.source, (recipe, key)
+            assert found.reason or (found.runs is True and not found.emulated), (recipe, key)
+            assert not (found.emulated and not found.runs), (recipe, key)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "runs", "refused", "not_known"),
+    [
+        (
+            "tensorwise",
+            "sm_89 sm_90 sm_100 sm_110 sm_120",
+            "sm_75 sm_80 gfx90a gfx942 gfx1100 mps",
+            "sm_130 gfx950 xpu",
+        ),
+        ("tensorwise-per-gemm", "sm_89 sm_90 sm_120 gfx942 gfx950", "sm_80 gfx90a mps", "xpu"),
+        ("rowwise", "sm_89 sm_90 sm_100 gfx942 gfx950", "sm_80 sm_120 gfx90a mps", "xpu gfx1200"),
+        ("rowwise-gw-hp", "sm_89 sm_90 sm_100 gfx942 gfx950", "sm_80 sm_120 gfx90a mps", "xpu gfx1200"),
+        ("msamp", "sm_89 sm_90 sm_100 sm_120", "sm_80 gfx90a gfx942 mps", "gfx950 xpu"),
+        ("te-delayed", "sm_89 sm_90 sm_100 sm_120", "sm_80 gfx90a xpu mps cpu", "gfx942 gfx950"),
+        ("te-block", "sm_90 sm_100 sm_120", "sm_89 gfx942 cpu", "sm_130"),
+        ("te-mxfp8", "sm_100", "sm_90 sm_120 gfx942 cpu", "sm_110 gfx950"),
+        ("te-nvfp4", "sm_100", "sm_90 sm_120 gfx950 cpu", "sm_130"),
+        ("te-nvfp4-plain", "sm_100 sm_120", "sm_90 cpu", "sm_110"),
+        ("torchao-mxfp8", "sm_100", "sm_90 gfx942 mps", "sm_120 gfx950 xpu"),
+        ("int8", "sm_80 sm_89 sm_90 cpu", "", "sm_75 sm_120 gfx942 xpu mps"),
+        ("fp16", "sm_70 sm_75 sm_120 gfx90a xpu mps cpu", "", "other"),
+        ("bf16", "sm_80 sm_120 gfx90a xpu mps cpu", "", "other"),
+    ],
+)
+def test_what_upstream_says(recipe, runs, refused, not_known):
+    for answer, keys in ((True, runs), (False, refused), (None, not_known)):
+        assert {key: TABLE[recipe][key].runs for key in keys.split()} == dict.fromkeys(keys.split(), answer)
+
+
+def test_sources_of_what_users_ran_into():
+    assert TABLE["rowwise"]["sm_120"].source == "pytorch#192707"
+    assert TABLE["torchao-mxfp8"]["sm_120"].source == "pytorch#198126"
+    assert "TE#2255" in TABLE["te-nvfp4"]["sm_120"].source
+    assert {key for key, found in TABLE["bf16"].items() if found.emulated} == {"sm_60", "sm_70", "sm_75"}
+    assert {key for key, found in TABLE["tensorwise"].items() if found.emulated} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("described", "key"),
+    [
+        (("cuda", (6, 1)), "sm_60"), (("cuda", (5, 2)), "sm_60"), (("cuda", (7, 0)), "sm_70"),
+        (("cuda", (7, 5)), "sm_75"), (("cuda", (8, 6)), "sm_80"), (("cuda", (8, 9)), "sm_89"),
+        (("cuda", (9, 0)), "sm_90"), (("cuda", (10, 3)), "sm_100"), (("cuda", (11, 0)), "sm_110"),
+        (("cuda", (12, 1)), "sm_120"), (("cuda", (14, 0)), "sm_130"),
+        (("cuda", (9, 0), "gfx90a:sramecc+:xnack-"), "gfx90a"), (("cuda", (9, 0), "gfx908"), "gfx90a"),
+        (("cuda", (9, 4), "gfx942:sramecc+:xnack-"), "gfx942"), (("cuda", (9, 5), "gfx950"), "gfx950"),
+        (("cuda", (11, 0), "gfx1100"), "gfx1100"), (("cuda", (12, 0), "gfx1201"), "gfx1200"),
+        (("cuda", (12, 5), "gfx1250"), "other"), (("xpu",), "xpu"), (("mps",), "mps"), (("cpu",), "cpu"),
+        (("hpu",), "other"), (("cuda",), "other"),
+    ],
+)  # fmt: skip
+def test_devices_have_architectures(described, key):
+    assert classify(*described).key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("sm_120", "sm_120"), ("sm_86", "sm_80"), ("sm_103a", "sm_100"), ("sm90", "sm_90"),
+                      ("gfx1201", "gfx1200"), ("gfx942", "gfx942"), ("xpu", "xpu")],
+)  # fmt: skip
+def test_names_of_architectures(name, key):
+    assert named(name).key == key
+
+
+def test_an_unknown_architecture_raises_with_the_list():
+    with pytest.raises(
+        ValueError, match=r"`device='h300'` is no architecture; expected one of: sm_60, .*gfx942, .*cpu"
+    ):
+        named("h300")
+
+
+def test_the_names_to_use_instead_run_there():
+    for recipe, row in TABLE.items():
+        for key, found in row.items():
+            if found.runs is False and key != OTHER.key:
+                words = instead(recipe, ARCHITECTURES[key])
+                by_name = {name: row.hardware_recipe for name, row in names.TABLE.items()}
+                rows = [by_name[name] for name in by_name if f"'{name}'" in words and "FP8TE(" not in words]
+                if "'disable_rht': True, 'disable_stochastic_rounding': True" in words:
+                    rows.append("te-nvfp4-plain")
+                if "'bf16-mixed'" in words or "'16-mixed'" in words:
+                    rows.append("fp16" if "'16-mixed'" in words else "bf16")
+                assert rows, (recipe, key)
+                assert all(cell(row, ARCHITECTURES[key]).runs for row in rows), (recipe, key, words)
+
+
+def test_plugins_and_names_have_the_same_rows():
+    for name, row in names.TABLE.items():
+        if row.plugin in (HalfMixed, FP8TorchAO, MSAMP):  # tests/te has Transformer Engine's
+            assert names.create(name).hardware_recipe == names.resolve(name).hardware_recipe, name
+    assert FP8TorchAO(saved_inputs="codes", weight_codes="per_gemm").hardware_recipe == "tensorwise"
+
+
+def on_gpu(monkeypatch, capability, gcn=None):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    if gcn is not None:
+        properties = type("Properties", (), {"gcnArchName": gcn})()
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gcn", "plugin", "message"),
+    [
+        ((12, 0), None, FP8TorchAO("rowwise"), "GPU X (compute capability 12.0) fails with CUBLAS_STATUS_NOT_SUPPORTED"
+         " where there is a scale per row (reported with torch 2.10) [pytorch#192707]. Use 'fp8-hybrid', or `plugins="
+         "FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"),
+        ((9, 0), "gfx90a", FP8TorchAO(), "GPU X (gfx90a) has no FP8 matrix kernels (they start with MI300; its"
+         " compute capability 9.0 is not Hopper's) [pytorch ScaledBlasDeviceUtils.cpp scaled_mm_arch_allowed]. Use"
+         " 'bf16-mixed', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"),
+        ((9, 4), "gfx942", MSAMP(), "GPU X (gfx942) multiplies float8_e4m3fnuz only, and the codes of this package are"
+         " float8_e4m3fn [hipBLASLt data-type-support, numerics/encode.py]. Use 'fp8-rowwise', or `plugins="),
+        ((12, 0), None, FP8TorchAO(), None),
+        ((9, 4), "gfx942", FP8TorchAO("rowwise"), None),
+        ((9, 4), "gfx942", FP8TorchAO(weight_codes="per_gemm"), None),
+        ((9, 0), "gfx90a", FP8TorchAO(emulate=True), None),
+        ((7, 5), None, HalfMixed("bf16"), None),
+    ],
+)  # fmt: skip
+def test_plugins_refuse_by_the_table(monkeypatch, capability, gcn, plugin, message):
+    on_gpu(monkeypatch, capability, gcn)
+    refusal = plugin.refusal(CUDA)
+    assert refusal is None if message is None else refusal.startswith(message)
+
+
+def test_apples_gpu_cannot_emulate_fp8_either():
+    for plugin in (FP8TorchAO(), FP8TorchAO(emulate=True), MSAMP(emulate=True)):
+        assert plugin.refusal(torch.device("mps")) == "mps has no float8 tensors [pytorch#148420]. Use 'bf16-mixed'"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "capability", "message"),
+    [
+        (FP8TorchAO(compile=False), (13, 0), r"not known whether this runs: GPU X .* is newer than this table"),
+        (HalfMixed("bf16"), (7, 5), r"GPU X .* has no bf16 tensor cores .* emulated .*, slowly"),
+    ],
+)
+def test_what_is_not_known_and_what_is_emulated_is_said(monkeypatch, plugin, capability, message):
+    on_gpu(monkeypatch, capability)
+    plugin.bind_device(CUDA)
+    with pytest.warns(UserWarning, match=rf"`precision='{plugin.precision}'`: .*{message}"):
+        refusals.check_runs(plugin, CUDA)
+
+
+def test_what_runs_or_is_emulated_by_choice_says_nothing(monkeypatch):
+    on_gpu(monkeypatch, (9, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plugin in (FP8TorchAO(), MSAMP(), HalfMixed("bf16"), HalfMixed()):
+            refusals.check_runs(plugin, CUDA)
+        on_gpu(monkeypatch, (13, 0))
+        refusals.check_runs(FP8TorchAO(emulate=True), CUDA)
+
+
+def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
+    on_gpu(monkeypatch, (7, 5))
+    assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
+    plugin = HalfMixed()
+    plugin.bind_device(CUDA)
+    assert plugin.autocast_dtype is torch.float16
+    on_gpu(monkeypatch, (9, 0), "gfx90a")
+    assert hardware.bf16_refusal(CUDA) is None
+
+
+def test_the_page_has_every_answer_and_every_name():
+    page = (Path(__file__).parents[1] / "docs" / "what-runs-where.md").read_text()
+    said, header = {}, []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "recipe" and len(cells) > 2:
+            header = cells[1:]
+        elif cells[0] in RECIPES:
+            said |= {(cells[0], key): answer for key, answer in zip(header, cells[1:], strict=True)}
+    short = {"yes": "yes", "no": "no", "not known": "?", "emulated": "emu"}
+    answers = {(recipe, key): short[word(found)] for recipe, row in TABLE.items() for key, found in row.items()}
+    assert said == {place: answer for place, answer in answers.items() if place[1] != OTHER.key}
+    for line in re.findall(r"^\| (`\w.*)", page.split("## Which names")[1].split("## ")[0], flags=re.MULTILINE):
+        recipes, members = line.split(" | ")[:2]
+        for name in re.findall(r"`([a-z0-9-]+)`", members):
+            assert f"`{names.TABLE[name].hardware_recipe}`" in recipes, name

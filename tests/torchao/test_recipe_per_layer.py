@@ -1,0 +1,180 @@
+"""Recipes per layer: `FP8TorchAO(recipe={pattern: recipe})`."""
+
+import copy
+import json
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.torchao.linear import FP8Linear
+
+MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.o_proj = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.o_proj(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.lm_head = nn.Linear(32, 16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def set_up(**options):
+    plugin = FP8TorchAO(**options)
+    model = Net()
+    L.Fabric(accelerator="cpu", plugins=plugin).setup(model)
+    return plugin, model
+
+
+def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
+    caplog.set_level(logging.INFO)
+    plugin, model = set_up(recipe=MIXED, keep=["blocks.3.o_proj"])
+    assert {row.fqn: row.recipe or row.kept_because for row in plugin.plan.rows} == {
+        "blocks.0.up": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.0.o_proj": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.1.up": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.1.o_proj": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.2.up": "tensorwise, forward in bf16",
+        "blocks.2.o_proj": "rowwise",
+        "blocks.3.up": "tensorwise",
+        "blocks.3.o_proj": "kept by 'blocks.3.o_proj'",
+        "lm_head": "output head (by name)",
+    }
+    assert [name for name, layer in model.named_modules() if isinstance(layer, FP8Linear)] == list(
+        plugin.plan.converted
+    )
+    assert plugin.precision == "fp8-torchao-per-layer"
+    assert (
+        "fp8-torchao-per-layer: converted 3 of 9 linear layers (1 tensorwise, forward in bf16; 1 rowwise; 1 tensorwise)"
+        in caplog.text
+    )
+    assert plugin.state_dict() == {"backend": "torchao"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ({"*": "tensorwise"}, {"recipe": "tensorwise"}),
+        ({"*.up": "rowwise", "*": "rowwise"}, {"recipe": "rowwise"}),
+        ({"*.up": "rowwise_with_gw_hp"}, {"recipe": "rowwise_with_gw_hp", "keep": ["o_proj"]}),
+        ({"*.up": "bf16", "*": "tensorwise"}, {"recipe": "tensorwise", "keep": ["up"]}),
+    ],
+)
+def test_a_map_that_says_what_one_recipe_says_computes_the_same_bits(recipe, options):
+    gradients = []
+    for given in ({"recipe": recipe}, options):
+        plugin, model = set_up(**given)
+        with plugin.forward_context():
+            model(torch.randn(13, 32, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_layer_that_no_pattern_matches_is_kept():
+    plugin, _ = set_up(recipe={"*.up": "tensorwise"})
+    kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
+    assert kept.pop("lm_head") == "output head (by name)"
+    assert kept == {f"blocks.{i}.o_proj": "no pattern of `recipe` matches" for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"*.down": "rowwise", "*": "tensorwise"}, r"`recipe\['\*.down'\]` matches no linear layer.*'blocks.0.o_proj'"),
+        ({"*": "tensorwise", "*.up": "rowwise"}, r"`recipe\['\*.up'\]` matches only layers that earlier patterns take"),
+        ({"lm_head": "rowwise", "*": "tensorwise"}, r"other rules keep \('lm_head': output head \(by name\)\).*`only="),
+        ({"up": "rowwise"}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
+    ],
+)
+def test_a_pattern_that_decides_nothing_raises(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        set_up(recipe=recipe)
+
+
+def test_a_pattern_may_keep_what_is_kept_already():
+    plugin, _ = set_up(recipe={"lm_head": "bf16", "*": "tensorwise"})
+    assert len(plugin.plan.converted) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": {}}, r"`recipe=\{\}` is not valid; expected patterns of fqns with a recipe each"),
+        ({"recipe": {"*": "bf16"}}, "computes nothing in FP8"),
+        ({"recipe": {"*": "tensorwize"}}, r"`recipe\['\*'\]='tensorwize'` is not valid; expected one of: 'tensorwise'"),
+        ({"recipe": {"*": {"fwd": "bf16"}}}, "mapping of forward, grad_input, grad_weight to 'bf16' or 'fp8'"),
+        ({"recipe": {"*": {"forward": "fp4"}}}, r"`recipe\['\*'\]=\{'forward': 'fp4'\}` is not valid"),
+        ({"recipe": {"*": {}}}, r"`recipe\['\*'\]=\{\}` is not valid"),
+        ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
+        ({"recipe": ["rowwise"]}, "one of: tensorwise, rowwise, rowwise_with_gw_hp, or a mapping of patterns"),
+        ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
+        ({"recipe": {"*": "rowwise"}, "saved_inputs": "codes"}, "`saved_inputs='codes'` is not valid with"),
+        ({"recipe": {"*": "rowwise"}, "weight_codes": "per_step"}, "`weight_codes='per_step'` is not valid with"),
+        ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
+        ({"recipe": {"*": "tensorwise"}, "rowwise_backward": "scaled_inside"}, "`rowwise_backward='scaled_inside'`"),
+    ],
+)
+def test_bad_maps(options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8TorchAO(**options)
+
+
+def test_options_of_one_recipe_hold_for_the_layers_that_have_it():
+    _, model = set_up(recipe=MIXED, saved_inputs="codes", rowwise_backward="scaled_inside")
+    block, last = model.blocks[2], model.blocks[3]
+    assert [layer.saves_codes for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
+    assert [layer.weight_codes is None for layer in (block.up, block.o_proj, last.up)] == [False, True, False]
+    assert [type(layer.config).__name__ for layer in (block.o_proj, last.up)] == ["ScaledInside", "Float8LinearConfig"]
+    assert copy.deepcopy(model).blocks[2].up.in_bf16 == ("forward",)
+
+
+CLASS = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False), nn.Linear(64, 16, bias=False))
+"""
+
+
+def test_the_plan_command_shows_the_recipe_of_each_row_and_counts_by_it(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(CLASS)
+    source = f"{tmp_path / 'net.py'}:Net"
+    patterns = ["--recipe", '0={"forward": "bf16"}', "1=rowwise", "*=tensorwise"]
+    assert main(["plan", source, "--precision=fp8-tensorwise", *patterns]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()}
+    assert "FP8 (tensorwise, forward in bf16)" in lines["0"]
+    assert "FP8 (rowwise)" in lines["1"]
+    assert "FP8 (tensorwise)" in lines["2"]
+    assert main(["plan", source, "--precision=fp8-tensorwise", "--json", *patterns]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["recipe"] for row in data["plan"]] == ["tensorwise, forward in bf16", "rowwise", "tensorwise"]
+    assert data["flops_per_token"]["fp8"] == 4 * 2048 + 6 * 2048 + 6 * 1024
+    assert data["bytes"][-1]["gathered"] == 2 * 2048 + 2 * 2048 + 1024, "bf16, a scale per row, float8"
+    for wrong, message in (
+        (["0"], "expected PATTERN=RECIPE"),
+        (["0={forward}"], "is no JSON"),
+        (["7=rowwise", "*=rowwise"], "`recipe['7']` matches no linear layer"),
+    ):
+        assert main(["plan", source, "--precision=fp8-tensorwise", "--recipe", *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plan", source, "--precision=msamp-o2", "--recipe", "*=rowwise"]) == 2
+    assert "has no recipes per layer" in capsys.readouterr().err
