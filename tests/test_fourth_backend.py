@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO, names
 from lightning_lowprec.conversion import backends
@@ -66,6 +67,12 @@ def test_it_converts_and_gives_back_torchs_layers():
     L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
     assert len(toy_layers(model)) == 4, "and back"
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+
+
+def test_it_gets_no_conv1d_that_it_has_not_asked_for():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Conv1D(32, 32))
+    L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
+    assert toy_layers(model) == ["0"]
 
 
 def test_a_converted_layer_in_no_optimizer_raises():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +46,9 @@ class PrecisionName:
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
+    conv1d: Literal["kept", "converted", "gathered"] = "kept"
+    """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
+    as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
     experts: str | None = NO_GROUPED_PRODUCT
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     bytes_of_codes: tuple[int, int, int] | None = None

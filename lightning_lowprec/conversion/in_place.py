@@ -1,11 +1,20 @@
-"""Change the class of a module in place, and change it back: the module and its parameters stay the same objects."""
+"""Change the class of a module in place, and change it back: the module and its parameters stay the same objects.
+
+A module of a user's subclass gets a class that derives from both, the layer's class and the subclass. So its methods,
+and ``isinstance(module, Subclass)``, stay.
+"""
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
+
+_NOT_SHADOWED: Final = ("reset_parameters", "extra_repr")
+"""Methods of a subclass that no class of ours replaces."""
 
 
 def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], later: Iterable[str] = ()) -> None:
@@ -13,13 +22,15 @@ def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], lat
 
     Args:
         module: changed in place; it keeps its attributes, parameters, hooks and children.
-        cls: the new class.
+        cls: the new class. A module of a subclass of Linear gets a class that derives from ``cls`` and its own.
         attributes: such as the ``__dict__`` of an object that the constructor of ``cls`` has made.
         later: names of attributes that the new class sets after this, and that :func:`revert` removes too.
     """
+    own = type(module)
     added = {name: attributes[name] for name in attributes.keys() - vars(module).keys() - module._parameters.keys()}
-    vars(module).update(added, own_class=type(module), added_attributes=frozenset((*added, *later)))
-    module.__class__ = cls
+    vars(module).update(added, own_class=own, added_attributes=frozenset((*added, *later)))
+    classes: tuple[Any, Any] = cls, own
+    module.__class__ = cls if issubclass(cls, own) or not issubclass(own, nn.Linear) else _both(*classes)
 
 
 def revert(module: Any) -> None:
@@ -27,3 +38,29 @@ def revert(module: Any) -> None:
     module.__class__ = module.own_class
     for name in (*module.added_attributes, "own_class", "added_attributes"):
         vars(module).pop(name, None)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before :func:`become`."""
+    own: type[nn.Module] = vars(module).get("own_class", type(module))
+    return own
+
+
+@functools.cache
+def _both(cls: Any, own: Any) -> Any:
+    """Return the class of a layer of ``cls`` that was made of a module of the subclass ``own``."""
+    kept = {name: getattr(own, name) for name in _NOT_SHADOWED if getattr(own, name) is not getattr(nn.Linear, name)}
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        return _empty, (cls, own), *reduced[2:]
+
+    body = {**kept, "__reduce_ex__": reduce_ex, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return types.new_class(f"{cls.__name__}_{own.__name__}", (cls, own), exec_body=lambda names: names.update(body))
+
+
+def _empty(cls: Any, own: Any) -> nn.Module:
+    """Make a module without attributes, for copies and pickles."""
+    both: Any = _both(cls, own)
+    made: nn.Module = both.__new__(both)
+    return made

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowprec.conversion.experts import is_stack
+from lightning_lowprec.private import transformers
 
 STACKED: Final = "stacked experts"
 """The kind of a Parameter of three dimensions that holds one matrix per expert."""
+CONV1D: Final = "Conv1D"
+"""The kind of the weight of GPT-2's layer, [in, out]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,30 @@ class Matmul:
     @property
     def parts(self) -> int:
         """The size of the first dimension, which FSDP2 cuts."""
-        return self.stored if self.kind == STACKED else self.out_features
+        if self.kind == STACKED:
+            return self.stored
+        return self.in_features if self.kind == CONV1D else self.out_features
 
 
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return Linears (subclasses too) by fqn, in the order of ``named_modules``; the fqn of a root Linear is ``""``."""
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' ``Conv1D`` (GPT-2), subclasses too: a Linear whose weight is [K, N]."""
+    return any(transformers.is_conv1d(cls) for cls in type(module).__mro__)
+
+
+def sizes_of_conv1d(module: nn.Module) -> dict[str, int]:
+    """Return the sizes of a ``Conv1D`` as a Linear calls them."""
+    rows, columns = cast(Tensor, module.weight).shape
+    return {"in_features": rows, "out_features": columns}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a Linear, subclasses too, or transformers' ``Conv1D``."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Return Linears and Conv1Ds by fqn, subclasses too, in the order of ``named_modules``; a root's fqn is ``""``."""
+    return {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
 
 
 def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
@@ -54,8 +75,10 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear):
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
-    if name == "Conv1D" and weight is not None and weight.dim() == 2:  # transformers' GPT-2: weight is [in, out]
-        return [Matmul(fqn=fqn, kind="Conv1D", in_features=weight.shape[0], out_features=weight.shape[1])]
+    if is_conv1d(module):
+        return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
+    if name == "Conv1D" and weight is not None and weight.dim() == 2:  # another copy of GPT-2's: weight is [in, out]
+        return [Matmul(fqn=fqn, kind=CONV1D, in_features=weight.shape[0], out_features=weight.shape[1])]
     if name.endswith("Router") and weight is not None and weight.dim() == 2:
         return [Matmul(fqn=fqn, kind="router", in_features=weight.shape[1], out_features=weight.shape[0])]
     if "expert" not in fqn.rpartition(".")[2].lower() and not is_stack(module):

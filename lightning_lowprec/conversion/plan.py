@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
 from lightning_lowprec.conversion.kept_dtype import runs_in
-from lightning_lowprec.conversion.matmuls import STACKED, Matmul, matmuls
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
 
@@ -114,6 +114,7 @@ def make_plan(
     alignments: Mapping[str, int] | None = None,
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
+    conv1d: bool = True,
     experts: str | None = selection.NO_GROUPED_PRODUCT,
     base: str = "bf16",
     head: str = "bf16",
@@ -128,6 +129,7 @@ def make_plan(
         alignments: for recipes per layer that need more: by name of the recipe, the number.
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
+        conv1d: whether ``Conv1D`` of transformers can convert, whose weight is [in, out].
         experts: why stacked experts stay in high precision; None: they convert.
         base: the dtype of everything that does not convert.
         head: the option ``head`` of the precision.
@@ -141,37 +143,35 @@ def make_plan(
         reasons = built_in | reasons
     found = []
     for matmul, module in matmuls(model):
-        reason = selection.unsupported(matmul, module, alignment, converted_class, experts) or reasons.get(matmul.fqn)
-        if reason is None and stores_codes:
-            reason = selection.computed_weight(module)
-        if reason is None and options.frozen == "keep" and not _trains(module):
-            reason = "frozen"
+        reason = selection.unsupported(matmul, module, alignment, converted_class, experts)
+        if reason is None and is_conv1d(module) and not conv1d:
+            reason = "no Linear (Conv1D)"
+        reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes=stores_codes)
         found.append((matmul, module, reason))
     if isinstance(recipe, RecipeMap):
         recipe.check({matmul.fqn: reason for matmul, _, reason in found})
     rows, recipes = [], {}
     for matmul, module, reason in found:
-        if isinstance(recipe, RecipeMap):
-            own, reason = _from_map(
-                recipe, matmul, reason, {**dict.fromkeys(recipe.names, alignment), **(alignments or {})}
-            )
-        else:
-            own = None
+        own, reason = _from_map(recipe, matmul, reason, alignment, alignments or {})
         gain = _gain(recipe if own is None else own.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
-        row = PlanRow(
-            **asdict(matmul),
-            kept_because=reason,
-            gain=gain,
-            trains=_trains(module),
-            recipe=str(own) if matmul.fqn in recipes else None,
-            runs_in=None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head),
-        )
-        rows.append(row)
+        row = _row(matmul, module, reason, own, gain)
+        dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
+        rows.append(replace(row, runs_in=dtype))
     return Plan(tuple(rows), recipes)
+
+
+def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
+    words = None if reason is not None or own is None else str(own)
+    return PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=_trains(module), recipe=words)
+
+
+def _kept_by(options: LayerOptions, module: nn.Module, *, stores_codes: bool) -> str | None:
+    computed = selection.computed_weight(module) if stores_codes else None
+    return computed or ("frozen" if options.frozen == "keep" and not _trains(module) else None)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -179,10 +179,10 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _from_map(
-    recipes: RecipeMap, matmul: Matmul, reason: str | None, alignments: Mapping[str, int]
+    recipes: str | RecipeMap, matmul: Matmul, reason: str | None, alignment: int, alignments: Mapping[str, int]
 ) -> tuple[LayerRecipe | None, str | None]:
-    """Return the recipe of a weight, if the map has one, and the reason if the weight is kept."""
-    if reason is not None:
+    """Return the recipe of a weight, if there is a map that has one, and the reason if the weight is kept."""
+    if reason is not None or isinstance(recipes, str):
         return None, reason
     found = recipes.of_layer(matmul.fqn)
     if found is None:
@@ -190,7 +190,7 @@ def _from_map(
     pattern, own = found
     if own.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
-    multiple = alignments.get(own.name or "", 1)
+    multiple = alignments.get(own.name or "", alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
     return own, None if fits else f"features are no multiples of {multiple}"
 

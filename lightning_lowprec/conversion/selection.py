@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowprec.conversion.experts import is_stack, weight_names
-from lightning_lowprec.conversion.matmuls import STACKED, Matmul, linears, matmuls
+from lightning_lowprec.conversion.in_place import own_class
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.private import transformers
 
 FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
@@ -47,19 +49,45 @@ def unsupported(
         return experts or _unsupported_experts(matmul, module, alignment)
     if converted_class is not None and isinstance(module, converted_class):
         return None
-    if not isinstance(module, nn.Linear):
+    if not is_linear(module):
         return f"no Linear ({matmul.kind})"
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "out_proj of a MultiheadAttention, which never calls it"
-    if getattr(module, "own_class", type(module)) is not nn.Linear:  # `own_class`: converted in place
-        return f"a subclass of Linear ({type(module).__name__})"
+    different = own_work(module)
+    if different is not None:
+        return different
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
     if module.weight.dtype not in LINEAR_DTYPES:
         return f"weights of {module.weight.dtype}"
-    if module.in_features % alignment or module.out_features % alignment:
+    if matmul.in_features % alignment or matmul.out_features % alignment:
         return f"features are no multiples of {alignment}"
     return None
+
+
+def own_work(module: nn.Module) -> str | None:
+    """Return why a module is not one whose work is exactly that of a Linear, or None."""
+    own = own_class(module)
+    if own is nn.Linear or transformers.is_conv1d(own):
+        return None
+    if is_conv1d(module):
+        return f"a subclass of Conv1D ({own.__name__})"
+    if not isinstance(module, nn.Linear):
+        return f"no Linear ({own.__name__})"
+    if own.__name__ == "NonDynamicallyQuantizableLinear":
+        return "out_proj of a MultiheadAttention, which never calls it"
+    if not (computes_as_linear(own) or transformers.is_falcon_linear(own)):
+        return f"a subclass of Linear ({own.__name__})"
+    if type(module) is own and type(module.weight) not in (nn.Parameter, Tensor):
+        return f"a subclass of Linear ({own.__name__}) whose weight is a {type(module.weight).__name__}"
+    return None
+
+
+def computes_as_linear(own: type[nn.Module]) -> bool:
+    """Return whether a subclass of Linear computes its output as Linear does, from a weight that is a parameter."""
+    return (
+        own.forward is nn.Linear.forward
+        and own.__call__ is nn.Module.__call__
+        and not any(name in vars(cls) for cls in own.__mro__ for name in ("weight", "bias"))
+    )
 
 
 def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> str | None:
@@ -79,7 +107,7 @@ def computed_weight(module: nn.Module) -> str | None:
 
     Codes can be stored in a parameter alone.
     """
-    if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+    if is_linear(module) and "weight" not in module._parameters:
         return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
     return None
 

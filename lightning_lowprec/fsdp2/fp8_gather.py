@@ -342,14 +342,17 @@ def check_even(model: nn.Module, shards: int) -> None:
     """Raise ValueError if a weight that would be gathered as float8 does not divide into equal parts."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     for wired in _gathered_weights(model):
-        parts = wired.weight.shape[0]
-        if parts % shards:
-            stacked = wired.weight.dim() == 3
-            fqn = f"{fqns[id(wired.layer)]}.{wired.name}" if stacked else fqns[id(wired.layer)]
+        rows = wired.weight.shape[0]
+        if rows % shards:
+            fqn = fqns[id(wired.layer)]
+            if wired.weight.dim() == 3:
+                fqn, what = f"{fqn}.{wired.name}", "experts"
+            else:  # [in, out] in a Conv1D of transformers
+                what = f"{'output' if rows == wired.layer.out_features else 'input'} features"
             raise ValueError(
-                f"{fqn!r} has {parts} {'experts' if stacked else 'output features'}, which do not divide into {shards}"
-                " equal shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`),"
-                " shard over a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
+                f"{fqn!r} has {rows} {what}, which do not divide into {shards} equal"
+                " shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`), shard over"
+                " a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
             )
 
 

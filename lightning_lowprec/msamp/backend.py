@@ -20,6 +20,7 @@ _NAMES: Final = {
         options={"level": "O1"},
         summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
         bytes_of_codes=(2, 1, 8),
+        conv1d="gathered",
         hardware_recipe="msamp",
     ),
     "msamp-o2": PrecisionName(
@@ -27,6 +28,7 @@ _NAMES: Final = {
         options={"level": "O2"},
         summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
         bytes_of_codes=(2, 1, 3),
+        conv1d="gathered",
         hardware_recipe="msamp",
     ),
     "msamp-o3": PrecisionName(
@@ -35,6 +37,7 @@ _NAMES: Final = {
         summary="FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2",
         gathers_fp8=True,
         bytes_of_codes=(1, 1, 5),
+        conv1d="gathered",
         hardware_recipe="msamp",
     ),
 }

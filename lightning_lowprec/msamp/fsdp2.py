@@ -31,7 +31,7 @@ from lightning_lowprec.private.torch import local_tensor
 
 
 def code_shards(model: nn.Module, shards: int) -> None:
-    """Make the weights of ScaledLinears shardable by FSDP2; call before ``fully_shard``.
+    """Make the weights of ScaledLayers shardable by FSDP2; call before ``fully_shard``.
 
     Gradients become float32.
 
@@ -49,9 +49,11 @@ def code_shards(model: nn.Module, shards: int) -> None:
                 f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"
                 " a float16 master, both sharded), or DDP."
             )
-        if layer.out_features % shards:
+        rows = layer.weight.shape[0]  # [in, out] in a Conv1D of transformers
+        if rows % shards:
+            side = "output" if rows == layer.out_features else "input"
             raise ValueError(
-                f"{fqn!r} has {layer.out_features} output features, which do not divide into {shards} equal shards."
+                f"{fqn!r} has {rows} {side} features, which do not divide into {shards} equal shards."
                 " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
             )
     for layer in layers.values():

@@ -9,6 +9,9 @@ codes of input, weight and gradient in both layouts. On CUDA one kernel computes
 codes in every layout that a product will read: compiled with the block around the layer where the block is compiled,
 and compiled by themselves elsewhere.
 
+A weight that is stored as [K, N] (``in_by_out``) takes part in the same products, in the other layout of its codes, and
+its gradient is computed as ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N].
+
 Between forward and backward a layer keeps the codes of the input, one byte per element, in the layout of the backward.
 """
 
@@ -32,25 +35,29 @@ from lightning_lowprec.private.torch import scaled_mm
 @final
 @torch.compiler.allow_in_graph
 class ScaledMatmul(torch.autograd.Function):
-    """[M, K] @ [K, N] -> [M, N], for rows of any float and a weight of codes, [N, K].
+    """[M, K] @ [K, N] -> [M, N], for rows of any float and a weight of codes, [N, K] or [K, N].
 
     Compilers of graphs take the call as it is: autograd, not dynamo, finds the codes inside of the weight.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool, in_by_out: bool
+    ) -> Tensor:
         """Multiply, and keep for the backward what the gradients that are wanted need."""
         state = required_state_of(weight)
-        layouts = (True, ctx.needs_input_grad[1] and not emulate)
-        codes, columns, scale = _input_codes(rows, *layouts)
+        codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1] and not emulate)
         if state.codes.dtype == E4M3.dtype:
             weight_codes, weight_scale = state.codes, state.scale
+            if in_by_out and not emulate:
+                weight_codes = _columns(weight_codes)
         else:
-            weight_codes, weight_scale = _weight_codes(state.codes, state.scale)
+            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out and not emulate)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
         ctx.save_for_backward(codes if emulate else columns, scale, state.codes, state.scale, weight_scale)
-        ctx.dtype, ctx.emulate, ctx.float32_gradient = rows.dtype, emulate, float32_gradient
-        return _multiply(codes, weight_codes.t(), scale, weight_scale, rows.dtype, emulate)
+        ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
+        second = weight_codes if in_by_out else weight_codes.t()
+        return _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,18 +65,24 @@ class ScaledMatmul(torch.autograd.Function):
         check_backward("ScaledLinear (MS-AMP)")
         codes, scale, stored, stored_scale, weight_scale = ctx.saved_tensors
         to_input, to_weight, *_ = ctx.needs_input_grad
-        emulate = ctx.emulate
+        emulate, float32_gradient, in_by_out = ctx.options
         rows, columns, grad_scale = _grad_codes(grad_output, to_input or emulate, to_weight and not emulate)
         grad_input = grad_weight = None
         if to_input:
-            weight = _weight_columns(stored, stored_scale, weight_scale, emulate)
+            if in_by_out:
+                weight = _weight_rows(stored, stored_scale, weight_scale).t()
+            else:
+                weight = _weight_columns(stored, stored_scale, weight_scale, emulate)
             grad_input = _multiply(rows, weight, grad_scale, weight_scale, ctx.dtype, emulate)
         if to_weight:
-            transposed = rows.t() if emulate else columns.t()
-            grad_weight = _multiply(transposed, codes, grad_scale, scale, torch.float32, emulate)
-            if not ctx.float32_gradient:
+            grad_codes = rows if emulate else columns
+            if in_by_out:
+                grad_weight = _multiply(codes.t(), grad_codes, scale, grad_scale, torch.float32, emulate)
+            else:
+                grad_weight = _multiply(grad_codes.t(), codes, grad_scale, scale, torch.float32, emulate)
+            if not float32_gradient:
                 grad_weight = ScaledGradient.of(grad_weight)
-        return grad_input, grad_weight, None, None
+        return grad_input, grad_weight, None, None, None
 
 
 # ---- codes: [rows, columns] any float -> codes row by row or None, the same codes column by column or None, scale
@@ -91,16 +104,32 @@ def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[An
 
 
 @compiled_on_cuda
-def _weight_codes(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _weight_codes(stored: Tensor, scale: Tensor, by_column: bool) -> tuple[Tensor, Tensor]:
     """Round float16 codes of a weight to e4m3 codes, and return the scale of the e4m3 codes."""
-    return encode(stored.float() / scale, E4M3)
+    codes, new_scale = encode(stored.float() / scale, E4M3)
+    return _by_column(codes) if by_column else codes, new_scale
 
 
 @compiled_on_cuda
 def _weight_columns(stored: Tensor, stored_scale: Tensor, scale: Tensor, emulate: bool) -> Tensor:
     """Return the e4m3 codes of a weight column by column, for a ``scale`` that the forward has found."""
-    codes = stored if stored.dtype == E4M3.dtype else saturating_cast(stored.float() / stored_scale * scale, E4M3)
+    codes = _codes_by(stored, stored_scale, scale)
     return codes if emulate else _by_column(codes)
+
+
+@compiled_on_cuda
+def _weight_rows(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
+    """Return the e4m3 codes of a weight row by row, for a ``scale`` that the forward has found."""
+    return _codes_by(stored, stored_scale, scale)
+
+
+@compiled_on_cuda
+def _columns(codes: Tensor) -> Tensor:
+    return _by_column(codes)
+
+
+def _codes_by(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
+    return stored if stored.dtype == E4M3.dtype else saturating_cast(stored.float() / stored_scale * scale, E4M3)
 
 
 def _by_column(codes: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
-from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears, scaled_linears
+from lightning_lowprec.msamp.layer import ScaledLayer
+from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
 from lightning_lowprec.msamp.revert import revert
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
@@ -160,9 +161,10 @@ class MSAMP(LowPrecision):
             self.layers,
             precision=self.precision,
             base=self.base,
-            converted_class=ScaledLinear,
+            converted_class=ScaledLayer,
             stores_codes=True,
             head=self.head,
+            conv1d=True,
         )
         held = scaled_linears(module)
         if held and not self._are_held(held, plan):  # of another level, or other layers
@@ -190,7 +192,7 @@ class MSAMP(LowPrecision):
                 rank_zero_info(f"{self.precision}: {self.how(device)}.")
         self.plan = plan
 
-    def _are_held(self, held: dict[str, ScaledLinear], plan: Plan) -> bool:
+    def _are_held(self, held: dict[str, ScaledLayer], plan: Plan) -> bool:
         """Return whether an earlier conversion has made the codes that this precision wants."""
         has_master = {required_state_of(linear.weight).master is not None for linear in held.values()}
         return set(plan.converted) == held.keys() and has_master == {self.level == "O3"}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion import in_place
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
@@ -18,7 +19,7 @@ from lightning_lowprec.private.torch import train_in_ddp
 
 
 def revert(model: nn.Module) -> None:
-    """Make every ScaledLinear of ``model`` a Linear and its weight float32: the master if there is one, else the value.
+    """Give every ScaledLayer its own class back, and make its weight float32: its master, else its value.
 
     Parameter objects stay. Weights that FSDP2 has sharded stay codes.
     """
@@ -29,9 +30,7 @@ def revert(model: nn.Module) -> None:
         _revert_weight(p)
     for linear in scaled_linears(model).values():
         if msamp_state_of(linear.weight) is None:
-            for name in ("emulate", "fp8_eval", "float32_gradients"):
-                vars(linear).pop(name)
-            linear.__class__ = nn.Linear  # type: ignore[assignment]  # the class that it was made of
+            in_place.revert(linear)
     train_in_ddp(model, coded.keys())
 
 

@@ -61,6 +61,7 @@ def plan_or_raise(
     recipe: Recipe | RecipeMap = "tensorwise",
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
+    conv1d: bool = False,
     experts: str | None = NO_GROUPED_PRODUCT,
     head: str = "bf16",
 ) -> Plan:
@@ -74,6 +75,7 @@ def plan_or_raise(
         recipe: see ``make_plan``.
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
+        conv1d: see ``make_plan``.
         experts: see ``make_plan``.
         head: see ``make_plan``.
 
@@ -88,6 +90,7 @@ def plan_or_raise(
         stores_codes=stores_codes,
         base=base,
         head=head,
+        conv1d=conv1d,
         experts=experts,
     )
     if plan.converted:

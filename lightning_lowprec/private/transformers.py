@@ -21,14 +21,28 @@ _NAMES: Final = (
     f"transformers.modeling_utils.PreTrainedModel.{_LOSS[1:]}",
     f"transformers.modeling_utils.PreTrainedModel().{CHECKPOINT_FUNCTION}",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate",
+    "transformers.pytorch_utils.Conv1D().nf",
+    "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
     "transformers.integrations.moe.use_experts_implementation()._is_expert_parallel",
     "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
 )
+_CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
+_FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 
 
 def moved() -> list[str]:
     """Return the private names that the installed transformers no longer has; [] without transformers."""
     return [] if find_spec("transformers") is None else missing(_NAMES)
+
+
+def is_conv1d(cls: type) -> bool:
+    """Return whether a class is transformers' ``Conv1D``, a Linear whose weight is [in, out]; imports nothing."""
+    return (cls.__module__, cls.__qualname__) == _CONV1D
+
+
+def is_falcon_linear(cls: type) -> bool:
+    """Return whether a class is Falcon's Linear, whose own forward computes what a Linear's does; imports nothing."""
+    return (cls.__module__, cls.__qualname__) == _FALCON_LINEAR
 
 
 def check_experts(experts: Any) -> None:

@@ -84,6 +84,7 @@ BACKEND: Final = Backend(
             lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
+            conv1d="converted",
             experts=EXPERTS_NEED_FUSION,
             hardware_recipe=_ROWS[kind],
         )

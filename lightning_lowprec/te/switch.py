@@ -1,4 +1,4 @@
-"""Give a TELinear another precision in place: Parameters, optimizer and hooks stay.
+"""Give a TELayer another precision in place: Parameters, optimizer and hooks stay.
 
 :mod:`~lightning_lowprec.te.phases` says which products can run in high precision.
 """
@@ -16,8 +16,8 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.te import recipes
+from lightning_lowprec.te.layer import HIGH_PRECISION, TELayer
 from lightning_lowprec.te.layer_recipes import LayerRecipes
-from lightning_lowprec.te.linear import HIGH_PRECISION, TELinear
 from lightning_lowprec.te.phases import BACKWARD, refusal
 from lightning_lowprec.te.wire_format import wire_format_of
 
@@ -36,7 +36,7 @@ _states: weakref.WeakKeyDictionary[nn.Module, _State] = weakref.WeakKeyDictionar
 
 
 def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerRecipes | None) -> None:
-    """Note the recipe of every TELinear of a model that was converted.
+    """Note the recipe of every TELayer of a model that was converted.
 
     Args:
         model: the model.
@@ -45,40 +45,40 @@ def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerReci
         per_layer: the recipes per layer, or None.
     """
     for fqn, found in model.named_modules():
-        if not isinstance(found, TELinear):
+        if not isinstance(found, TELayer):
             continue
         layer: Any = found
         own = None if per_layer is None or fqn not in plan.recipes else per_layer.made[plan.recipes[fqn].name or ""]
         if own is not None:
             layer.token_alignment = recipes.alignment_of(own)
-            layer.wire_format = wire_format_of(own)
+            layer.wire_format = None if layer.in_by_out else wire_format_of(own)
             layer.gemm_bias_unfused_add = recipes.kind_of(own) == recipes.CUSTOM and layer.bias is not None
         _states[layer] = _State(recipe if own is None else own, own is not None and own is not recipe)
         _update(layer)
 
 
 def set_phase(layer: nn.Module, gemms: InBF16) -> None:
-    """Compute these products of a TELinear in high precision, beside those of the layer's recipe.
+    """Compute these products of a TELayer in high precision, beside those of the layer's recipe.
 
     Raises:
         ValueError: Transformer Engine cannot do so.
     """
-    if isinstance(layer, TELinear):  # norms have no products
+    if isinstance(layer, TELayer):  # norms have no products
         _states[layer].phase_gemms = gemms
         _update(layer)
 
 
 def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    """Give a TELinear another recipe, between two optimizer steps.
+    """Give a TELayer another recipe, between two optimizer steps.
 
     Args:
-        layer: a TELinear.
+        layer: a TELayer.
         recipe: ``name`` is a kind of recipe, or None for the recipe that the layer has.
 
     Raises:
         ValueError: Transformer Engine cannot compute so, the layer's features do not fit, or the recipe has a history.
     """
-    assert isinstance(layer, TELinear)
+    assert isinstance(layer, TELayer)
     state = _states[layer]
     if recipe.name is not None:
         made = recipes.make_recipe(recipe.name)

@@ -64,6 +64,7 @@ _NAMES: Final = {
         lacks={} if recipe == "tensorwise" else {FP16: "its kernels round their output through bf16"},
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
+        conv1d="gathered",
         experts=None,
         hardware_recipe=_ROWS[recipe],
     )

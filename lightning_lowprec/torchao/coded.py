@@ -33,48 +33,42 @@ class CodedMatmul(torch.autograd.Function):
         gradients: torch.dtype,
         power_of_2: bool,
         emulate: bool,
+        in_by_out: bool,
     ) -> Tensor:
         """Multiply.
 
         Args:
             ctx: autograd's.
             input: [*, K] bf16, fp16 or float32; the product of * is a multiple of 16.
-            weight: [N, K]; only its gradient matters.
+            weight: [N, K], or [K, N] with ``in_by_out``; only its gradient matters.
             rows: the codes, [N, K].
             columns: the codes, [K, N].
             weight_scale: [] float32.
             gradients: the float8 format of gradients.
             power_of_2: whether scales are rounded down to powers of two.
             emulate: whether products are computed from decoded values.
+            in_by_out: the layout of the weight and of its gradient.
         """
         ctx.save_for_backward(input, weight, columns, weight_scale)
-        ctx.options = gradients, power_of_2, emulate
+        ctx.options = gradients, power_of_2, emulate, in_by_out
         x = input.reshape(-1, input.shape[-1])
         scale = scale_of(x, DTYPE, power_of_2)
         out = product(encoded(x, scale, DTYPE), rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
-        return out.view(*input.shape[:-1], out.shape[-1])
+        return out.view(*input.shape[:-1], out.shape[-1]).data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input and weight, each in the dtype of ``grad_output``."""
         input, weight, columns, weight_scale = ctx.saved_tensors
-        gradients, power_of_2, emulate = ctx.options
+        gradients, power_of_2, emulate, in_by_out = ctx.options
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         grad_input = grad_weight = None
         if torch.is_grad_enabled():  # the gradients will be differentiated
             grad_output = grad_output.to(input.dtype)
-            grad_rows = grad_output.flatten(0, -2)
-            grad_input = grad_output @ weight.to(input.dtype)
-            return (
-                grad_input,
-                (grad_rows.t() @ input.flatten(0, -2)).to(weight.dtype),
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            rows, grad_rows = input.flatten(0, -2), grad_output.flatten(0, -2)
+            grad_input = grad_output @ (weight.t() if in_by_out else weight).to(input.dtype)
+            grad_weight = rows.t() @ grad_rows if in_by_out else grad_rows.t() @ rows
+            return grad_input, grad_weight.to(weight.dtype), *(None,) * 7
         g = grad_output.reshape(-1, grad_output.shape[-1])
         scale = scale_of(g, gradients, power_of_2)
         if needs_input:
@@ -83,9 +77,17 @@ class CodedMatmul(torch.autograd.Function):
         if needs_weight:
             x = input.reshape(-1, input.shape[-1])
             x_scale = scale_of(x, DTYPE, power_of_2)
-            g_columns = transposed(g, scale, gradients)
-            grad_weight = product(g_columns, transposed(x, x_scale, DTYPE).t(), scale, x_scale, g.dtype, emulate)
-        return grad_input, grad_weight, None, None, None, None, None, None
+            g_columns, x_columns = transposed(g, scale, gradients), transposed(x, x_scale, DTYPE)
+            grad_weight = gradient_of_weight((g_columns, scale), (x_columns, x_scale), g.dtype, emulate, in_by_out)
+        return grad_input, grad_weight, *(None,) * 7
+
+
+def gradient_of_weight(
+    grad: tuple[Tensor, Tensor], input: tuple[Tensor, Tensor], dtype: torch.dtype, emulate: bool, in_by_out: bool
+) -> Tensor:
+    """Codes [N, M] and [K, M], each with its scale -> [N, K] of ``dtype``, or [K, N] with ``in_by_out``."""
+    (a, a_scale), (b, b_scale) = (input, grad) if in_by_out else (grad, input)
+    return product(a, b.t(), a_scale, b_scale, dtype, emulate)
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:

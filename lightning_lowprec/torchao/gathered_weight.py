@@ -1,4 +1,4 @@
-"""A weight that FSDP2 gathered as float8: FP8Linear multiplies by the codes, all other code reads the values.
+"""A weight that FSDP2 gathered as float8: an FP8Layer multiplies by the codes, all other code reads the values.
 
 torchao's tensor knows the operations of its own layers and fails at others, such as a model's ``F.linear(x,
 layer.weight.t())``. Importing this module imports torchao (about 3 s).

@@ -1,4 +1,4 @@
-"""A Linear that computes one or two of its three GEMMs in high precision, and the others by its FP8 recipe.
+"""A layer that computes one or two of its three GEMMs in high precision, and the others by its FP8 recipe.
 
     output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
     grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
@@ -26,8 +26,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from lightning_lowprec.conversion.gemms import Gemm
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
-from lightning_lowprec.torchao import rowwise_backward, saved_codes
-from lightning_lowprec.torchao.rowwise_backward import ScaledInside
+from lightning_lowprec.torchao import own_backward, saved_codes
+from lightning_lowprec.torchao.own_backward import ScaledInside
 
 _ALIGNMENT = 16  # of rows: the kernels' inner dimension in the GEMM of the weight gradient
 
@@ -36,7 +36,7 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with the bias.
 
     Args:
-        layer: an ``FP8Linear``: which products run in high precision, and the recipe of the others.
+        layer: an ``FP8Layer``: which products run in high precision, and the recipe of the others.
         given: the tensor that the layer was called with: layers that are called with one tensor share its codes.
         input: ``given`` in the autocast dtype.
 
@@ -51,12 +51,23 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
     gemms = layer.in_bf16
     reads_codes = "forward" not in gemms or "grad_input" not in gemms
     kept = layer.kept_weight_codes() if reads_codes else None
-    of_weight = (None, None, None) if kept is None else (kept.rows, kept.columns, kept.scale)
+    of_weight: tuple[Tensor | None, ...] = (None, None, None)
+    if kept is not None:
+        layouts = (kept.columns, kept.rows) if layer.in_by_out else (kept.rows, kept.columns)
+        of_weight = (*layouts, kept.scale)
     of_input: tuple[Any, ...] = (None, None)
     if layer.saves_codes and "grad_weight" not in gemms:
         of_input = saved_codes.input_codes(given, _padded(input), layer.config.round_scales_to_power_of_2)
     output: Tensor = _MixedMatmul.apply(  # type: ignore[no-untyped-call]
-        input, layer.weight, layer.bias, *of_input, *of_weight, gemms, layer.linear_mm_config, layer.config
+        input,
+        layer.weight,
+        layer.bias,
+        *of_input,
+        *of_weight,
+        gemms,
+        layer.linear_mm_config,
+        layer.config,
+        layer.in_by_out,
     )
     return output
 
@@ -64,6 +75,15 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
 def _padded(rows: Tensor) -> Tensor:
     fits = rows.numel() // rows.shape[-1] % _ALIGNMENT == 0
     return rows if fits else pad_rows(rows, _ALIGNMENT)
+
+
+def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:
+    """[*, K] -> [*, N], as a Linear computes it, or a Conv1D with ``in_by_out``."""
+    if not in_by_out:
+        return F.linear(input, weight, bias)
+    x = input.reshape(-1, input.shape[-1])
+    output = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    return output.view(*input.shape[:-1], output.shape[-1])
 
 
 @final
@@ -85,13 +105,14 @@ class _MixedMatmul(torch.autograd.Function):
         gemms: tuple[Gemm, ...],
         mm_config: LinearMMConfig,
         config: Float8LinearConfig,
+        in_by_out: bool,
     ) -> Tensor:
         """Multiply.
 
         Args:
             ctx: autograd's.
             input: [*, K] in the autocast dtype.
-            weight: [N, K] float, or gathered by FSDP2 as float8.
+            weight: [N, K], or [K, N] with ``in_by_out``; float, or gathered by FSDP2 as float8.
             bias: [N] float.
             input_codes: of the padded input, [M, K]; None: the input is kept.
             input_scale: [] float32, of these codes.
@@ -101,25 +122,28 @@ class _MixedMatmul(torch.autograd.Function):
             gemms: the products in high precision.
             mm_config: torchao's settings of the products in FP8.
             config: torchao's casts of the products in FP8.
+            in_by_out: the layout of the weight and of its gradient.
         """
-        ctx.gemms, ctx.casts = gemms, _Casts(mm_config, config, input.dtype)
+        ctx.gemms, ctx.casts, ctx.in_by_out = gemms, _Casts(mm_config, config, input.dtype), in_by_out
         ctx.has_bias = bias is not None
         kept_input = input if input_codes is None else None
         ctx.save_for_backward(kept_input, input_codes, input_scale, weight, columns, weight_scale)
         bias = None if bias is None else bias.to(input.dtype)
         if "forward" in gemms:
-            return F.linear(input, weight.to(input.dtype), bias)
+            return _in_high_precision(input, weight.to(input.dtype), bias, in_by_out).data
         casts, role = ctx.casts, GemmInputRole
         padded = _padded(input)
         x = padded.reshape(-1, padded.shape[-1])
-        w = weight.t() if rows is None else casts.wrap(rows.t(), weight_scale, role.WEIGHT)
+        weight_t = weight if in_by_out else weight.t()
+        w = weight_t if rows is None else casts.wrap(rows.t(), weight_scale, role.WEIGHT)
         product = torch.mm(
             casts.of(x, config.cast_config_input, role.INPUT, -1),
             casts.of(w, config.cast_config_weight, role.WEIGHT, 0),
         )
         output = product.reshape(*padded.shape[:-1], product.shape[-1])
         output = output if bias is None else output + bias
-        return output if padded is input else cut_rows(output, input)
+        output = output if padded is input else cut_rows(output, input)
+        return output.data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,24 +162,24 @@ class _MixedMatmul(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_input = grad_weight = grad_bias = None
         g = grad_output.reshape(-1, grad_output.shape[-1])
+        as_rows = weight.t() if ctx.in_by_out else weight  # [N, K]
         if needs_input:
             if "grad_input" in gemms:
-                grad_input = g @ weight.to(casts.dtype)
+                grad_input = g @ as_rows.to(casts.dtype)
             else:
-                w = weight if columns is None else casts.wrap(columns.t(), weight_scale, GemmInputRole.WEIGHT)
+                w = as_rows if columns is None else casts.wrap(columns.t(), weight_scale, GemmInputRole.WEIGHT)
                 grad_input = casts.grad_input(_padded(g), w)[: g.shape[0]]
             grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
         if needs_weight:
+            x = None if input is None else input.reshape(-1, input.shape[-1])
             if "grad_weight" in gemms:
-                grad_weight = g.t() @ input.reshape(-1, input.shape[-1])
-            elif codes is None:
-                grad_weight = casts.grad_weight(_padded(g), _padded(input.reshape(-1, input.shape[-1])))
+                assert x is not None
+                grad_weight = x.t() @ g if ctx.in_by_out else g.t() @ x
             else:
-                x = casts.wrap(codes.t().contiguous().t(), scale, GemmInputRole.INPUT)
-                grad_weight = casts.grad_weight(_padded(g), x)
+                grad_weight = casts.grad_weight(_padded(g), x, codes, scale, in_by_out=ctx.in_by_out)
         if needs_bias and ctx.has_bias:
             grad_bias = g.sum(0)
-        return grad_input, grad_weight, grad_bias, *(None,) * 8
+        return grad_input, grad_weight, grad_bias, *(None,) * 9
 
 
 @final
@@ -195,13 +219,22 @@ class _Casts:
         b = self.of(weight.t(), self.config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1)
         return self._product(a, b.t())
 
-    def grad_weight(self, g: Tensor, x: Tensor) -> Tensor:
-        """[M, N], [M, K] -> [N, K]."""
-        a = self.of(g, self.config.cast_config_grad_output_for_grad_weight, GemmInputRole.GRAD_OUTPUT, 0)
-        b = self.of(x, self.config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, 0)
-        return self._product(a.t(), b)
+    def grad_weight(
+        self, g: Tensor, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, *, in_by_out: bool
+    ) -> Tensor:
+        """[M, N], [M, K] -> [N, K], or [K, N] with ``in_by_out``; ``codes``, with their scale, stand for ``x``."""
+        # torchao finds the options of a product by the roles of its operands: the first is called the gradient
+        roles = GemmInputRole.GRAD_OUTPUT, GemmInputRole.INPUT
+        of_grad, of_input = roles[::-1] if in_by_out else roles
+        a = self.of(g, self.config.cast_config_grad_output_for_grad_weight, of_grad, 0)
+        if codes is not None:
+            b = self.wrap(codes.t().contiguous().t(), scale, of_input)
+        else:
+            assert x is not None
+            b = self.of(_padded(x), self.config.cast_config_input_for_grad_weight, of_input, 0)
+        return self._product(b.t(), a) if in_by_out else self._product(a.t(), b)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         if isinstance(self.config, ScaledInside) and not self.config.emulate:
-            return rowwise_backward.product(a, b)
+            return own_backward.product_scaled_inside(a, b)
         return torch.mm(a, b)

@@ -284,6 +284,7 @@ class FP8TorchAO(LowPrecision):
             base=self.base,
             recipe=self.recipes,
             head=self.head,
+            conv1d=True,
             experts=experts_kept(self.experts, self.base, self.config, None if self.emulates(device) else device),
         )
         settings = self._settings(plan, device)

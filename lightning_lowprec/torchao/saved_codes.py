@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.numerics.encode import DTYPE, Encoded
 from lightning_lowprec.private.torchao import constructor_arguments
-from lightning_lowprec.torchao.coded import encoded, product, scale_of, transposed
+from lightning_lowprec.torchao.coded import encoded, gradient_of_weight, product, scale_of, transposed
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.shared_input import Codes, Entry, codes_of, forget
 
@@ -46,13 +46,14 @@ class _Matmul(torch.autograd.Function):
         power_of_2: bool,
         emulate: bool,
         entry: weakref.ref[Entry] | None,
+        in_by_out: bool,
     ) -> Tensor:
         """Multiply.
 
         Args:
             ctx: autograd's.
             input: [*, K] bf16, fp16 or float32; the product of * is a multiple of 16.
-            weight: [N, K] float, or gathered by FSDP2 as float8.
+            weight: [N, K], or [K, N] with ``in_by_out``; float, or gathered by FSDP2 as float8.
             codes: of the input, [M, K]; None: encode here.
             scale: [] float32, of these codes.
             rows: codes of the weight that are kept, [N, K]; None: codes of ``weight``, here and in the backward.
@@ -62,16 +63,17 @@ class _Matmul(torch.autograd.Function):
             power_of_2: whether scales are rounded down to powers of two.
             emulate: whether products are computed from decoded values.
             entry: what keeps ``codes`` for the next layer.
+            in_by_out: the layout of the weight and of its gradient.
         """
         if codes is None or scale is None:
             codes, scale = _encode(input, power_of_2)
-        ctx.options = gradients, power_of_2, emulate, entry
+        ctx.options = gradients, power_of_2, emulate, entry, in_by_out
         used = (codes, scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*used, weight, columns, weight_scale)
         if rows is None or weight_scale is None:
-            rows, weight_scale = _weight_codes(weight, power_of_2)
+            rows, weight_scale = _weight_codes(weight, power_of_2, transpose=in_by_out)
         out = product(codes, rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
-        return out.view(*input.shape[:-1], out.shape[-1])
+        return out.view(*input.shape[:-1], out.shape[-1]).data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,24 +85,23 @@ class _Matmul(torch.autograd.Function):
         if torch.is_grad_enabled():
             check_values_are_kept(None)
         codes, scale, weight, columns, weight_scale = ctx.saved_tensors
-        gradients, power_of_2, emulate, entry = ctx.options
+        gradients, power_of_2, emulate, entry, in_by_out = ctx.options
         grad_input = grad_weight = None
         g = grad_output.reshape(-1, grad_output.shape[-1])
         g_scale = scale_of(g, gradients, power_of_2)
         if ctx.needs_input_grad[0]:
             if columns is None:
-                rows, weight_scale = _weight_codes(weight, power_of_2)
-                columns = rows.t().contiguous()
+                columns, weight_scale = _weight_codes(weight, power_of_2, transpose=not in_by_out)
             g_codes = encoded(g, g_scale, gradients)
             grad_input = product(g_codes, columns.t(), g_scale, weight_scale, g.dtype, emulate)
-            grad_input = grad_input.view(*grad_output.shape[:-1], weight.shape[1])
+            grad_input = grad_input.view(*grad_output.shape[:-1], columns.shape[0])
         if ctx.needs_input_grad[1]:
             g_columns = transposed(g, g_scale, gradients)
             x_columns = codes.t().contiguous()
-            grad_weight = product(g_columns, x_columns.t(), g_scale, scale, g.dtype, emulate)
+            grad_weight = gradient_of_weight((g_columns, g_scale), (x_columns, scale), g.dtype, emulate, in_by_out)
         if entry is not None:
             forget(entry)
-        return grad_input, grad_weight, *(None,) * 9
+        return grad_input, grad_weight, *(None,) * 10
 
 
 def matmul(
@@ -112,17 +113,19 @@ def matmul(
     gradients: torch.dtype,
     power_of_2: bool,
     emulate: bool,
+    in_by_out: bool,
 ) -> Tensor:
     """[*, K] @ [K, N] -> [*, N] in the dtype of ``rows``.
 
     Args:
         input: what the layer was called with: layers that are called with one tensor share its codes.
         rows: the input in the dtype of autocast, padded, [*, K]; the product of * is a multiple of 16.
-        weight: [N, K] float, or gathered by FSDP2 as float8.
+        weight: [N, K], or [K, N] with ``in_by_out``; float, or gathered by FSDP2 as float8.
         kept: codes of the weight; None encodes it here and in the backward.
         gradients: the float8 format of gradients.
         power_of_2: whether scales are rounded down to powers of two.
         emulate: whether products are computed from decoded values.
+        in_by_out: the layout of the weight and of its gradient.
 
     Raises:
         RuntimeError: ``weight`` is cut by tensor parallelism; in the backward, if the gradients will be differentiated.
@@ -136,9 +139,12 @@ def matmul(
     if not torch.compiler.is_compiling():
         how = rows.dtype, power_of_2
         codes, scale, entry = codes_of(input, how, lambda: _encode(rows, power_of_2))
-    of_weight = (None, None, None) if kept is None else (kept.rows, kept.columns, kept.scale)
+    of_weight: tuple[Tensor | None, ...] = (None, None, None)
+    if kept is not None:
+        layouts = (kept.columns, kept.rows) if in_by_out else (kept.rows, kept.columns)
+        of_weight = (*layouts, kept.scale)
     out: Tensor = _Matmul.apply(  # type: ignore[no-untyped-call]
-        rows, weight, codes, scale, *of_weight, gradients, power_of_2, emulate, entry
+        rows, weight, codes, scale, *of_weight, gradients, power_of_2, emulate, entry, in_by_out
     )
     return out
 
@@ -173,9 +179,11 @@ def _encode(input: Tensor, power_of_2: bool) -> Codes:
     return encoded(x, scale, DTYPE), scale
 
 
-def _weight_codes(weight: Tensor, power_of_2: bool) -> Codes:
+def _weight_codes(weight: Tensor, power_of_2: bool, *, transpose: bool) -> Codes:
+    """Return the codes of a weight, or of its transpose, contiguous, and their scale."""
     if isinstance(weight, GatheredWeight):
         codes, scale, *_ = constructor_arguments(weight)
-        return codes, scale
-    scale = scale_of(weight, DTYPE, power_of_2)
-    return encoded(weight, scale, DTYPE), scale
+    else:
+        scale = scale_of(weight, DTYPE, power_of_2)
+        codes = encoded(weight, scale, DTYPE)
+    return (codes.t().contiguous() if transpose else codes), scale

@@ -15,7 +15,7 @@ from torchao.float8.float8_linear import Float8Linear
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import NO_GEMM, InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.torchao.rowwise_backward import ScaledInside
+from lightning_lowprec.torchao.own_backward import ScaledInside
 
 
 def linear_config(
@@ -59,7 +59,7 @@ class LayerSettings:
     settings: Settings | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of an ``FP8Linear`` with these settings."""
+        """Return the attributes of an ``FP8Layer`` with these settings."""
         with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
             made = Float8Linear(1, 1, bias=False, config=self.config)  # type: ignore[no-untyped-call]
             plain = nn.Linear(1, 1, bias=False)

@@ -1,4 +1,4 @@
-"""Give an FP8Linear another precision in place: Parameters, optimizer, hooks and compiled modules stay.
+"""Give an FP8Layer another precision in place: Parameters, optimizer, hooks and compiled modules stay.
 
     recipe of the layer   own_gemms     written by `reconfigure` (the plan, a demotion)
     phase of a schedule   phase_gemms   written by `set_phase`
@@ -18,7 +18,7 @@ from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.torchao.experts import FP8Experts
-from lightning_lowprec.torchao.linear import FP8Linear
+from lightning_lowprec.torchao.layer import FP8Layer
 
 
 def set_phase(layer: nn.Module, gemms: InBF16) -> None:
@@ -27,16 +27,16 @@ def set_phase(layer: nn.Module, gemms: InBF16) -> None:
         layer.set_phase(gemms)
         wire_changed(layer)
         return
-    assert isinstance(layer, FP8Linear)
+    assert isinstance(layer, FP8Layer)
     layer.phase_gemms = gemms
     _update(layer)
 
 
 def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    """Give an FP8Linear another recipe; call this between two optimizer steps.
+    """Give an FP8Layer another recipe; call this between two optimizer steps.
 
     Args:
-        layer: an FP8Linear, or experts in FP8.
+        layer: an FP8Layer, or experts in FP8.
         recipe: ``name`` is one of torchao's recipes, or None for the recipe that the layer has.
 
     Raises:
@@ -46,7 +46,7 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
         layer.reconfigure(recipe)
         wire_changed(layer)
         return
-    assert isinstance(layer, FP8Linear)
+    assert isinstance(layer, FP8Layer)
     if recipe.name is not None:
         if layer.settings is None:
             raise ValueError(
@@ -61,7 +61,7 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
     _update(layer)
 
 
-def _update(layer: FP8Linear) -> None:
+def _update(layer: FP8Layer) -> None:
     layer.in_bf16 = tuple(sorted(layer.own_gemms | layer.phase_gemms))
     codes = layer.weight_codes
     if codes is not None:

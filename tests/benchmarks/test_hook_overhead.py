@@ -45,6 +45,6 @@ def test_a_step_makes_the_calls_of_the_code_by_hand(strategy):
         assert ours.collectives == by_hand.collectives
         assert sum(ours.collectives.values()) == (0 if strategy == "auto" else 2), "one all-reduce, seen twice"
         calls = {name: count for name, count in ours.calls.items() if name != "count_step"}  # of tests before this one
-        assert calls.pop("FP8Linear.forward") == calls.pop("_Matmul.backward") == DEPTH
+        assert calls.pop("FP8Layer.forward") == calls.pop("_Matmul.backward") == DEPTH
         calls = {name.rpartition(".")[2]: n for name, n in calls.items()}
         assert calls == allowance

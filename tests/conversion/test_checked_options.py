@@ -102,7 +102,8 @@ TORCHAO = [
     ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
     ("weight_codes", "per_epoch", "one of: auto, per_step, per_gemm"),
     ("saved_inputs", "bf16", "one of: values, codes"),
-    ("schedule", "bf16", "None or a list of phases"),
+    ("experts", "on", "one of: auto, fp8, bf16"),
+    ("schedule", "warmup", "None or a list of phases"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),

@@ -2,15 +2,20 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.names import create
 from lightning_lowprec.torchao.linear import FP8Linear, fp8_linears, revert
 
 
@@ -19,6 +24,36 @@ class Scaled(nn.Linear):
 
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+class Own(nn.Linear):
+    """A subclass with Linear's forward, and with methods and state of its own."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.calls = 0
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 0.5)
+        nn.init.zeros_(self.bias)
+
+    def extra_repr(self):
+        return f"own, {super().extra_repr()}"
+
+    def note(self):
+        self.calls += 1
+        return self.calls
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "saved_by_own"] = torch.tensor(self.calls)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.calls = int(state_dict.pop(prefix + "saved_by_own"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+CONVERTED = (nn.Linear, Own, Conv1D, FalconLinear)
 
 
 class Node(nn.Module):
@@ -38,6 +73,8 @@ class Node(nn.Module):
 def leaf(kind: str) -> nn.Module:
     if kind == "subclass":
         return Scaled(16, 16)
+    if kind in ("own class", "falcon", "conv1d"):
+        return {"own class": Own, "falcon": partial(FalconLinear, 16), "conv1d": partial(Conv1D, 16)}[kind](16)
     if kind == "norm":
         return nn.LayerNorm(16)
     if kind == "odd":
@@ -58,7 +95,20 @@ def leaf(kind: str) -> nn.Module:
     return linear
 
 
-KINDS = ["linear", "no bias", "frozen", "hooked", "eval", "normed", "subclass", "norm", "odd"]
+KINDS = [
+    "linear",
+    "no bias",
+    "frozen",
+    "hooked",
+    "eval",
+    "normed",
+    "subclass",
+    "own class",
+    "falcon",
+    "conv1d",
+    "norm",
+    "odd",
+]
 TREES = st.recursive(st.sampled_from(KINDS), lambda child: st.lists(child, min_size=1, max_size=3), max_leaves=8)
 
 
@@ -102,7 +152,8 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     tie(model, share_module, share_weight)
     if meta:
         model = model.to("meta")
-    before, plain = facts(model), [m for m in model.modules() if type(m) is nn.Linear]
+    before, plain = facts(model), [m for m in model.modules() if type(m) in CONVERTED]
+    classes = [type(m) for m in model.modules()]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     plugin = FP8TorchAO()
@@ -110,7 +161,8 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     plugin.convert_module(model)
     assert facts(model) == before
     converted = fp8_linears(model)
-    assert {id(m) for m in converted} == {id(m) for m in plain if m.in_features == m.out_features == 16}
+    assert {id(m) for m in converted} == {id(m) for m in plain if m.weight.shape == (16, 16)}
+    assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert all(id(p) in held for m in converted for p in m.parameters() if p.requires_grad)
     if not meta:
@@ -123,7 +175,36 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     plugin.convert_module(model)
     assert facts(model) == before
     revert(model)
-    assert not fp8_linears(model)
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("precision", ["fp8-tensorwise", "fp8-rowwise", "msamp-o2"])
+def test_a_subclass_keeps_its_methods(precision):
+    model = nn.Sequential(Own(16), nn.Linear(16, 16))
+    own = vars(model[0]).keys()
+    plugin = create(precision)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model)
+    layer = model[0]
+    assert isinstance(layer, Own)
+    assert layer.note() == 1
+    assert "own, in_features=16" in repr(layer)
+    assert model.state_dict()["0.saved_by_own"] == 1
+    model.load_state_dict({**model.state_dict(), "0.saved_by_own": torch.tensor(5)})
+    assert layer.note() == 6
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is type(layer)
+        assert copied.note() == 7
+        x = torch.randn(3, 16)
+        assert torch.equal(copied(x), layer(x))
+    layer.reset_parameters()
+    assert torch.equal(layer.weight + 0.0, torch.full((16, 16), 0.5))
+    output = layer(torch.ones(16, 16))
+    assert torch.equal(output, torch.full((16, 16), 8.0)), "FP8 holds these values exactly"
+    output.sum().backward()
+    backends.revert_all(model)
+    assert type(layer) is Own
+    assert vars(layer).keys() == own
 
 
 def hooked() -> nn.Module:

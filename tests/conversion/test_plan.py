@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 
 
 class Decoder(nn.Module):
@@ -76,9 +80,135 @@ def test_other_reasons():
     assert reasons(model) == {
         "0": "its forward is replaced on the instance",
         "1": "weights of torch.float64",
-        "2": "a subclass of Linear (LazyLinear)",
+        "2": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter",
         "3": "a subclass of Linear (ParametrizedLinear)",
     }
+
+
+class Plain(nn.Linear):
+    def __init__(self, features):
+        super().__init__(features, features)
+
+
+class Doubled(Plain):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Counted(Plain):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Halved(Plain):
+    def __init__(self, features):
+        super().__init__(features)
+        self.stored = self._parameters.pop("weight")
+
+    @property
+    def weight(self):
+        return self.stored / 2
+
+
+class OfDoubled(Doubled):
+    """Its forward is its parent's, and not Linear's."""
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Conv1D(nn.Module):
+    """A copy of GPT-2's in somebody's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+
+class OwnConv1D(transformers.pytorch_utils.Conv1D):
+    pass
+
+
+def test_a_subclass_converts_if_its_work_is_that_of_a_linear():
+    layers = [Plain(16), FalconLinear(16, 32), Doubled(16), OfDoubled(16), Counted(16), Halved(16), Plain(16)]
+    layers[6].weight = nn.Parameter(torch.randn(16, 16).as_subclass(Marked))
+    attention = nn.MultiheadAttention(16, 2)
+    assert reasons(nn.Sequential(*layers, attention)) == {
+        "0": None,
+        "1": None,
+        "2": "a subclass of Linear (Doubled)",
+        "3": "a subclass of Linear (OfDoubled)",
+        "4": "a subclass of Linear (Counted)",
+        "5": "a subclass of Linear (Halved)",
+        "6": "a subclass of Linear (Plain) whose weight is a Marked",
+        "7.out_proj": "out_proj of a MultiheadAttention, which never calls it",
+    }
+
+
+def test_a_conv1d_of_transformers_converts():
+    names = ["c_attn", "c_fc", "narrow", "copied", "own", "lm_head", "replaced"]
+    sizes = {"c_attn": (48, 16), "narrow": (24, 16)}  # out, in
+    made = {name: transformers.pytorch_utils.Conv1D(*sizes.get(name, (32, 16))) for name in names}
+    model = nn.ModuleDict({**made, "copied": Conv1D(), "own": OwnConv1D(32, 16)})
+    model.replaced.forward = lambda x: x
+    assert [(row.kind, row.in_features, row.out_features) for row in make_plan(model).rows][:2] == [
+        ("Conv1D", 16, 48), ("Conv1D", 16, 32),
+    ]  # fmt: skip
+    assert reasons(model, keep=["c_fc"]) == {
+        "c_attn": None,
+        "c_fc": "kept by 'c_fc'",
+        "narrow": "features are no multiples of 16",
+        "copied": "no Linear (Conv1D)",
+        "own": "a subclass of Conv1D (OwnConv1D)",
+        "lm_head": "output head (by name)",
+        "replaced": "its forward is replaced on the instance",
+    }
+    assert [fqn for fqn, reason in reasons(model, only=["c_*"]).items() if reason is None] == ["c_attn", "c_fc"]
+
+
+class Mixed(nn.Module):
+    """A Linear, a Conv1D and stacked experts in each of three blocks."""
+
+    def __init__(self):
+        super().__init__()
+        config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=2)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "up": nn.Linear(32, 64),
+                    "down": transformers.pytorch_utils.Conv1D(32, 64),
+                    "experts": MixtralExperts(config),
+                }
+            )
+            for _ in range(3)
+        )
+
+
+def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
+    model, names = Mixed(), ("up", "down", "experts.gate_up_proj", "experts.down_proj")
+
+    def converted(recipe="tensorwise", **options):
+        plan = make_plan(model, LayerOptions(**options), recipe=recipe, experts=None)
+        assert [row.fqn for row in plan.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
+        assert plan.linears + plan.stacked == tuple(sorted(plan.converted, key=lambda fqn: "experts" in fqn))
+        return plan
+
+    def fqns(chosen, blocks=range(3)):
+        return tuple(f"blocks.{n}.{name}" for n in blocks for name in chosen)
+
+    assert converted().converted == fqns(names)
+    assert converted(first_last_layers_bf16=True).converted == fqns(names, [1])
+    assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "experts.down_proj"])
+    assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "experts.gate_up_proj"])
+    given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.experts.down_proj": "rowwise", "*.up": "rowwise"}
+    plan = converted(RecipeMap.of(given, names=("tensorwise", "rowwise"), base="tensorwise"))
+    assert {fqn: str(recipe) for fqn, recipe in plan.recipes.items()} == {
+        f"blocks.{n}.{name}": recipe
+        for n in (1, 2)
+        for name, recipe in (
+            ("up", "rowwise"), ("down", "tensorwise, forward in bf16"), ("experts.down_proj", "rowwise"))
+    }  # fmt: skip
 
 
 def test_frozen_layers_convert_unless_told_otherwise():

@@ -35,6 +35,21 @@ class Net(nn.Module):
         return self.lm_head(x)
 
 
+def with_conv1d(model: Net) -> Net:
+    """Give a Net the layers of GPT-2: its own weights, transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    for block in model.blocks:
+        for name in ("up", "down"):
+            linear = getattr(block, name)
+            conv = Conv1D(linear.out_features, linear.in_features)
+            with torch.no_grad():
+                conv.weight.copy_(linear.weight.t())
+                conv.bias.copy_(linear.bias)
+            setattr(block, name, conv)
+    return model
+
+
 class LlamaBlock(nn.Module):
     """The weights of a Llama layer, in its proportions."""
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 PRELOAD = [
     "lightning", "lightning.pytorch.cli", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint", "pytest",
+    "torch.distributed.checkpoint", "pytest", "transformers.pytorch_utils",
 ]  # fmt: skip
 """What takes seconds to import. Not this package: each process shows what the import of this package does."""
 

@@ -17,7 +17,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
 from lightning_lowprec.fsdp2.shard import check_model, check_shared
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.fsdp2.weights import origin
-from tests.fsdp2.models import Net, batch, loss_of
+from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
 
 CPU = torch.device("cpu")
 pytestmark = [
@@ -129,6 +129,12 @@ def test_uneven_shards_of_fp8_weights(alone):
         gather_in_fp8(fp8_net(), shards=3)
     with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features .* 128 FP8 weights|do not divide"):
         gather_in_fp8(fp8_net(), shards=256)
+    conv = with_conv1d(Net())
+    plugin = FP8TorchAO(emulate=True)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(conv)
+    with pytest.raises(ValueError, match=r"'blocks.0.up' has 64 input features, which do not divide into 3 equal"):
+        gather_in_fp8(conv, shards=3)
 
 
 def test_wraps_that_match_nothing(alone):

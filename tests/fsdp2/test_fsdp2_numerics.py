@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of
+from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of, with_conv1d
 from tests.fsdp2.ranks import run
 
 STEPS = 20
@@ -24,11 +24,11 @@ def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, 
     return full(model)
 
 
-def converted(**options):
+def converted(conv1d=False, **options):
     from lightning_lowprec import FP8TorchAO
 
     plugin = FP8TorchAO(emulate=True, **options)
-    model = Net()
+    model = with_conv1d(Net()) if conv1d else Net()
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     return model
@@ -65,6 +65,20 @@ def runs(rank, mesh):
     )
     weights["one process"] = one_process()
     return weights, reductions
+
+
+def conv1d_runs(rank, mesh):
+    """The same training with Conv1D layers, whose weights are [in, out]."""
+    found = {}
+    for way, gathers, options in (
+        ("float8 gathered", True, {}),
+        ("nothing kept but inputs", True, {"weight_codes": "per_gemm", "saved_inputs": "codes"}),
+        ("float32 gathered", False, {}),
+    ):
+        model, made = sharded(mesh, gathers, model=converted(conv1d=True, **options))
+        assert len(made.scales.weights) == 4 if gathers else made.scales is None
+        found[way] = train(model, rank=rank)
+    return found
 
 
 def one_process():
@@ -154,16 +168,17 @@ def segment(model, rank, steps):
     return full(model)
 
 
-def phases(rank, mesh):
+def phases(rank, mesh, conv1d=False):
     """One sharded model whose layers are switched in place, and for each phase a fresh model that is never switched."""
     from lightning_lowprec.torchao.linear import fp8_linears
     from lightning_lowprec.torchao.switch import set_phase
 
     policy, found = {"param_dtype": torch.bfloat16}, []
-    model, made = sharded(mesh, True, **policy)
+    model, made = sharded(mesh, True, model=converted(conv1d), **policy)
     weights = full(model)
     for number, gemms in enumerate(PHASES):
-        fresh = converted() if gemms != PHASES[1] else Net()
+        plain = with_conv1d(Net()) if conv1d else Net()
+        fresh = converted(conv1d) if gemms != PHASES[1] else plain
         fresh.load_state_dict(weights)
         if gemms in PHASES[2:4]:  # gathered as these products need it, from the beginning
             for layer in fp8_linears(fresh):
@@ -185,7 +200,12 @@ def worker(rank):
     from lightning_lowprec.fsdp2.meshes import make_mesh
 
     mesh = make_mesh(torch.device("cpu"), 2, 1, 1)["data_parallel"]
-    return {"runs": runs(rank, mesh), "counted": counted_steps(rank, mesh), "phases": phases(rank, mesh)}
+    return {
+        "runs": runs(rank, mesh),
+        "counted": counted_steps(rank, mesh),
+        "conv1d": conv1d_runs(rank, mesh),
+        "phases": {kind: phases(rank, mesh, conv1d=kind == "Conv1D") for kind in ("Linear", "Conv1D")},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +222,15 @@ def test_every_way_of_gathering_gives_the_same_bits(results):
         assert ours.keys() == other.keys()
         for name in ours:
             assert torch.equal(ours[name], other[name]), (way, name)
+
+
+def test_conv1ds_train_as_linears_do(results):
+    """To the bit, after 20 steps on two ranks."""
+    linears = results[0]["runs"][0]["one process"]
+    for way, weights in results[0]["conv1d"].items():
+        for name, weight in weights.items():
+            transposed = name.endswith(("up.weight", "down.weight"))
+            assert torch.equal(weight.t() if transposed else weight, linears[name]), (way, name)
 
 
 def test_ranks_agree(results):
@@ -225,15 +254,16 @@ def test_a_step_makes_the_collectives_and_ops_of_the_hand_written_loop(results):
     assert ours["_c10d_functional.all_reduce.default"] == 1, "the scales"
 
 
-def test_layers_that_are_switched_in_place_compute_as_layers_that_were_never_switched(results):
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+def test_layers_that_are_switched_in_place_compute_as_layers_that_were_never_switched(results, kind):
     """And their weights are gathered as the products need them: a product in bf16 reads a weight that came in bf16."""
     codes, values = {torch.uint8: 4}, {torch.bfloat16: 4}  # two steps, forward and backward
     sent = [codes, values, values, codes, codes]
     last = None
-    for phase, (switched, fresh, calls, kept) in enumerate(results[0]["phases"]):
+    for phase, (switched, fresh, calls, kept) in enumerate(results[0]["phases"][kind]):
         assert all(torch.equal(switched[name], fresh[name]) for name in switched), phase
         assert calls == sent[phase], phase
         assert all(kept) if sent[phase] is codes else not any(kept)
         last = switched if last is None else last
     assert not torch.equal(last["blocks.0.up.weight"], switched["blocks.0.up.weight"])
-    assert all(torch.equal(switched[name], results[1]["phases"][-1][0][name]) for name in switched), "ranks agree"
+    assert all(torch.equal(switched[name], results[1]["phases"][kind][-1][0][name]) for name in switched), "ranks agree"

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
@@ -18,7 +19,8 @@ from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp import fused_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
-from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
+from lightning_lowprec.msamp.layer import ScaledLayer
+from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like, values_of
 
 STEPS = 20
@@ -41,11 +43,21 @@ class Block(nn.Module):
         return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
+def conv1d_of(linear):
+    """The layer of GPT-2 that computes the same."""
+    conv = Conv1D(linear.out_features, linear.in_features)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight.t())
+        conv.bias.copy_(linear.bias)
+    return conv
+
+
 class Net(nn.Module):
     def __init__(self, seed=0, width=32):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks[1].first, self.blocks[1].second = map(conv1d_of, (self.blocks[1].first, self.blocks[1].second))
         self.head = nn.Linear(width, 5)
         fqns = [fqn for fqn, _ in self.named_modules() if fqn.endswith(("first", "second"))]
         scale_linears(self, fqns, "O3")
@@ -87,7 +99,7 @@ def alone(kind="adamw", seed=0):
     """The same in one process, with the float32 gradients that FSDP2 reduces."""
     model = Net(seed)
     for layer in model.modules():
-        if isinstance(layer, ScaledLinear):
+        if isinstance(layer, ScaledLayer):
             layer.float32_gradients = True
     return model, OPTIMIZERS[kind](model.parameters())
 

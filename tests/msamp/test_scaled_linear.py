@@ -2,14 +2,17 @@
 
 import copy
 import io
+import pickle
 import re
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
+from lightning_lowprec.msamp.revert import revert
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.private import torch as private
 from tests.quality import sqnr
@@ -52,6 +55,35 @@ def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulat
     assert sqnr(rounded(exact, E4M3), gradient.codes.double() * gradient.inv_scale) > 45  # but for ties
     assert torch.equal(gradient.decode(), gradient.codes.float() * gradient.inv_scale)
     assert torch.allclose(module.bias.grad, grad_output.sum((0, 1)))
+
+
+@every_level
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])
+@pytest.mark.parametrize("float32_gradients", [True, False])
+def test_a_conv1d_computes_what_a_linear_does(level, emulate, float32_gradients):
+    """Bit for bit; its weight, gradient and state dict are [in, out]."""
+    torch.manual_seed(0)
+    layers, found = (Conv1D(48, 32), nn.Linear(32, 48)), []
+    with torch.no_grad():
+        layers[1].weight.copy_(layers[0].weight.t())
+        layers[1].bias.copy_(nn.init.normal_(layers[0].bias))
+    x, grad = torch.randn(2, 7, 32, requires_grad=True), torch.randn(2, 7, 48)
+    for layer in layers:
+        own = type(layer), set(vars(layer))
+        scale_linears(layer, [""], level, emulate=emulate, float32_gradients=float32_gradients)
+        x.grad = None
+        output = layer(x)
+        output.backward(grad)
+        gradient = layer.weight.grad if float32_gradients else layer.weight.grad.decode()
+        found.append([output, x.grad, layer.bias.grad, gradient, layer.state_dict()["weight"], layer.eval()(x)])
+        copied = pickle.loads(pickle.dumps(layer))
+        assert torch.equal(copied(x), layer(x))
+        revert(layer)
+        assert (type(layer), set(vars(layer))) == own
+        found[-1].append(layer.weight.detach())
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs if ours.shape == theirs.shape else theirs.t())
+    assert layers[0].weight.shape == found[0][3].shape == found[0][4].shape == (32, 48)
 
 
 @every_level

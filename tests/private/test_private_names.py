@@ -1,6 +1,7 @@
 """Names of libraries are found, or listed as lost; torchao and transformers have all that we use."""
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_lowprec.private import torchao as of_torchao
@@ -28,6 +29,19 @@ def test_a_lost_name_of_torchao(monkeypatch):
     assert of_torchao.moved() == []
     monkeypatch.delattr(Float8TrainingTensor, "_scale")
     assert of_torchao.moved() == [f"{Float8TrainingTensor.__module__}.Float8TrainingTensor._scale"]
+
+
+def test_the_layers_of_transformers_that_are_taken_for_linears_compute_what_a_linear_does():
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon").FalconLinear(5, 7)
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D(7, 5)
+    assert of_transformers.is_falcon_linear(type(falcon))
+    assert of_transformers.is_conv1d(type(conv))
+    for layer, transposed in ((falcon, False), (conv, True)):
+        layer = layer.double()
+        nn.init.normal_(layer.bias)
+        x = torch.randn(2, 3, 5, dtype=torch.double)
+        expected = nn.functional.linear(x, layer.weight.t() if transposed else layer.weight, layer.bias)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_lost_name_of_transformers(monkeypatch):

@@ -34,10 +34,10 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 from transformer_engine.pytorch.module import base
 
-from lightning_lowprec.te import linear
+from lightning_lowprec.te import layer
 from tests.te.hopper import pretend
 
-ASKING = (base.__name__, linear.__name__)
+ASKING = (base.__name__, layer.__name__)
 
 
 def current_scaling():

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.private.transformer_engine import buffer_places
+from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import linear as linears
 from lightning_lowprec.te import norms
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
@@ -295,7 +296,7 @@ def test_evaluation_in_high_precision_is_torchs(pretend_gpu, monkeypatch):
     linears.convert_linears(layer, {""}, **OPTIONS | {"fp8_eval": False})
     layer.fp8 = True  # it trained before
     layer.weight.requires_grad_(False)
-    monkeypatch.setattr(linears, "check_input", lambda x: None)
+    monkeypatch.setattr(layer_module, "check_input", lambda x: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = layer(input=x)
         assert torch.equal(found, plain(x))
@@ -307,7 +308,7 @@ def test_what_a_linear_refuses_is_refused_with_its_words(pretend_gpu, monkeypatc
     plain = nn.Linear(32, 32)
     layer = copy.deepcopy(plain)
     linears.convert_linears(layer, {""}, **OPTIONS)
-    monkeypatch.setattr(linears, "check_input", lambda x: None)
+    monkeypatch.setattr(layer_module, "check_input", lambda x: None)
     for x in (torch.ones(16, 32, dtype=torch.complex64), torch.ones(16, 32, dtype=torch.int64), torch.ones(16, 48)):
         messages = []
         for module in (plain, layer):

@@ -78,6 +78,13 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     assert gathered["fp8-rowwise"] - gathered["fp8-hybrid"] == linears
     assert gathered["fp8-hybrid-te"] == gathered["fp8-current"] == gathered["fp8-hybrid"]
     assert gathered["fp8-block"] == gathered["fp8-rowwise"]
+    recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
+    data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
+    assert data["bytes"][-1]["gathered"] - gathered["fp8-hybrid"] == 2 * 4096 * 4096, "bf16 takes a byte more"
+    sent = [
+        data["per_rank"][-1]["sent"]["all_gather_forward"] for data in (data, run_json(capsys, config, "--shards", 8))
+    ]
+    assert sent[0] - sent[1] == 2 * 4096 * 4096 * 7 / 8
 
 
 def test_what_one_rank_holds_and_sends(tmp_path, capsys):
@@ -128,10 +135,15 @@ def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
 
 def test_a_mixture_counts_what_a_token_uses(capsys):
     config = {"num_hidden_layers": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
-    data = run_json(capsys, "mixtral", "--args", json.dumps(config))
-    experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
-    assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]
-    assert data["flops_per_token"]["high_precision"] > 6 * 2 * 3 * 4096 * 14336
+    of_experts, of_attention = 6 * 2 * 3 * 4096 * 14336, 6 * (2 * 4096 + 2 * 1024) * 4096
+    for precision, in_fp8 in (("fp8-hybrid", of_attention + of_experts), ("fp8-hybrid-te", of_attention)):
+        data = run_json(capsys, "mixtral", "--args", json.dumps(config), "--precision", precision)
+        experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
+        assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]
+        assert data["flops_per_token"]["fp8"] == in_fp8
+        gathered = {row["precision"]: row["gathered"] for row in data["bytes"]}
+        stored = (of_experts * 4 if in_fp8 > of_attention else 0) + of_attention  # 8 experts, of which a token uses 2
+        assert gathered["bf16-mixed"] - gathered[precision] == stored / 6, "one byte less per weight in FP8"
 
 
 MODEL = """
@@ -213,8 +225,25 @@ def test_min_gain_keeps_what_would_lose(tmp_path, capsys, published_gains):
 
 
 def test_nothing_converts(capsys):
-    assert main(["plan", "gpt2"]) == 1
-    assert "kept: no Linear (Conv1D), bf16" in capsys.readouterr().out
+    assert main(["plan", "llama", "--min-gain=9"]) == 1
+    assert "kept: too small to gain (below 9x), bf16" in capsys.readouterr().out
+
+
+def test_conv1ds_of_gpt2_convert(capsys):
+    data = run_json(capsys, "gpt2")
+    kept = {row["fqn"]: row["kept_because"] for row in data["plan"]}
+    assert kept.pop("lm_head") == "features are no multiples of 16"  # 50257 words; also an output head
+    assert kept == dict.fromkeys(
+        f"transformer.h.{block}.{name}" for block in range(12)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    )  # fmt: skip
+    widths = {row["fqn"]: (row["in_features"], row["out_features"]) for row in data["plan"]}
+    assert widths["transformer.h.0.mlp.c_fc"] == (768, 3072)
+    assert data["flops_per_token"]["fp8"] == 6 * 12 * 12 * 768**2
+    torchao, by_te = (run_json(capsys, "gpt2", f"--precision=fp8-hybrid-{of}")["bytes"][-1] for of in ("torchao", "te"))
+    assert by_te["gathered"] - torchao["gathered"] == 12 * 12 * 768**2, "Transformer Engine's are gathered in bf16"
+    assert main(["plan", "gpt2", "--precision=fp8-tensorwise", "--shards=5"]) != 0
+    assert "'transformer.h.0.attn.c_attn' has 768 input features" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 
+from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.torchao import linear as fp8
+from lightning_lowprec.torchao import wire_format
 from lightning_lowprec.torchao.settings import Settings, linear_config
 from tests.torchao.fp8_reference import E4M3, E5M2, codes, dequantise, scale
 
@@ -167,6 +169,26 @@ def test_an_aligned_batch_costs_no_operation_more_than_torchao_alone():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("tokens", [16, 21])
+@pytest.mark.parametrize(
+    "options", [{}, {"saved_inputs": "codes"}, {"weight_codes": "per_gemm"}, {"recipe": "rowwise"}], ids=str
+)
+def test_a_model_may_write_to_an_output(options, tokens):
+    """Falcon adds to the output of a layer without bias, in place."""
+    layer = nn.Linear(32, 48, bias=False)
+    plugin = FP8TorchAO(**options)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(layer)
+    x, found = torch.randn(2, tokens, 32), []
+    for add in (torch.Tensor.add_, torch.Tensor.add):
+        layer.zero_grad()
+        output = add(layer(x), 1)
+        output.square().sum().backward()
+        found += [output.detach(), layer.weight.grad.clone()]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
 def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(shape):
     layer = linear()
@@ -261,7 +283,7 @@ def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
     """To the bit; compiled, as on CUDA, too: by one graph for all sizes."""
     wire = linear(recipe).wire_format
     counters.clear()
-    compiled = torch.compile(fp8._encode, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(wire_format._encode, backend="aot_eager", fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(0)
     edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, -1e4, 2.0**-9, 2.0**-10, np.inf, -np.inf, np.nan])
     for size, by in ((160, 1.0), (48, 1.7), (1008, 1e-30), (16, 3e5)):

@@ -23,7 +23,7 @@ from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import is_in_backward
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
 from lightning_lowprec.te.fusion.joined_weight import are_beside, join_weights, place_apart, place_beside, save_parts
-from lightning_lowprec.te.linear import recomputation
+from lightning_lowprec.te.layer import recomputation
 
 
 def outside_of_graphs(method: Callable[..., Any]) -> Any:

@@ -44,15 +44,17 @@ def run(argv: Sequence[str]) -> int:
         recipe=_recipes(args.recipe, args.precision, name),
         alignment=name.alignment,
         stores_codes=name.bytes_of_codes is not None,
+        conv1d=name.conv1d != "kept",
         experts=name.experts,
         base=name.options.get("base", "bf16"),
     )
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
+    gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(
         source.model,
         plan,
         args.precision,
-        fp8_all_gather=backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8,
+        fp8_all_gather=gathered,
         bytes_of_codes=name.bytes_of_codes,
     )
     if args.shards is None and args.copies != 1:
@@ -60,7 +62,13 @@ def run(argv: Sequence[str]) -> int:
     ranks = []
     if args.shards is not None:
         ranks = per_rank(
-            source.model, plan, sizes, shards=args.shards, copies=args.copies, bytes_of_codes=name.bytes_of_codes
+            source.model,
+            plan,
+            sizes,
+            shards=args.shards,
+            copies=args.copies,
+            fp8_all_gather=gathered,
+            bytes_of_codes=name.bytes_of_codes,
         )
     if args.markdown is not None:
         page = text(source.origin, plan, per_token, sizes, ranks, markdown=True, all_rows=args.all)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_lowprec import names
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.matmuls import CONV1D
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 
@@ -76,18 +78,6 @@ def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
     return 2.0 * gemms * row.per_token * row.in_features * row.out_features
 
 
-def _gathered_as_codes(plan: Plan, fp8_all_gather: bool | Mapping[str, bool]) -> int:
-    """Return the number of weights that FSDP2 gathers as float8."""
-
-    def as_codes(row: PlanRow) -> bool:
-        if not isinstance(fp8_all_gather, Mapping):
-            return fp8_all_gather
-        own = plan.recipes[row.fqn]
-        return fp8_all_gather[own.name or ""] and own.in_bf16 <= {"grad_weight"}
-
-    return sum(row.in_features * row.out_features for row in plan.rows if row.kept_because is None and as_codes(row))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
     """Bytes of a model under one precision with AdamW, before any sharding.
@@ -149,7 +139,8 @@ def footprints(
     suffix = split(precision)[1]
     like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
     state = next(row for row in rows if row.precision == like)
-    last = replace(state, precision=precision, gathered=mixed.gathered - _gathered_as_codes(plan, fp8_all_gather))
+    coded = sum(row.elements for row in gathered_rows(plan, precision, fp8_all_gather))
+    last = replace(state, precision=precision, gathered=mixed.gathered - coded)
     if bytes_of_codes is not None:
         weight, gradient, moments = bytes_of_codes
         last = Bytes(
@@ -160,3 +151,19 @@ def footprints(
             gathered=last.gathered if fp8_all_gather else 0,
         )
     return [*rows, last]
+
+
+def gathered_rows(plan: Plan, precision: str, fp8_all_gather: bool | Mapping[str, bool] = True) -> list[PlanRow]:
+    """Return the rows whose weights FSDP2 gathers as float8; the arguments are those of :func:`footprints`."""
+    name = names.TABLE.get(precision)
+    every = name is None or name.conv1d == "gathered"
+
+    def as_codes(row: PlanRow) -> bool:
+        if row.kept_because is not None or not (every or row.kind != CONV1D):
+            return False
+        if not isinstance(fp8_all_gather, Mapping):
+            return fp8_all_gather
+        own = plan.recipes[row.fqn]
+        return fp8_all_gather[own.name or ""] and own.in_bf16 <= {"grad_weight"}
+
+    return [row for row in plan.rows if as_codes(row)]

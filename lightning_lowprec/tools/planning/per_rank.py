@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
-from lightning_lowprec.conversion.matmuls import STACKED
-from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
+from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.fsdp2.options import blocks
 from lightning_lowprec.tools.planning import volume
-from lightning_lowprec.tools.planning.costs import Bytes
+from lightning_lowprec.tools.planning.costs import Bytes, gathered_rows
 from lightning_lowprec.tools.planning.volume import Volume, Weights
 
 _FLOAT32: Final = 4
@@ -46,6 +46,7 @@ def per_rank(
     *,
     shards: int,
     copies: int = 1,
+    fp8_all_gather: bool | Mapping[str, bool] = True,
     bytes_of_codes: tuple[int, int, int] | None = None,
     parts: Callable[[str], int] = lambda fqn: 1,
     tensor_parallel: int = 1,
@@ -58,6 +59,7 @@ def per_rank(
         sizes: of :func:`~lightning_lowprec.tools.planning.costs.footprints`; the plan belongs to the last row.
         shards: ranks per copy of the model.
         copies: copies of the model (``replicate``).
+        fp8_all_gather: as in ``footprints``.
         bytes_of_codes: as in ``footprints``; FSDP2 keeps gradients of such weights in float32.
         parts: into how many parts tensor parallelism cuts the parameter of an fqn.
         tensor_parallel: ranks of a tensor-parallel group.
@@ -72,9 +74,8 @@ def per_rank(
             continue
         elements = sum(p.numel() for p in model.parameters())
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
-        fp8 = plan.converted if row is sizes[-1] and row.gathered < param_dtype.itemsize * elements else ()
-        if fp8:
-            _check_even(plan, shards)
+        as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
+        fp8 = _coded(gathered_rows(plan, row.precision, fp8_all_gather), shards) if as_codes else []
         groups = volume.weights_of(model, fp8, blocks=blocks(model), shards=shards, parts=parts)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
@@ -98,15 +99,18 @@ def per_rank(
     return ranks
 
 
-def _check_even(plan: Plan, shards: int) -> None:
-    for row in plan.rows:
-        if row.kept_because is None and row.parts % shards:
-            parts = f"{row.parts} {'experts' if row.kind == STACKED else 'output features'}"
+def _coded(rows: Sequence[PlanRow], shards: int) -> list[str]:
+    """Return the fqns of weights that are gathered as float8; raise ValueError if one has no equal shards."""
+    for row in rows:
+        if row.parts % shards:
+            kinds = {STACKED: "experts", CONV1D: "input features"}
+            parts = f"{row.parts} {kinds.get(row.kind, 'output features')}"
             raise ValueError(
                 f"`shards={shards}` is not possible: {row.fqn!r} has {parts}, which do not"
                 " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
                 " (`--keep`), or take a divisor (`--shards`)."
             )
+    return [row.fqn for row in rows]
 
 
 def _keeps_codes(precision: str) -> bool:

@@ -1,0 +1,230 @@
+"""A layer that does a Linear's work with three GEMMs in FP8 through torchao; scales are computed from each tensor.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+A weight that is stored the other way round, [K, N], takes part in the same three products, and its gradient is computed
+in its own layout: ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N]. So no weight and no gradient is transposed in
+high precision.
+
+The kernels need inner dimensions that are multiples of 16. The plan checks K and N. M, the number of tokens, is an
+inner dimension of ``grad_weight``: zero rows are appended to a batch and cut off again. Zero rows change no amax and
+add nothing to any sum, so the result is that of the batch without them.
+
+Importing this module imports torchao (about 3 s).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+from torchao.float8.float8_training_tensor import LinearMMConfig
+
+from lightning_lowprec.conversion.gemms import GEMMS, Gemm, InBF16
+from lightning_lowprec.conversion.transforms import check_backward, check_call
+from lightning_lowprec.numerics.encode import Encoded
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.torchao import mixed_gemms, own_backward, saved_codes
+from lightning_lowprec.torchao.coded import CodedMatmul
+from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+from lightning_lowprec.torchao.own_backward import ScaledInside
+from lightning_lowprec.torchao.settings import Settings
+from lightning_lowprec.torchao.weight_codes import WeightCodes
+from lightning_lowprec.torchao.wire_format import TorchAOWire
+
+TOKEN_ALIGNMENT: Final = 16
+"""Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
+
+
+@final
+@torch.compiler.allow_in_graph
+class _Matmul(matmul_with_hp_or_float8_args):
+    """torchao's matmul in FP8: [*, K] @ [K, N] -> [*, N], with a backward pass that has a gradient itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients in FP8, or in high precision where they will be differentiated."""
+        if not torch.is_grad_enabled():
+            if isinstance(ctx.config, ScaledInside) and not ctx.config.emulate:  # emulated products are scaled inside
+                return own_backward.backward(ctx, grad_output)
+            in_fp8: Any = matmul_with_hp_or_float8_args
+            return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
+        return _in_high_precision(ctx, grad_output)
+
+
+@final
+@torch.compiler.allow_in_graph
+class _MatmulWithoutBias(matmul_with_hp_or_float8_args):
+    """:class:`_Matmul` whose output is that of the layer, and no view: a model may write to it, as Falcon does."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """Multiply: [*, K] any float, [K, N], torchao's options -> [*, N]."""
+        output: Tensor = matmul_with_hp_or_float8_args.forward(ctx, *args)
+        return output.data
+
+    backward = _Matmul.backward
+
+
+@final
+@torch.compiler.allow_in_graph
+class _MatmulInByOut(matmul_with_hp_or_float8_args):
+    """:class:`_Matmul` for a weight that is stored as [K, N], whose gradient has the same layout."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients in FP8, or in high precision where they will be differentiated."""
+        if torch.is_grad_enabled():
+            return _in_high_precision(ctx, grad_output)
+        return own_backward.backward(ctx, grad_output, in_by_out=True)
+
+
+def _in_high_precision(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight_t = ctx.saved_tensors
+    if isinstance(weight_t, GatheredWeight):
+        check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
+    grad_output = grad_output.to(input.dtype)
+    grad_input = grad_output @ weight_t.t().to(input.dtype)  # [*, N] @ [N, K] -> [*, K]
+    rows, grad_rows = input.flatten(0, -2), grad_output.flatten(0, -2)
+    return grad_input, (rows.t() @ grad_rows).to(weight_t.dtype), None, None  # [K, M] @ [M, N] -> [K, N]
+
+
+class FP8Layer(nn.Module):
+    """A layer with FP8 GEMMs, for any batch, under autocast of any device: the work of a Linear."""
+
+    in_by_out: ClassVar[bool]
+    """Whether the weight is stored as [K, N], instead of [N, K]."""
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Any
+    config: Float8LinearConfig
+    linear_mm_config: LinearMMConfig
+    fp8_eval: bool
+    weight_codes: WeightCodes | None
+    """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
+    saves_codes: bool
+    """Whether the codes of the input are kept for the backward, in place of the input."""
+    encoded_per_step: bool
+    """Whether the weight, or FSDP2's shards of it, are encoded once per optimizer step, or at every use."""
+    settings: Settings | None
+    """The options by which other recipes for this layer are made; None: the layer has the user's config."""
+    own_gemms: InBF16
+    """The products that the recipe of the layer computes in high precision."""
+    phase_gemms: InBF16
+    """The products that the phase of a schedule computes in high precision."""
+    in_bf16: tuple[Gemm, ...]
+    """The products in high precision, of recipe and phase together."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return self._plain(input)  # raises as nn.Linear does
+        in_bf16 = self.in_bf16
+        if not (self.training or self.fp8_eval) or input.numel() == 0 or len(in_bf16) == len(GEMMS):
+            return self._plain(input)
+        # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
+        given, device_type = input, input.device.type
+        if torch.is_autocast_enabled(device_type):  # torchao asks for CUDA's autocast only
+            input = input.to(torch.get_autocast_dtype(device_type))
+        if are_transforms_active() or torch.compiler.is_exporting():
+            check_call(type(self).__name__)
+        if in_bf16:
+            return mixed_gemms.matmul(self, given, input)
+        fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
+        # with a scale per row torchao reshapes codes, which works for contiguous codes
+        rows = input.contiguous() if fits else pad_rows(input, TOKEN_ALIGNMENT)
+        codes = self.weight_codes
+        if codes is not None and not self._may_use(codes):
+            codes = None
+        if self.saves_codes:
+            output = self._saving_codes(given, rows, codes)
+        elif codes is None:
+            matmul = _MatmulInByOut if self.in_by_out else _Matmul if self.bias is not None else _MatmulWithoutBias
+            weight_t = self.weight if self.in_by_out else self.weight.t()
+            output = matmul.apply(rows, weight_t, self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+        else:
+            output = self._with_codes(rows, codes)
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        return output if fits else cut_rows(output, input)
+
+    @abstractmethod
+    def _plain(self, input: Tensor) -> Tensor:
+        """Compute as the layer did before it was converted."""
+
+    def _with_codes(self, rows: Tensor, codes: WeightCodes) -> Tensor:
+        config, made = self.config, codes.made
+        gradients, power_of_2 = config.cast_config_grad_output.target_dtype, config.round_scales_to_power_of_2
+        layouts = (made.columns, made.rows) if self.in_by_out else (made.rows, made.columns)
+        output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, *layouts, made.scale, gradients, power_of_2, config.emulate, self.in_by_out
+        )
+        return output
+
+    def _saving_codes(self, input: Tensor, rows: Tensor, codes: WeightCodes | None) -> Tensor:
+        config = self.config
+        gradients: Any = config.cast_config_grad_output.target_dtype
+        return saved_codes.matmul(
+            input,
+            rows,
+            self.weight,
+            None if codes is None else codes.made,
+            gradients=gradients,
+            power_of_2=config.round_scales_to_power_of_2,
+            emulate=config.emulate,
+            in_by_out=self.in_by_out,
+        )
+
+    def _may_use(self, codes: WeightCodes) -> bool:
+        """Return whether kept codes can be used, after bringing them up to date."""
+        if torch.compiler.is_compiling():
+            return codes.checked_outside
+        return self.check_codes(codes)
+
+    def check_codes(self, codes: WeightCodes) -> bool:
+        """Bring kept codes up to date; drop them if they are not of this weight, because it was replaced or sharded."""
+        if codes.weight is not self.weight or self.weight.is_meta:
+            self.weight_codes = None
+        elif codes.is_stale(training=self.training):
+            codes.model.refresh()
+        return self.weight_codes is not None
+
+    def kept_weight_codes(self) -> Encoded | None:
+        """Return the codes of the weight that are kept, brought up to date; None: the weight is encoded when used."""
+        codes = self.weight_codes
+        return codes.made if codes is not None and self._may_use(codes) else None
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
+        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self._has_one_scale
+
+    @property
+    def _has_one_scale(self) -> bool:
+        casts: tuple[Any, Any] = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
+        return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
+
+    def all_codes(self) -> list[WeightCodes]:
+        """Return the kept codes of the weight, if there are some."""
+        codes = vars(self).get("weight_codes")
+        return [] if codes is None else [codes]
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 may gather the weight; None: the weight has a scale per row."""
+        if not self._has_one_scale:
+            return None
+        dtype: Any = self.config.cast_config_weight.target_dtype
+        return TorchAOWire(self.linear_mm_config, dtype, self.encoded_per_step)
