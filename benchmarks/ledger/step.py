@@ -102,11 +102,11 @@ def _mark_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def _marked(call: Callable[..., Any], index: int) -> Callable[..., Any]:
-    def run(x: Tensor, *rest: Any) -> Any:
+    def run(x: Tensor, *rest: Any, **named: Any) -> Any:
         if index == 0 and x.requires_grad:  # the input of any other block is the output of the block before
             x.register_hook(lambda grad: mark(f"block {OUTSIDE}"))
         mark(f"block {index}")
-        out = call(x, *rest)
+        out = call(x, *rest, **named)
         mark(f"block {OUTSIDE}")
         if out.requires_grad:
             out.register_hook(lambda grad: mark(f"block {index}"))

@@ -31,7 +31,6 @@ NOT_RUN = {
     ("dbrx", "*"): "its configuration of attention has no rope_theta: the class of transformers cannot be built",
     ("dots3_note", "*"): "its configuration raises: options may differ in each layer (num_key_value_heads)",
     ("ernie4_5_vl_moe", "*"): "its tiny model raises: the expanded size of a tensor (8) must match the size (0)",
-    ("jamba", "fp8-rowwise"): "torchao's rowwise codes cannot be made of an input that is not contiguous",
     ("qwen4_exp", "*"): "options of its indexer have no value by default",
 }
 """The mixtures that do not run tiny, and why."""

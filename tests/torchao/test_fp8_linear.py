@@ -312,3 +312,11 @@ def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():
     fp8.revert(model)
     assert type(model[0]) is nn.Linear
     assert model[0].__dict__.keys() == before[0].keys()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_an_input_that_is_not_contiguous(recipe):
+    """As in Jamba, which turns its hidden states around between two layers."""
+    layer = FP8TorchAO(recipe).convert_module(nn.Sequential(nn.Linear(32, 48)))
+    x = torch.randn(2, 32, 16).bfloat16()
+    assert torch.equal(layer(x.transpose(1, 2)), layer(x.transpose(1, 2).contiguous()))
