@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from torch import nn
+
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
@@ -38,6 +41,12 @@ _ONE_SCALE: Final = ("delayed", "current")
 def _checkpoint() -> Callable[..., Any]:
     """Transformer Engine's checkpoint restores the scales of its layers before it recomputes them."""
     return support.pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
+
+
+def _numerics(layer: nn.Module) -> LayerNumerics | str | None:
+    from lightning_lowprec.te.casts import numerics_of
+
+    return numerics_of(layer)
 
 
 def _lacks(kind: str) -> dict[str, str]:
@@ -77,6 +86,7 @@ BACKEND: Final = Backend(
     preferred=False,  # see docs/which-backend.md
     module=support.MODULE,
     distribution="transformer-engine",
+    numerics=_numerics,
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=revert,
     cuts_layers=False,

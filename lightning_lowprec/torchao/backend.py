@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
@@ -30,6 +31,12 @@ def _revert(model: nn.Module) -> None:
 
         experts.revert(model)
         linear.revert(model)
+
+
+def _numerics(layer: nn.Module) -> LayerNumerics | str:
+    from lightning_lowprec.torchao.casts import numerics_of
+
+    return numerics_of(layer)
 
 
 _ROWS: Final[Mapping[str, RecipeKey]] = {
@@ -65,4 +72,5 @@ BACKEND: Final = Backend(
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=_revert,
+    numerics=_numerics,
 )

@@ -1,0 +1,34 @@
+"""How layers of the MS-AMP backend round their tensors: one power-of-two scale per tensor, from its amax."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowprec.msamp.linear import ScaledLinear
+from lightning_lowprec.msamp.weight import master_of, values_of
+from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.formats import E4M3, E5M2, Format
+from lightning_lowprec.numerics.scaling import power_of_two_scale
+
+
+def _scale(amax: Tensor, *, format: Format) -> Tensor:
+    return power_of_two_scale(amax.float(), format)
+
+
+_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=partial(_scale, format=E4M3))
+_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=partial(_scale, format=E5M2))
+
+
+def numerics_of(layer: nn.Module) -> LayerNumerics | str:
+    """Return the casts of a ScaledLinear. At O3 the weight is compared with its master, if this rank has it whole."""
+    if not isinstance(layer, ScaledLinear):
+        return "it is no linear layer"
+    if not (layer.training or layer.fp8_eval or torch.is_grad_enabled()):
+        return EVALUATES
+    master = master_of(layer.weight)
+    values = values_of(layer.weight) if master is None else master
+    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values)
