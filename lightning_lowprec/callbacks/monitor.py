@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, final
@@ -15,7 +16,7 @@ from typing_extensions import override
 from lightning_lowprec.callbacks import readings as files
 from lightning_lowprec.callbacks.layers import unwrapped
 from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
-from lightning_lowprec.callbacks.paused_compiler import PausedCompiler
+from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
 from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.checks import Count, Rule, check_types
@@ -73,6 +74,8 @@ class NumericsMonitor(Callback):
         self._sampler: Sampler | None = None
         self._tracer: FirstNonfinite | None = None
         self._compiler = PausedCompiler()
+        self._compiles = False
+        """Whether code around the model was found to be compiled."""
         self._nonfinite: dict[Direction, Nonfinite] = {}
         self._model: nn.Module | None = None
         self._last: int | None = None
@@ -88,7 +91,7 @@ class NumericsMonitor(Callback):
             step: the number of optimizer steps that were made; after a resume, the number that was restored.
         """
         self._end(self.folder)
-        self._begin(unwrapped(model), step, _device_of(model))
+        self._begin(model, unwrapped(model), step, _device_of(model))
 
     def finish(self) -> list[Reading]:
         """Read a sampling that waits; return the last readings. Every rank must call this."""
@@ -106,7 +109,7 @@ class NumericsMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Sample if it is time."""
-        self._begin(pl_module, trainer.global_step, trainer.strategy.root_device)
+        self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,7 +139,7 @@ class NumericsMonitor(Callback):
 
     # ---- both
 
-    def _begin(self, model: nn.Module, step: int, device: torch.device) -> None:
+    def _begin(self, called: nn.Module, model: nn.Module, step: int, device: torch.device) -> None:
         if model is not self._model:
             self._release()
             self._model, self._last = model, None
@@ -146,14 +149,18 @@ class NumericsMonitor(Callback):
             if self._tracer is None:
                 self._tracer = FirstNonfinite(model)
             self._tracer.begin(step)
-            self._compiler.pause()
+            self._pause(called)
         if step // self.every <= last // self.every:
             return
         if self._sampler is None:
             self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
         self._sampler.arm(turn=step // self.every)
-        self._compiler.pause()
+        self._pause(called)
         self._sampled = step
+
+    def _pause(self, called: nn.Module) -> None:
+        if self._compiles or may_compile(called):
+            self._compiler.pause()
 
     def _end(self, folder: Path | None) -> bool:
         """Read what was sampled or traced since :meth:`_begin`; return whether there are new readings."""
@@ -167,6 +174,8 @@ class NumericsMonitor(Callback):
         sampler.disarm()
         first = not self.readings
         self.readings, self.missing = sampler.read(self._sampled), sampler.missing
+        if not sampler.has_seen and "torch._dynamo" in sys.modules:
+            self._compiles = True  # a compiled function calls the model, without hooks
         if first:
             rank_zero_info(_report(self.readings, self.missing))
         if folder is not None and _is_rank_zero():

@@ -10,9 +10,19 @@ import sys
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_lowprec.private.lightning import COMPILED_NAME
+from lightning_lowprec.private.torch_modules import is_compiled
 from lightning_lowprec.private.torch_optimizers import sees_no_masters
+
+
+def may_compile(model: nn.Module) -> bool:
+    """Return whether calls of ``model`` may be compiled: the model, a module in it, or a LightningModule's methods."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(is_compiled(module) or getattr(module, COMPILED_NAME, None) is not None for module in model.modules())
 
 
 @final
@@ -25,7 +35,7 @@ class PausedCompiler:
 
     def pause(self) -> None:
         """Run compiled code eagerly from now on, except within the step of an optimizer."""
-        if "torch._dynamo" not in sys.modules or self._handles:  # nothing can be compiled
+        if self._handles:
             return
         self._set()
 

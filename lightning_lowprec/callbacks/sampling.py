@@ -75,6 +75,11 @@ class Sampler:
         """Whether the next forward is looked at."""
         return self._armed
 
+    @property
+    def has_seen(self) -> bool:
+        """Whether a layer was called in the last sampling."""
+        return any(site.seen for site in self.sites)
+
     def arm(self, turn: int) -> None:
         """Look at the next forward and its backward; ``turn`` chooses the rows."""
         self.disarm()

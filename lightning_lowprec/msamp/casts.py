@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 import torch
@@ -11,16 +10,23 @@ from torch import Tensor, nn
 from lightning_lowprec.msamp.linear import ScaledLinear
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
-from lightning_lowprec.numerics.formats import E4M3, E5M2, Format
+from lightning_lowprec.numerics.formats import E4M3, E5M2
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.scaling import power_of_two_scale
 
 
-def _scale(amax: Tensor, *, format: Format) -> Tensor:
-    return power_of_two_scale(amax.float(), format)
+@compiled_on_cuda
+def _e4m3_scale(amax: Tensor) -> Tensor:
+    return power_of_two_scale(amax.float(), E4M3)
 
 
-_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=partial(_scale, format=E4M3))
-_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=partial(_scale, format=E5M2))
+@compiled_on_cuda
+def _e5m2_scale(amax: Tensor) -> Tensor:
+    return power_of_two_scale(amax.float(), E5M2)
+
+
+_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=_e4m3_scale)
+_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=_e5m2_scale)
 
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str:

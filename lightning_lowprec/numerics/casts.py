@@ -14,6 +14,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
+
 FIELDS: Final = ("amax", "scale", "values", "codes", "saturated")
 """The numbers of :func:`measure`: largest absolute value, smallest scale, and counts of sampled elements that are not
 0, whose code is not 0, and that lie beyond the largest number of the format."""
@@ -84,15 +86,15 @@ def measure(x: Tensor, rows: Tensor, cast: Cast | None, dtype: torch.dtype) -> T
         return torch.nn.functional.pad(amax.float().view(1), (0, len(FIELDS) - 1), value=UNKNOWN)
     largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=-1, keepdim=True) if cast.by_row else amax
     scale = cast.scale_of(largest)
+    beyond = cut_off_above(cast.dtype) if cast.may_saturate else math.inf
+    return _numbers(rows, amax, scale, zero_below(cast.dtype), beyond)
+
+
+@compiled_on_cuda
+def _numbers(rows: Tensor, amax: Tensor, scale: Tensor, zero: float, beyond: float) -> Tensor:
     scaled = (rows.float() * scale).abs()
-    numbers = [
-        amax.float(),
-        scale.amin(),
-        rows.count_nonzero(),
-        (scaled > zero_below(cast.dtype)).sum(),
-    ]
-    numbers.append((scaled > cut_off_above(cast.dtype)).sum() if cast.may_saturate else torch.zeros_like(numbers[0]))
-    return torch.stack([number.float() for number in numbers])
+    counts = (rows != 0).sum(), (scaled > zero).sum(), (scaled > beyond).sum()
+    return torch.stack([amax.float(), scale.amin(), *(count.float() for count in counts)])
 
 
 def output_error(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,7 +107,12 @@ def output_error(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | N
         bias: (n,) or None.
     """
     product = input.to(output.dtype) @ weight.to(output.dtype).t()  # [m, K] @ [K, n] -> [m, n]
+    return _norms(product, output, None if bias is None else bias.to(output.dtype))
+
+
+@compiled_on_cuda
+def _norms(product: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
     error = output.float() - product
     if bias is not None:
-        error = error - bias.to(output.dtype)
+        error = error - bias
     return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in (product, error)])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.private.transformer_engine import scale_state
 from lightning_lowprec.te.fp8_weight import Fp8Weight
 from lightning_lowprec.te.linear import TELinear
@@ -76,8 +77,8 @@ def _current(recipe: Any) -> dict[str, Any]:
     forward, backward = _formats(recipe)
 
     def cast(dtype: torch.dtype, params: Any) -> Cast:
-        options = {"power_of_2": params.power_2_scale, "least": params.amax_epsilon}
-        return Cast(dtype=dtype, scale_of=partial(_current_scale, limit=torch.finfo(dtype).max, **options))
+        limit, power_of_2, least = torch.finfo(dtype).max, params.power_2_scale, params.amax_epsilon
+        return Cast(dtype=dtype, scale_of=lambda amax: _current_scale(amax, limit, power_of_2, least))
 
     return {
         "input": cast(forward, recipe.fp8_quant_fwd_inp),
@@ -86,7 +87,8 @@ def _current(recipe: Any) -> dict[str, Any]:
     }
 
 
-def _current_scale(amax: Tensor, *, limit: float, power_of_2: bool, least: float) -> Tensor:
+@compiled_on_cuda
+def _current_scale(amax: Tensor, limit: float, power_of_2: bool, least: float) -> Tensor:
     """``limit / amax``, rounded down to a power of two if the recipe says so; 1 for zeros."""
     amax = amax.float().clamp(min=least)
     scale = torch.where(amax > 0, limit / amax, 1.0)

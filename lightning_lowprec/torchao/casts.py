@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchao.float8 import CastConfig
 from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.private.torchao import codes_of
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.linear import FP8Linear
@@ -45,12 +45,13 @@ def _cast(choice: CastConfig, *, power_of_2: bool) -> Cast | str:
     by_row = choice.scaling_granularity is ScalingGranularity.AXISWISE
     return Cast(
         dtype=choice.target_dtype,
-        scale_of=partial(_scale, dtype=choice.target_dtype, power_of_2=power_of_2),
+        scale_of=lambda amax: _scale(amax, choice.target_dtype, power_of_2),
         by_row=by_row,
     )
 
 
-def _scale(amax: Tensor, *, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+@compiled_on_cuda
+def _scale(amax: Tensor, dtype: Any, power_of_2: bool) -> Tensor:
     scale: Tensor = amax_to_scale(amax, dtype, power_of_2)
     return scale
 

@@ -234,6 +234,27 @@ def test_compiled_blocks_are_compiled_once(tmp_path):
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("how", ["model", "set-up model", "function", "LightningModule"])
+def test_every_way_to_compile_is_seen(how, tmp_path):
+    """Of a compiled function that calls the model, the monitor learns by its first, empty sampling."""
+    torch._dynamo.reset()
+    compiled = partial(torch.compile, backend="aot_eager")
+    monitor = NumericsMonitor(every=2)
+    if how == "LightningModule":
+        fit(tmp_path, monitor, net=compiled(Net()))
+    else:
+        fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
+        model = fabric.setup(compiled(Net()) if how == "model" else Net())
+        model = compiled(model) if how == "set-up model" else model
+        call = compiled(lambda x: model(x).sum()) if how == "function" else lambda x: model(x).sum()
+        for step in range(4):
+            monitor.step(model, step)
+            call(torch.randn(16, WIDTH)).backward()
+        monitor.finish()
+    assert {r.fqn for r in monitor.readings} == LAYERS
+    assert {r.tensor for r in monitor.readings} == {"input", "weight", "gradient"}
+
+
 def test_a_run_in_fabric_samples_by_its_steps(tmp_path):
     """The first micro-batch of a step; a sampling is read at the next step, or at the end."""
     fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
