@@ -1,7 +1,22 @@
-"""Callbacks of the Trainer that steer or watch low precision."""
+"""Callbacks for Trainer and Fabric."""
 
 from __future__ import annotations
 
-from lightning_lowprec.callbacks.schedule import PrecisionSchedule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["PrecisionSchedule"]
+if TYPE_CHECKING:
+    from lightning_lowprec.callbacks.monitor import NumericsMonitor
+    from lightning_lowprec.callbacks.readings import Reading
+    from lightning_lowprec.callbacks.schedule import PrecisionSchedule
+
+_FROM: Final = {"NumericsMonitor": "monitor", "PrecisionSchedule": "schedule", "Reading": "readings"}
+"""The module of each public name; a module is imported when its name is asked for."""
+
+__all__ = ["NumericsMonitor", "PrecisionSchedule", "Reading"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FROM[name]}"), name)

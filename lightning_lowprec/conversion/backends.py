@@ -21,6 +21,7 @@ from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -114,6 +115,10 @@ class Backend:
     """Whether tensor parallelism can cut the backend's layers, that is, whether they compute with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
+
+    numerics: Callable[[nn.Module], LayerNumerics | str | None] = lambda layer: "its backend does not say how it rounds"
+    """Return how a layer rounds its tensors in the present forward, or why that is not known; None for a module that
+    multiplies nothing. See :class:`~lightning_lowprec.callbacks.NumericsMonitor`."""
 
     def owns(self, module: nn.Module) -> bool:
         """Return whether ``module`` itself is a layer of this backend, even if FSDP2 derived its class."""

@@ -13,6 +13,7 @@ from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.msamp.revert import revert, revert_optimizer
 from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
+from lightning_lowprec.numerics.casts import LayerNumerics
 
 _NAMES: Final = {
     "msamp-o1": PrecisionName(
@@ -51,6 +52,12 @@ def _shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[Devic
     return lambda mesh: fsdp2.collect(model, mesh)
 
 
+def _numerics(layer: nn.Module) -> LayerNumerics | str:
+    from lightning_lowprec.msamp.casts import numerics_of
+
+    return numerics_of(layer)
+
+
 BACKEND: Final = Backend(
     name=NAME,
     title="MS-AMP",
@@ -61,4 +68,5 @@ BACKEND: Final = Backend(
     coded_weight=coded_weight,
     keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,
+    numerics=_numerics,
 )

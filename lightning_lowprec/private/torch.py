@@ -23,6 +23,7 @@ MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 COMPILATION: Final = "compiled models"
 FLOAT32_PRODUCTS: Final = "the warning of products in float32"
+MONITOR: Final = "NumericsMonitor"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
 SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
@@ -140,6 +141,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.autocast_increment_nesting",
         "torch.autocast_decrement_nesting",
     ),
+    MONITOR: ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
     COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
@@ -407,6 +409,14 @@ def is_exporting() -> bool:
 def current_dispatch_mode() -> Any:
     """Return the innermost mode that sees every operation, such as the one of a selective checkpoint, or None."""
     return torch.utils._python_dispatch._get_current_dispatch_mode()
+
+
+def outside_of_checkpoints() -> AbstractContextManager[Any]:
+    """Return a context for operations that a selective checkpoint must not count: it would count others in backward."""
+    mode = current_dispatch_mode()
+    if mode is None or not type(mode).__module__.startswith("torch.utils.checkpoint"):
+        return nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:

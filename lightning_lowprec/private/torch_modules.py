@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -50,3 +50,12 @@ def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor that has a gradient and of which ``tensor`` is a view, or ``tensor`` itself.
+
+    A write in place to a view gives the view another place in the graph, where its hooks do not run.
+    """
+    base = tensor._base
+    return tensor if base is None or not base.requires_grad else base

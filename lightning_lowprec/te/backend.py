@@ -12,6 +12,7 @@ from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import support
 from lightning_lowprec.te.convert import revert
@@ -56,6 +57,12 @@ def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
     set_phase(layer, gemms)
 
 
+def _numerics(layer: nn.Module) -> LayerNumerics | str | None:
+    from lightning_lowprec.te.casts import numerics_of
+
+    return numerics_of(layer)
+
+
 def _lacks(kind: str) -> dict[str, str]:
     """Return the reason or remedy for every suffix that only some names have."""
     fp16 = (
@@ -94,6 +101,7 @@ BACKEND: Final = Backend(
     preferred=False,  # see docs/which-backend.md
     module=support.MODULE,
     distribution="transformer-engine",
+    numerics=_numerics,
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=revert,
     recipes={kind: kind in _ONE_SCALE for kind in KINDS},

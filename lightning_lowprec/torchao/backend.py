@@ -12,6 +12,7 @@ from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
@@ -32,6 +33,12 @@ def _revert(model: nn.Module) -> None:
 
         experts.revert(model)
         linear.revert(model)
+
+
+def _numerics(layer: nn.Module) -> LayerNumerics | str:
+    from lightning_lowprec.torchao.casts import numerics_of
+
+    return numerics_of(layer)
 
 
 _ROWS: Final[Mapping[str, RecipeKey]] = {
@@ -85,4 +92,5 @@ BACKEND: Final = Backend(
     revert=_revert,
     reconfigure=_reconfigure,
     set_phase=_set_phase,
+    numerics=_numerics,
 )

@@ -222,8 +222,50 @@ def origins(rank):
     return {name: torch.equal(real[name], sent[name]) for name in real}, loss, full(made)
 
 
+def monitored(rank):
+    """Two steps with and without a monitor of all rows; what it read of one layer, and the same by hand."""
+    return {
+        precision: {watch: _monitored(precision, rank, watch) for watch in (False, True)} for precision in MONITORED
+    }
+
+
+MONITORED = ("fp8-hybrid", "fp8-rowwise", "msamp-o3")
+
+
+def _monitored(precision, rank, watch):
+    from lightning_lowprec.callbacks import NumericsMonitor
+
+    fabric = fabric_for(precision)
+    net = Net()
+    with torch.no_grad():
+        for block in net.blocks:
+            block.up.weight.mul_(torch.exp(4 * torch.randn_like(block.up.weight)))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    monitor, kept = NumericsMonitor(every=1, rows=1.0), {}
+    up = net.blocks[0].up
+    for step in range(2):
+        weight, bias = (full(net)[f"blocks.0.up.{name}"] for name in ("weight", "bias"))
+        handle = up.register_forward_hook(lambda _, args, output: kept.update(input=args[0], output=output))
+        if watch:
+            monitor.step(model, step)
+        fabric.backward(loss_of(model, batch(step, rank)))
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    readings = monitor.finish()
+    rows, output = (kept[name].detach().flatten(0, -2).bfloat16() for name in ("input", "output"))
+    part = slice(64 * rank, 64 * rank + 64) if precision == "fp8-hybrid" else slice(None)
+    exact = (rows @ weight.bfloat16().t())[:, part].float()
+    error = output[:, part].float() - exact - bias.bfloat16().float()[part]
+    powers = torch.stack([exact.square().sum(), error.square().sum()])
+    largest = rows.abs().max().float()
+    dist.all_reduce(powers)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return full(net), readings, weight, largest.item(), 10 * (powers[0] / powers[1]).log10().item()
+
+
 def worker(rank):
-    parts = (optimizers, evaluation, scale_reductions, loading, variants, without_bias, llama_bytes, origins)
+    parts = (optimizers, evaluation, scale_reductions, loading, variants, without_bias, llama_bytes, origins, monitored)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -295,3 +337,26 @@ def test_weights_from_rank_0_from_nowhere(results):
     assert same(made, also_made)
     assert results[0]["origins"][1] < 10
     assert made["blocks.0.up.weight"].std() > 0.01, "initialised by the modules themselves"
+
+
+@pytest.mark.parametrize("precision", MONITORED)
+def test_a_monitor_reads_the_whole_weight_from_shards(results, precision):
+    """Gathered as float8, gathered in high precision, and codes; the same readings on both ranks."""
+    plain, watched = results[0]["monitored"][precision].values()
+    assert same(plain[0], watched[0])
+    _, readings, weight, largest, output_db = watched
+    assert repr(readings) == repr(results[1]["monitored"][precision][True][1])
+    assert [r.tensor for r in readings] == ["input", "weight", "gradient"] * 4
+    of = {r.tensor: r for r in readings if r.fqn == "blocks.0.up"}
+    assert of["input"].amax == largest
+    rows = precision == "fp8-rowwise"
+    weight = weight.bfloat16().float() if rows else weight  # as it is gathered
+    assert of["weight"].amax == weight.abs().max().item()
+    scale = 448 / (weight.abs().amax(1, keepdim=True) if rows else weight.abs().amax())
+    scale = scale if precision == "fp8-hybrid" else scale.log2().floor().exp2()
+    assert of["weight"].scale == pytest.approx(scale.min().item(), rel=1e-6)
+    lost = ((weight * scale).to(torch.float8_e4m3fn).float() == 0) & (weight != 0)
+    assert of["weight"].underflow == pytest.approx(lost.sum().item() / (weight != 0).sum().item(), abs=1e-9)
+    assert lost.any() or precision == "msamp-o3"  # whose codes under FSDP2 are the values
+    if precision != "msamp-o3":
+        assert of["weight"].output_db == pytest.approx(output_db, abs=0.01)

@@ -1,0 +1,230 @@
+"""A callback that says how much FP8 takes from every layer, every few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, final
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from typing_extensions import override
+
+from lightning_lowprec.callbacks import readings as files
+from lightning_lowprec.callbacks.layers import unwrapped
+from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
+from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
+from lightning_lowprec.callbacks.readings import FILE, Reading
+from lightning_lowprec.callbacks.sampling import Sampler
+from lightning_lowprec.checks import Count, Rule, check_types
+
+Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
+
+
+@final
+class NumericsMonitor(Callback):
+    """Sample the casts of every converted layer; between two samplings nothing runs.
+
+    A sampling looks at the first micro-batch of a step: for input, weight and output gradient of every layer, the
+    largest value, the share of values that become 0, the share beyond the format's range, and the scale; and the signal
+    to noise of the layer's output. Ranks agree on the numbers. They go to the Trainer's loggers
+    (``fp8/<layer>/<tensor>/underflow``), to a file that ``lowprec monitor`` draws, and to ``on_readings``.
+
+    In a Trainer, ``callbacks=[NumericsMonitor()]``. In Fabric, call :meth:`step` before the forward of every optimizer
+    step, and :meth:`finish` after the last one.
+
+    Args:
+        every: sample every this many optimizer steps, from step 0.
+        rows: the share of the rows (tokens; output features of weights) that are counted. Scales are computed from all
+            rows.
+        folder: where to write ``numerics.jsonl``; a file that exists is continued. None: the Trainer's
+            ``default_root_dir``; in Fabric no file is written.
+        log: whether to send the numbers to the Trainer's loggers.
+        on_readings: called with the readings of every sampling, on every rank, with the same numbers.
+        trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
+            finite. Costs a pass over each output, one host read per step, and the compiler.
+
+    Raises:
+        ValueError: an argument that is not valid.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        rows: float = 1 / 16,
+        folder: str | Path | None = None,
+        log: bool = True,
+        on_readings: Callable[[list[Reading]], object] | None = None,
+        trace_nonfinite: bool = False,
+    ) -> None:
+        values = {"every": every, "rows": rows, "log": log, "trace_nonfinite": trace_nonfinite}
+        check_types(values, {"every": Count, "rows": Share, "log": bool, "trace_nonfinite": bool})
+        self.every, self.rows, self.log = every, rows, log
+        self.folder = None if folder is None else Path(folder)
+        self.on_readings = on_readings
+        self.trace_nonfinite = trace_nonfinite
+        self.readings: list[Reading] = []
+        """The readings of the last sampling."""
+        self.missing: dict[str, str] = {}
+        """By fqn, the converted layers that the last sampling could not look at, and why."""
+        self._sampler: Sampler | None = None
+        self._tracer: FirstNonfinite | None = None
+        self._compiler = PausedCompiler()
+        self._compiles = False
+        """Whether code around the model was found to be compiled."""
+        self._nonfinite: dict[Direction, Nonfinite] = {}
+        self._model: nn.Module | None = None
+        self._last: int | None = None
+        self._sampled = 0
+
+    # ---- Fabric
+
+    def step(self, model: nn.Module, step: int) -> None:
+        """Call before the forward of every optimizer step: read what was sampled before, and sample if it is time.
+
+        Args:
+            model: the model that ``fabric.setup`` returned, or the one inside.
+            step: the number of optimizer steps that were made; after a resume, the number that was restored.
+        """
+        self._end(self.folder)
+        self._begin(model, unwrapped(model), step, _device_of(model))
+
+    def finish(self) -> list[Reading]:
+        """Read a sampling that waits; return the last readings. Every rank must call this."""
+        self._end(self.folder)
+        self._release()
+        return self.readings
+
+    # ---- Trainer
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a run."""
+        self._last = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Sample if it is time."""
+        self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let compiled code run again, before the optimizer steps."""
+        if pl_module.automatic_optimization:
+            self._compiler.resume()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read what was sampled."""
+        if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self.log:
+            metrics = {name: value for reading in self.readings for name, value in _metrics(reading)}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=self._sampled)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take hooks away."""
+        self._release()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take hooks away."""
+        self._release()
+
+    # ---- both
+
+    def _begin(self, called: nn.Module, model: nn.Module, step: int, device: torch.device) -> None:
+        if model is not self._model:
+            self._release()
+            self._model, self._last = model, None
+        last = step - 1 if self._last is None else self._last
+        self._last = step
+        if self.trace_nonfinite:
+            if self._tracer is None:
+                self._tracer = FirstNonfinite(model)
+            self._tracer.begin(step)
+            self._pause(called)
+        if step // self.every <= last // self.every:
+            return
+        if self._sampler is None:
+            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
+        self._sampler.arm(turn=step // self.every)
+        self._pause(called)
+        self._sampled = step
+
+    def _pause(self, called: nn.Module) -> None:
+        if self._compiles or may_compile(called):
+            self._compiler.pause()
+
+    def _end(self, folder: Path | None) -> bool:
+        """Read what was sampled or traced since :meth:`_begin`; return whether there are new readings."""
+        self._compiler.resume()
+        if self._tracer is not None:
+            self._tracer.end()
+            self._nonfinite = self._tracer.found
+        sampler = self._sampler
+        if sampler is None or not sampler.is_armed:
+            return False
+        sampler.disarm()
+        first = not self.readings
+        self.readings, self.missing = sampler.read(self._sampled), sampler.missing
+        if not sampler.has_seen and "torch._dynamo" in sys.modules:
+            self._compiles = True  # a compiled function calls the model, without hooks
+        if first:
+            rank_zero_info(_report(self.readings, self.missing))
+        if folder is not None and _is_rank_zero():
+            files.append(folder / FILE, self._sampled, self.readings)
+        if self.on_readings is not None:
+            self.on_readings(self.readings)
+        return True
+
+    def _release(self) -> None:
+        for part in (self._sampler, self._tracer):
+            if part is not None:
+                part.disarm()
+        self._compiler.resume()
+        self._sampler = self._tracer = self._model = None
+
+    @property
+    def nonfinite(self) -> dict[Direction, Nonfinite]:
+        """The first module with a value that is not finite, by direction; for ``trace_nonfinite``."""
+        return self._nonfinite
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model and its hooks, which stay in their process."""
+        return {**self.__dict__, "_sampler": None, "_tracer": None, "_model": None}
+
+
+def _metrics(reading: Reading) -> list[tuple[str, float]]:
+    path = f"fp8/{reading.fqn}"
+    numbers = {name: getattr(reading, name) for name in ("amax", "underflow", "saturated", "scale")}
+    found = [(f"{path}/{reading.tensor}/{name}", value) for name, value in numbers.items() if value is not None]
+    return found if reading.output_db is None else [*found, (f"{path}/output_db", reading.output_db)]
+
+
+def _report(readings: Sequence[Reading], missing: dict[str, str]) -> str:
+    layers = len({reading.fqn for reading in readings})
+    text = f"NumericsMonitor: {layers} layers are looked at"
+    for reason in dict.fromkeys(missing.values()):
+        names = [fqn for fqn, other in missing.items() if other == reason]
+        text += f"; {len(names)} not ({names[0]}{', ...' if len(names) > 1 else ''}: {reason})"
+    return text + "."
+
+
+def _is_rank_zero() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found = getattr(model, "device", None)
+    if isinstance(found, torch.device):
+        return found
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

@@ -1,0 +1,137 @@
+"""The readings of a monitor, and the file that holds them: one line of JSON per sampling.
+
+    {"step": 200, "layers": {"blocks.0.up": {"input": [amax, underflow, saturated, scale],
+                                             "weight": [...], "gradient": [...],
+                                             "output_db": 31.2}, ...}}
+
+A run that is resumed appends to its file. A line of a step makes earlier lines of this step and of later ones void:
+these lines are of a run that ended, and whose checkpoint was older.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final, get_args
+
+Tensor3 = Literal["input", "weight", "gradient"]
+TENSORS: Final[tuple[Tensor3, ...]] = get_args(Tensor3)
+FILE: Final = "numerics.jsonl"
+"""The name of the file within the folder of a run."""
+_DIGITS: Final = 5
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one sampling saw of one tensor of one layer; the same numbers on all ranks."""
+
+    step: int
+    """Optimizer steps that were made before."""
+    fqn: str
+    """The layer."""
+    tensor: Tensor3
+    """``"gradient"`` is that of the layer's output."""
+    amax: float
+    """The largest absolute value, over all rows and ranks; NaN if a value is not finite."""
+    underflow: float | None
+    """The share of sampled values other than 0 that become 0; None: not known."""
+    saturated: float | None
+    """The share of sampled values other than 0 that are beyond the format's largest number; None: not known."""
+    scale: float | None
+    """The number by which values are multiplied, of several the smallest; None: not known, or not one number."""
+    output_db: float | None
+    """Signal to noise of the layer's output against the same product in high precision, dB; None: not known."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """The limits beyond which a layer is better kept in high precision."""
+
+    underflow: float = 0.3
+    """The largest share of values of one tensor that may become 0."""
+    output_db: float = 20.0
+    """The smallest signal to noise of the output, dB."""
+    patience: int = 3
+    """The number of readings in a row that must be beyond a limit."""
+
+    def reason(self, layer: Sequence[Reading]) -> str | None:
+        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
+        for reading in layer:
+            if math.isnan(reading.amax):
+                return f"{reading.tensor} is not finite"
+            if reading.underflow is not None and reading.underflow > self.underflow:
+                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
+        found = layer[0].output_db if layer else None
+        return None if found is None or found >= self.output_db else f"output has {found:.1f} dB"
+
+
+def append(path: Path, step: int, readings: Iterable[Reading]) -> None:
+    """Append the line of one sampling; the folder is made if there is none."""
+    layers: dict[str, dict[str, Any]] = {}
+    for reading in readings:
+        layer = layers.setdefault(reading.fqn, {})
+        numbers = reading.amax, reading.underflow, reading.saturated, reading.scale
+        layer[reading.tensor] = [_short(number) for number in numbers]
+        layer["output_db"] = _short(reading.output_db)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell() and not _ends_with_newline(file):  # the run that wrote before was killed within a line
+            file.write(b"\n")
+        file.write((json.dumps({"step": step, "layers": layers}, separators=(",", ":")) + "\n").encode())
+
+
+def read(path: Path) -> dict[int, list[Reading]]:
+    """Return the readings of a file by step, in the order of steps. A last line that was not written whole is left out.
+
+    Raises:
+        ValueError: the file is none of a monitor.
+        OSError: the file cannot be read.
+    """
+    found: dict[int, list[Reading]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            content = json.loads(line)
+            step, layers = content["step"], content["layers"]
+            readings = [reading for fqn, layer in layers.items() for reading in _readings(step, fqn, layer)]
+        except json.JSONDecodeError:
+            continue  # cut off when a run was killed
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number} of {str(path)!r} is not a sampling of a NumericsMonitor.") from error
+        found = {earlier: kept for earlier, kept in found.items() if earlier < step}
+        found[step] = readings
+    if not found:
+        raise ValueError(f"{str(path)!r} holds no sampling of a NumericsMonitor.")
+    return found
+
+
+def by_layer(readings: Iterable[Reading]) -> dict[str, list[Reading]]:
+    """Return the readings of one sampling by fqn, in order."""
+    layers: dict[str, list[Reading]] = {}
+    for reading in readings:
+        layers.setdefault(reading.fqn, []).append(reading)
+    return layers
+
+
+def _readings(step: int, fqn: str, layer: dict[str, Any]) -> list[Reading]:
+    made = []
+    for tensor in TENSORS:
+        if tensor in layer:
+            amax, underflow, saturated, scale = layer[tensor]
+            rest: dict[str, Any] = {"underflow": underflow, "saturated": saturated, "scale": scale}
+            amax = math.nan if amax is None else amax
+            made.append(Reading(step=step, fqn=fqn, tensor=tensor, amax=amax, output_db=layer["output_db"], **rest))
+    return made
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None or not math.isfinite(number) else float(f"{number:.{_DIGITS}g}")
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")

@@ -1,0 +1,226 @@
+"""Look at one micro-batch: hooks on converted layers write numbers into one buffer, the only one that the host reads.
+
+    arm      hooks on the layers, a buffer of zeros
+    forward  input, weight, output  -> buffer        first call of each layer only: a checkpoint calls it again
+    backward gradient of the output -> buffer
+    disarm   hooks away
+    read     one all-reduce, one copy to the host
+
+Between `disarm` and the next `arm` nothing of this exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowprec.callbacks.layers import named_layers, on_gradient
+from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.numerics.casts import FIELDS, UNKNOWN, Cast, LayerNumerics, measure, output_error, sampled
+from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
+
+_PER_TENSOR: Final = len(FIELDS)
+_OUTPUT: Final = len(TENSORS) * _PER_TENSOR
+"""The column where the norms of the exact output and of its error stand."""
+_WIDTH: Final = _OUTPUT + 2
+_PEAKS: Final = 2
+"""Of the numbers of a tensor, the first two (amax and scale) are no sums over the ranks."""
+_CUT: Final = "tensor parallelism cuts the weight"
+
+
+@final
+class Site:
+    """One layer that is looked at."""
+
+    def __init__(self, fqn: str, layer: nn.Module, numerics: Callable[[nn.Module], LayerNumerics | str | None]) -> None:
+        self.fqn, self.layer, self.numerics = fqn, layer, numerics
+        self.shard = layer._parameters.get("weight")
+        """The weight between forwards: under FSDP2 the shard of this rank."""
+        self.seen = False
+        self.gradient_seen = False
+        self.missing: str | None = None
+
+
+@final
+class Sampler:
+    """The samplings of one model.
+
+    Args:
+        model: has been set up.
+        every: every ``every``-th row is sampled.
+        device: where the layers compute.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int, device: torch.device) -> None:
+        self.model, self.every, self.device = model, every, device
+        self.sites: list[Site] = []
+        self.missing: dict[str, str] = {}
+        """By fqn, why a converted layer was not looked at in the last sampling."""
+        self._numbers = torch.empty(0)
+        self._offset = 0
+        self._armed = False
+        self._handles: list[Any] = []
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next forward is looked at."""
+        return self._armed
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether a layer was called in the last sampling."""
+        return any(site.seen for site in self.sites)
+
+    def arm(self, turn: int) -> None:
+        """Look at the next forward and its backward; ``turn`` chooses the rows."""
+        self.disarm()
+        self._offset = turn
+        self.sites = list(_sites(self.model))
+        with torch.inference_mode(False):
+            self._numbers = torch.zeros(len(self.sites), _WIDTH, device=self.device)
+        for index, site in enumerate(self.sites):
+            hook = partial(self._on_forward, index, self._numbers)
+            self._handles.append(site.layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        self._armed = True
+
+    def disarm(self) -> None:
+        """Take the hooks away, if there are any."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._armed = [], False
+
+    # ---- the hooks; `numbers` is the buffer of the sampling in which they were made
+
+    def _on_forward(
+        self, index: int, numbers: Tensor, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self.is_armed or numbers is not self._numbers or not (layer.training or torch.is_grad_enabled()):
+            return
+        input = args[0] if args else kwargs.get("input")
+        if not (isinstance(input, Tensor) and isinstance(output, Tensor) and input.numel() and not input.is_meta):
+            return
+        site = self.sites[index]
+        if not site.seen:
+            site.seen = True
+            with _aside(output.device.type):
+                self._look(site, numbers[index], input.detach(), output.detach())
+        if output.requires_grad and not site.gradient_seen and site.missing is None:
+            site.gradient_seen = True
+            found = site.numerics(layer)
+            if isinstance(found, LayerNumerics):
+                on_gradient(output, partial(self._on_gradient, numbers[index], found.gradient))
+
+    def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
+        found, layer = site.numerics(site.layer), site.layer
+        if not isinstance(found, LayerNumerics):
+            site.missing = found or ""
+            return
+        if isinstance(input, DTensor) or isinstance(found.values, DTensor):
+            site.missing = _CUT
+            return
+        rows = sampled(input, self.every, self._offset).to(output.dtype)
+        self._write(numbers, "input", input, rows, found.input, output.dtype)
+        values, first = _values(site, found)
+        if values is None or not values.numel():
+            return
+        values = values.to(output.device)
+        self._write(numbers, "weight", values, sampled(values, self.every, self._offset), found.weight, values.dtype)
+        bias: Any = layer._parameters.get("bias")
+        last = first + len(values)
+        of_rows = sampled(output, self.every, self._offset)[:, first:last]
+        own_bias = None if bias is None else local_tensor(bias.detach())[first:last]
+        numbers[_OUTPUT:].copy_(output_error(of_rows, rows, values, own_bias))
+
+    def _on_gradient(self, numbers: Tensor, cast: Cast | str, gradient: Tensor) -> None:
+        if gradient.numel() and not isinstance(gradient, DTensor):
+            with _aside(gradient.device.type):
+                rows = sampled(gradient, self.every, self._offset)
+                self._write(numbers, "gradient", gradient, rows, cast, gradient.dtype)
+
+    def _write(
+        self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: Cast | str, dtype: torch.dtype
+    ) -> None:
+        start = TENSORS.index(tensor) * _PER_TENSOR
+        known = cast if isinstance(cast, Cast) else None
+        numbers[start : start + _PER_TENSOR].copy_(measure(x, rows, known, dtype))
+
+    # ---- the numbers
+
+    def read(self, step: int) -> list[Reading]:
+        """Return the readings of the last sampling, the same on all ranks; every rank must call this."""
+        self.missing = {site.fqn: site.missing for site in self.sites if site.missing}
+        counts, peaks = self._reduced()
+        made = []
+        for site, counted, peak in zip(self.sites, counts.tolist(), peaks, strict=True):
+            signal, noise = counted[_OUTPUT:]
+            output_db = 10 * math.log10(signal / noise) if 0 < noise < math.inf and 0 < signal < math.inf else None
+            for index, tensor in enumerate(TENSORS):
+                reading = _reading(counted[index * _PER_TENSOR :], peak[:, index])
+                if reading is not None:
+                    made.append(Reading(step=step, fqn=site.fqn, tensor=tensor, output_db=output_db, **reading))
+        return made
+
+    def _reduced(self) -> tuple[Tensor, Tensor]:
+        """Return the sums over all ranks (L, 17), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        numbers, layers = self._numbers, len(self._numbers)
+        numbers[:, _OUTPUT:].square_()
+        peaks = numbers.new_zeros(ranks, layers, len(TENSORS), _PEAKS)
+        peaks[rank] = numbers[:, :_OUTPUT].view(layers, len(TENSORS), _PER_TENSOR)[..., :_PEAKS]
+        both = torch.cat([numbers.flatten(), peaks.flatten()])
+        if ranks > 1:
+            dist.all_reduce(both)
+        host = both.cpu()
+        sums = host[: numbers.numel()].view(layers, _WIDTH)
+        return sums, host[numbers.numel() :].view(ranks, layers, len(TENSORS), _PEAKS).transpose(0, 1)
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for fqn, module in named_layers(model):
+        backend = backends.owner(module)
+        if backend is not None:
+            yield Site(fqn, module, backend.numerics)
+
+
+def _values(site: Site, found: LayerNumerics) -> tuple[Tensor | None, int]:
+    """Return rows of the weight in high precision, and the index of the first of them in the whole weight."""
+    if found.values is not None:
+        return found.values.detach(), 0
+    shard: Any = site.shard
+    if not isinstance(shard, DTensor):
+        return None, 0
+    local, mesh = local_tensor(shard.detach()), shard.device_mesh
+    dim = next(dim for dim, placement in enumerate(shard.placements) if placement.is_shard(0))
+    return local, mesh.get_local_rank(dim) * math.ceil(shard.shape[0] / mesh.size(dim))
+
+
+def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
+    """Return the numbers of one tensor from its counts over all ranks and the (ranks, 2) amax and scale of each."""
+    amax, scales = float(peaks[:, 0].amax()), peaks[:, 1]
+    _, _, values, codes, saturated = counted[:_PER_TENSOR]
+    seen = scales[scales != 0]
+    if not len(seen):  # no rank has called the layer, or no backward has reached it
+        return None
+    known = math.isfinite(amax) and float(seen.amin()) != UNKNOWN
+    return {
+        "amax": amax if math.isfinite(amax) else math.nan,
+        "underflow": (values - codes) / max(values, 1.0) if known else None,
+        "saturated": saturated / max(values, 1.0) if known else None,
+        "scale": float(seen.amin()) if known else None,
+    }
+
+
+@contextmanager
+def _aside(device_type: str) -> Iterator[None]:
+    """Surround operations that autograd, autocast and selective checkpoints must not see."""
+    with torch.no_grad(), torch.autocast(device_type, enabled=False), outside_of_checkpoints():
+        yield

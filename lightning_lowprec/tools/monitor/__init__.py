@@ -1,0 +1,1 @@
+"""``lowprec monitor``: show what a NumericsMonitor has written."""

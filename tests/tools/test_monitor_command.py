@@ -1,0 +1,123 @@
+"""`lowprec monitor RUN`: a page that loads nothing, a table of the worst layers, and the list of layers to keep."""
+
+import base64
+import json
+import math
+import re
+
+import pytest
+
+from lightning_lowprec.callbacks.readings import FILE, TENSORS, Reading, append
+from lightning_lowprec.tools.cli import main
+
+
+def write(folder, bad, layers=4, samplings=5):
+    """A run in which ``bad[layer]`` = (tensor, underflow, output_db) holds in the last samplings, after a good one."""
+    for sampling in range(samplings):
+        readings = []
+        for layer in range(layers):
+            spoiled, underflow, output_db = bad.get(layer, (None, 0.0, 30.0)) if sampling else (None, 0.0, 30.0)
+            for tensor in TENSORS:
+                readings.append(
+                    Reading(
+                        step=100 * sampling, fqn=f"blocks.{layer}.up", tensor=tensor, amax=2.0**layer, saturated=0.0,
+                        underflow=underflow if tensor == spoiled else 0.01, scale=2.0**sampling, output_db=output_db,
+                    )
+                )  # fmt: skip
+        append(folder / FILE, 100 * sampling, readings)
+
+
+def content_of(page):
+    return json.loads(re.search(r"const content = (\{.*\});", page).group(1))
+
+
+def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
+    write(tmp_path, {2: ("gradient", 0.75, 12.0)})
+    assert main(["monitor", str(tmp_path)]) == 0
+    page = (tmp_path / "monitor.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=|https?://|@import|fetch\(|url\(""", page)
+    content = content_of(page)
+    assert content["steps"] == [0, 100, 200, 300, 400]
+    assert content["layers"] == [f"blocks.{layer}.up" for layer in range(4)]
+    names = ("underflow", "saturated", "amax", "scale")
+    assert [m["title"] for m in content["maps"]] == ["output dB"] + [f"{n} of {t}" for n in names for t in TENSORS]
+    maps = {m["title"]: m for m in content["maps"]}
+
+    def at(title, layer, sampling):
+        cells, chosen = base64.b64decode(maps[title]["cells"]), maps[title]
+        level = cells[5 * layer + sampling]
+        drawn = chosen["least"] + (level - 1) / 254 * (chosen["most"] - chosen["least"])
+        return 2**drawn if chosen["log"] else drawn
+
+    assert at("output dB", 2, 0) == 30
+    assert at("output dB", 2, 4) == 12
+    assert at("underflow of gradient", 2, 4) == pytest.approx(0.75, abs=1 / 254)
+    assert at("underflow of weight", 2, 4) == pytest.approx(0.01, abs=1 / 254)
+    assert [at("amax of input", layer, 3) for layer in range(4)] == pytest.approx([1, 2, 4, 8], rel=0.01)
+    assert [at("scale of input", 1, s) for s in range(5)] == pytest.approx([1, 2, 4, 8, 16], rel=0.01)
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split() == [
+        "blocks.2.up",
+        "12.0",
+        "1.00%",
+        "1.00%",
+        "75.00%",
+        "4",
+        *["75%", "of", "gradient", "become", "0"],
+    ]
+    assert "4 layers, 5 samplings, steps 0 to 400." in table
+    assert "1 layers are beyond a limit in their last 3 readings; `--keep` lists them." in table
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["blocks.1.up", "blocks.3.up"]),
+        (["--patience=5"], []),
+        (["--underflow=0.1"], ["blocks.1.up", "blocks.2.up", "blocks.3.up"]),
+        (["--output-db", "5", "--underflow=0.9"], []),
+    ],
+)
+def test_keep_lists_the_layers_beyond_the_limits(tmp_path, capsys, options, expected):
+    bad = {1: ("input", 0.31, 25.0), 2: ("weight", 0.2, 21.0), 3: ("input", 0.0, 19.0)}
+    write(tmp_path, bad)
+    assert main(["monitor", str(tmp_path), "--keep", *options]) == 0
+    scope = {}
+    exec(capsys.readouterr().out, scope)
+    assert sorted(scope["keep"]) == expected
+    assert not (tmp_path / "monitor.html").exists()
+
+
+def test_a_large_run_makes_a_small_page(tmp_path):
+    write(tmp_path, {}, layers=200, samplings=40)
+    assert main(["monitor", str(tmp_path / FILE), "--html", str(tmp_path / "page.html")]) == 0
+    cells = 200 * 40 * 13
+    assert (tmp_path / "page.html").stat().st_size < 1.4 * cells + 20_000
+    assert all(
+        len(base64.b64decode(m["cells"])) == 200 * 40 for m in content_of((tmp_path / "page.html").read_text())["maps"]
+    )
+
+
+def test_a_number_that_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
+    for step in range(3):
+        numbers = {"underflow": None, "saturated": None, "scale": None, "output_db": None}
+        append(tmp_path / FILE, step, [Reading(step=step, fqn="up", tensor="input", amax=math.nan, **numbers)])
+    assert main(["monitor", str(tmp_path), "--keep"]) == 0
+    assert capsys.readouterr().out == 'keep=[\n    "up",  # input is not finite\n]\n'
+    assert main(["monitor", str(tmp_path)]) == 0
+    assert not any(
+        any(base64.b64decode(m["cells"])) for m in content_of((tmp_path / "monitor.html").read_text())["maps"]
+    )
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"loss": 1}\n')
+    for given, message in (
+        (tmp_path, "has no numerics.jsonl; expected the `folder` of a NumericsMonitor"),
+        (tmp_path / "other.jsonl", "line 1 of"),
+    ):
+        assert main(["monitor", str(given)]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / FILE).write_text('{"step"')
+    assert main(["monitor", str(tmp_path)]) == 2
+    assert "holds no sampling of a NumericsMonitor" in capsys.readouterr().err
