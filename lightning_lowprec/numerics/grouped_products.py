@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.private.torch import scaled_grouped_mm
+from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
 
 def product(

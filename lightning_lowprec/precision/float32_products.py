@@ -166,7 +166,9 @@ def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractConte
         plugin: the precision; its ``modules.watched_forwards`` counts down.
         autocast: the context of the forward.
     """
-    return _watch(plugin, autocast) if torch.is_grad_enabled() else autocast
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code cannot be watched
+        return autocast
+    return _watch(plugin, autocast)
 
 
 @contextmanager

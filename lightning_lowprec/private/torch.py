@@ -419,29 +419,6 @@ def outside_of_checkpoints() -> AbstractContextManager[Any]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """[M, K] @ [K, N] of float8 codes, times their scales ([M, 1] and [1, N], or one each) -> [M, N] in bf16.
-
-    The sum is exact to float32; ``b`` lies in memory column by column.
-    """
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
-
-
-def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, ends: Tensor) -> Tensor:
-    """Grouped product of float8_e4m3fn codes with a scale per row and column -> bf16, on Hopper and Blackwell.
-
-    ``torch.nn.functional.scaled_grouped_mm`` does the same, and torch 2.11 cannot compile it.
-
-    Args:
-        a: [M, K], contiguous.
-        b: [E, K, N], or [K, N] if the groups are parts of K; contiguous along K.
-        inverse_a: what to multiply with: [M], or [E * M].
-        inverse_b: the same: [E, N], or [E * N].
-        ends: [E] int32.
-    """
-    return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
 def is_in_backward() -> bool:
     """Return whether the caller runs inside a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -27,7 +27,7 @@ from torchao.float8.float8_ops import preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-from lightning_lowprec.private.torch import scaled_product
+from lightning_lowprec.private.torch_products import scaled_product
 
 
 @final

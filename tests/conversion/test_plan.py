@@ -280,7 +280,7 @@ def test_the_plan_is_a_value_and_meta_will_do():
     assert make_plan(meta, LayerOptions(keep=["up"])) != make_plan(meta)
 
 
-class Doubled(nn.Linear):
+class Doubling(nn.Linear):
     def forward(self, x):
         return super().forward(2 * x)
 
@@ -295,7 +295,7 @@ class Mixture(nn.Module):
         self.gate = nn.Linear(32, 4)
         self.experts = nn.Module()
         self.experts.w1 = nn.Parameter(torch.randn(4, 64, 32))
-        self.doubled, self.falcon, self.odd = Doubled(32, 32), Falcon(32, 32), nn.Linear(30, 30)
+        self.doubled, self.falcon, self.odd = Doubling(32, 32), Falcon(30, 30), nn.Linear(30, 30)
         self.layer = nn.Linear(32, 32)
         self.replaced = nn.Linear(30, 30)
         self.replaced.forward = lambda x: x

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from torch import nn
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.options import LayerOptions, take
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning import fits_command, widths
@@ -38,16 +39,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = _name(args.precision)
     source = load(args.source, args.args or {})
-    plan = make_plan(
-        source.model,
-        take(LayerOptions, vars(args)),
-        recipe=_recipes(args.recipe, args.precision, name),
-        alignment=name.alignment,
-        stores_codes=name.bytes_of_codes is not None,
-        conv1d=name.conv1d != "kept",
-        experts=name.experts,
-        base=name.options.get("base", "bf16"),
-    )
+    plan = _plan(args, source.model, name)
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(
@@ -73,19 +65,30 @@ def run(argv: Sequence[str]) -> int:
     if args.markdown is not None:
         page = text(source.origin, plan, per_token, sizes, ranks, markdown=True, all_rows=args.all)
         Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
-    if args.json:
-        data = {
-            "source": source.origin,
-            "precision": args.precision,
-            "plan": [asdict(row) for row in plan.rows],
-            "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
-            "bytes": [asdict(row) for row in sizes],
-            "per_rank": [asdict(rank) for rank in ranks],
-        }
-        print(json.dumps(data, indent=1))
-    else:
-        print(text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all))
+    data = {
+        "source": source.origin,
+        "precision": args.precision,
+        "plan": [asdict(row) for row in plan.rows],
+        "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
+        "bytes": [asdict(row) for row in sizes],
+        "per_rank": [asdict(rank) for rank in ranks],
+    }
+    page = text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
+    print(json.dumps(data, indent=1) if args.json else page)
     return 0 if plan.converted else 1
+
+
+def _plan(args: Any, model: nn.Module, name: PrecisionName) -> Plan:
+    return make_plan(
+        model,
+        take(LayerOptions, vars(args)),
+        recipe=_recipes(args.recipe, args.precision, name),
+        alignment=name.alignment,
+        stores_codes=name.bytes_of_codes is not None,
+        conv1d=name.conv1d != "kept",
+        experts=name.experts,
+        base=name.options.get("base", "bf16"),
+    )
 
 
 def _name(precision: str) -> PrecisionName:
