@@ -15,17 +15,26 @@ alone: "eager" and "batched_mm" run operations that autocast knows.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.roles import RoleModule, take_role
 from lightning_lowprec.numerics.groups import Groups, collect, group, per_row, spread
-from lightning_lowprec.private.transformers import activate, experts_implementation, is_expert_parallel
+from lightning_lowprec.private.transformers import (
+    activate,
+    experts_implementation,
+    is_expert_parallel,
+    own_implementation,
+    redirect,
+    undo_redirect,
+)
 
 _FLAGS = frozenset({"has_gate", "has_bias", "is_transposed", "is_concatenated"})
 """What ``use_experts_implementation`` of transformers (5.0 and later) sets on a module."""
@@ -64,12 +73,17 @@ class RoutedExperts(RoleModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
         experts: Any = self
+        if not issubclass(type(experts), RoutedExperts):  # expert parallelism kept this function, and the role is gone
+            output: Tensor = type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
+            return output
         if hidden_states.numel() == 0 or not self.takes(hidden_states):
-            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            with own_implementation(experts):
+                output = super().forward(hidden_states, top_k_index, top_k_weights)
             return output
         first, second = weight_names(experts)
-        count = getattr(experts, first).shape[0]
-        groups = group(top_k_index, count, self.alignment, some_absent=is_expert_parallel(experts))
+        weight = self.weight(first)
+        absent = is_expert_parallel(experts) or weight is not getattr(experts, first)
+        groups = group(top_k_index, weight.shape[0], self.alignment, some_absent=absent)
         rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
         inner = self._product(rows, first, groups)
         inner = activate(experts, inner) if experts.has_gate else experts.act_fn(inner)
@@ -84,7 +98,36 @@ class RoutedExperts(RoleModule):
         experts: Any = self
         if not experts.has_bias:
             return product
-        return product + per_row(getattr(experts, f"{name}_bias").to(product.dtype), groups)
+        return product + per_row(self.weight(f"{name}_bias").to(product.dtype), groups)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a Parameter: [E, ...], the experts of this rank."""
+        found: Tensor = getattr(self, name)
+        return found.to_local() if isinstance(found, DTensor) else found
+
+
+def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, Any]) -> None:
+    """Give stacked experts a role in place, also where expert parallelism has replaced their forward."""
+    take_role(experts, role, attributes)
+    redirect(experts)
+
+
+def release_experts(experts: RoutedExperts) -> None:
+    """Undo :func:`take_experts`."""
+    undo_redirect(experts)
+    in_place.revert(experts)
+
+
+def cut_by_expert(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the Parameters of stacked experts that are DTensors, and of which each rank has whole experts."""
+    for _, module in stacks(model):
+        if not isinstance(module, FSDPModule):
+            yield from (p for p in module._parameters.values() if p is not None and _has_whole_experts(p))
+
+
+def _has_whole_experts(parameter: Any) -> bool:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return len(placements) > 0 and all(type(p) is Replicate or p == Shard(0) for p in placements)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -108,7 +151,7 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 def matrices(experts: Any, name: str) -> Tensor:
     """Return a stacked Parameter as [E, K, N], for ``rows @ matrix``."""
-    weight: Tensor = getattr(experts, name)
+    weight: Tensor = experts.weight(name)
     return weight if experts.is_transposed else weight.mT
 
 
@@ -130,11 +173,11 @@ def follow_autocast(model: nn.Module) -> None:
     """Let the stacked experts of ``model`` multiply in the dtype of autocast, except those that a backend computes."""
     for _, module in stacks(model):
         if not isinstance(module, RoleModule):
-            take_role(module, CastExperts, {})
+            take_experts(module, CastExperts, {})
 
 
 def revert(model: nn.Module) -> None:
     """Undo :func:`follow_autocast`, in place."""
     for module in model.modules():
         if isinstance(module, CastExperts):
-            in_place.revert(module)
+            release_experts(module)
