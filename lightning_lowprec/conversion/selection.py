@@ -13,6 +13,7 @@ from torch import nn
 from lightning_lowprec.conversion.experts import is_stack, weight_names
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.sorted_experts import difference, is_sorted_stack
 from lightning_lowprec.private.transformers import has_parallel_forward
 
 FEATURE_ALIGNMENT = 16
@@ -68,6 +69,8 @@ def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> s
     if not is_stack(module) or name not in weight_names(module):
         return f"stacked experts of an unknown class ({type(module).__name__})"
     weight = getattr(module, name)
+    if is_sorted_stack(module) and (reason := difference(module)) is not None:
+        return reason
     if "forward" in vars(module) and not has_parallel_forward(module):
         return "its forward is replaced on the instance"
     if weight.dtype not in LINEAR_DTYPES:

@@ -93,25 +93,28 @@ def redirect(experts: Any) -> None:
     Expert parallelism of transformers (and accelerate's hooks) put a function around the bound forward of the class
     that the module had then. That forward asks the module's config for an implementation.
     """
-    if "forward" in vars(experts) and not isinstance(experts.config, _Redirected):
-        experts.config = _redirected(experts.config)
+    config = vars(experts).get("config")
+    if config is not None and "forward" in vars(experts) and not isinstance(config, _Redirected):
+        experts.config = _redirected(config)
 
 
 def undo_redirect(experts: Any) -> None:
     """Undo :func:`redirect`."""
-    if isinstance(experts.config, _Redirected):
-        experts.config = experts.config.own_config
+    config = vars(experts).get("config")
+    if isinstance(config, _Redirected):
+        experts.config = config.own_config
 
 
 @contextmanager
 def own_implementation(experts: Any) -> Iterator[None]:
     """Let stacked experts run the implementation of their own config."""
-    config = experts.config
+    config = vars(experts).get("config")
     undo_redirect(experts)
     try:
         yield
     finally:
-        experts.config = config
+        if isinstance(config, _Redirected):
+            experts.config = config
 
 
 def is_expert_parallel(experts: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torchao.float8.config import ScalingGranularity, ScalingType
 from lightning_lowprec.conversion.experts import (
     RoutedExperts,
     grouped_product,
+    is_transposed,
     matrices,
     release_experts,
     take_experts,
@@ -57,14 +58,13 @@ class FP8Experts(RoutedExperts):
 
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """[P, K] -> [P, N]."""
-        experts: Any = self
         if not self._in_fp8(name):
-            return grouped_product(rows, matrices(experts, name), groups)
+            return grouped_product(rows, matrices(self, name), groups)
         weight, kept = self.weight(name), self.weight_codes.get(name)
         if kept is not None and not self._may_use(kept, name):
             kept = None
         made = None if kept is None else kept.made
-        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=experts.is_transposed)
+        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=is_transposed(self))
 
     def _in_fp8(self, name: str) -> bool:
         runs = name in self.recipes and (self.training or self.fp8_eval)

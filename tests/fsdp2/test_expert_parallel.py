@@ -5,6 +5,8 @@ order of the sum shows). Without expert parallelism the forward is the same, to 
 not: transformers sums them in float32, and without expert parallelism they are summed in bf16.
 """
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
 from lightning_lowprec.torchao import grouped
+from tests.conversion.test_sorted_experts import COUNTS, GroupedExperts, Layer, batch
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
 
@@ -160,6 +163,29 @@ def own_dispatch(folder):
     return wrapped(input_ids=TOKENS, labels=TOKENS).loss.item()
 
 
+def of_torchtitan(rank):
+    """Experts that take sorted tokens, as DTensors; each rank gets the tokens of its experts."""
+    torch.manual_seed(0)
+    whole, (x, counts) = Layer(GroupedExperts()), batch()
+    part = copy.deepcopy(whole)
+    for name, weight in list(part.experts.named_parameters()):
+        cut_weight = distribute_tensor(weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        setattr(part.experts, name, torch.nn.Parameter(cut_weight))
+    tokens, numbers = torch.split(x[: sum(COUNTS)], [sum(COUNTS[:2]), sum(COUNTS[2:])]), counts.chunk(2)
+    found = {}
+    cases = ("whole", whole, (x[: sum(COUNTS)], counts)), ("part", part, (tokens[rank], numbers[rank]))
+    for name, model, given in cases:
+        plugin = FP8TorchAO(recipe="rowwise")
+        wrapped = L.Fabric(plugins=plugin, accelerator="cpu", devices=1).setup(model)
+        output = wrapped(*given)
+        output.sum().backward()
+        found[name] = output.detach(), full({fqn: p.grad for fqn, p in model.named_parameters()})
+    output = found["whole"][0].split([len(part) for part in tokens])[rank]
+    return torch.equal(found["part"][0], output), [
+        torch.equal(found["part"][1][fqn], grad) for fqn, grad in found["whole"][1].items()
+    ]
+
+
 def reverted(folder):
     """Set up, and give the model back to transformers; then the same with another precision and order."""
     model = cut(load(folder))
@@ -253,6 +279,7 @@ def worker(rank, folder, checkpoint):
         "clipped": {(name, how): clipped(folder, name, how) for name, how in CLIPPED},
         "skipped": skipped(folder, rank),
         "own dispatch": own_dispatch(folder),
+        "torchtitan": of_torchtitan(rank),
         "reverted": reverted(folder),
         "lightning": by_lightning(folder, checkpoint),
         "fsdp2": under_fsdp2(folder),
@@ -331,6 +358,10 @@ def test_all_ranks_skip_a_step_if_the_experts_of_one_overflow(ranks):
 def test_a_plan_of_the_user(ranks):
     for found in ranks:
         assert found["own dispatch"] == found["rowwise", "whole"]["losses"][0]
+
+
+def test_sorted_experts_of_a_rank(ranks):
+    assert [found["torchtitan"] for found in ranks] == [(True, [True, True, True])] * 2
 
 
 def test_transformers_gets_its_experts_back(ranks):
