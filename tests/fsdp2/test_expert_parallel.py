@@ -107,8 +107,10 @@ def in_order(folder, name, order):
     wrapped = fabric.setup(model)
     if order == "cut later":
         cut(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
-    return train(model, fabric, wrapped, optimizer)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found = train(model, fabric, wrapped, optimizer)
+    assert (optimizer.param_groups[0]["foreach"] is False) == (order != "whole"), "on CUDA torch's default would raise"
+    return found
 
 
 def clipped(folder, name, how):
