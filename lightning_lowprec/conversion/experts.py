@@ -7,6 +7,9 @@ products (gate, activation, biases, a norm) stays the model's own.
 
     hidden states, experts of each token --spread--> rows, sorted --product--> gate --product--> --collect--> their sum
 
+Experts of torchtitan take tokens that are sorted already, and have three Parameters
+(:mod:`~lightning_lowprec.conversion.sorted_experts`).
+
 The class of the module changes in place (:mod:`~lightning_lowprec.conversion.roles`), not the setting
 ``experts_implementation``, which lies in a config object that models share. The other settings of transformers are left
 alone: "eager" and "batched_mm" run operations that autocast knows.
@@ -15,17 +18,27 @@ alone: "eager" and "batched_mm" run operations that autocast knows.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.roles import RoleModule, take_role
-from lightning_lowprec.numerics.groups import Groups, collect, group, per_row, spread
-from lightning_lowprec.private.transformers import activate, experts_implementation, is_expert_parallel
+from lightning_lowprec.conversion.sorted_experts import NAMES, difference, is_sorted_stack
+from lightning_lowprec.numerics.groups import Groups, collect, group, group_sorted, per_row, spread
+from lightning_lowprec.private.transformers import (
+    activate,
+    experts_implementation,
+    is_expert_parallel,
+    own_implementation,
+    redirect,
+    undo_redirect,
+)
 
 _FLAGS = frozenset({"has_gate", "has_bias", "is_transposed", "is_concatenated"})
 """What ``use_experts_implementation`` of transformers (5.0 and later) sets on a module."""
@@ -33,12 +46,21 @@ _BYTES = 16  # the rows of both operands of a grouped product begin at multiples
 
 
 def is_stack(module: nn.Module) -> bool:
+    """Return whether a module looks like stacked experts, of transformers or torchtitan, that a role can compute."""
+    return is_sorted_stack(module) or _is_of_transformers(module)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
     """Return whether transformers would run the module as grouped products (its ``use_experts_implementation``)."""
-    return vars(module).keys() >= _FLAGS and module._parameters.keys() >= set(weight_names(module))
+    return vars(module).keys() >= _FLAGS and module._parameters.keys() >= set(_routed_names(module))
 
 
-def weight_names(experts: Any) -> tuple[str, str]:
-    """Return the names of the two stacked Parameters of a module that :func:`is_stack` accepts."""
+def weight_names(experts: nn.Module) -> tuple[str, ...]:
+    """Return the names of the stacked Parameters of a module that :func:`is_stack` accepts."""
+    return _routed_names(experts) if _is_of_transformers(experts) else NAMES
+
+
+def _routed_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
@@ -48,7 +70,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class RoutedExperts(RoleModule):
-    """Stacked experts whose two products a precision computes."""
+    """Stacked experts whose products a precision computes."""
 
     alignment: int = 1
     """The rows of each expert begin at a multiple of this."""
@@ -61,15 +83,39 @@ class RoutedExperts(RoleModule):
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """Multiply the rows of each expert by its matrix of the Parameter ``name``: [P, K] -> [P, N]."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute what the module's own forward computes; the arguments are the same."""
+        experts: Any = self
+        if not issubclass(type(experts), RoutedExperts):  # expert parallelism kept this function, and the role is gone
+            output: Tensor = type(experts).forward(experts, *args, **kwargs)
+            return output
+        tokens: Any = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
+        if tokens.numel() == 0 or not self.takes(tokens):
+            with own_implementation(experts):
+                output = super().forward(*args, **kwargs)
+            return output
+        return self._sorted(*args, **kwargs) if NAMES[0] in experts._parameters else self._routed(*args, **kwargs)
+
+    def _sorted(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """[M, K], [E] -> [M, K], dtype of ``x``; zero behind the tokens of the last expert."""
+        count = self.weight(NAMES[0]).shape[0]
+        if num_tokens_per_expert.shape != (count,):
+            raise ValueError(
+                f"`num_tokens_per_expert` has the shape {tuple(num_tokens_per_expert.shape)}, and this rank has {count}"
+                f" experts; expected ({count},)."
+            )
+        groups = group_sorted(num_tokens_per_expert.long(), x.shape[0], self.alignment)
+        rows = spread(x.to(compute_dtype(x)), groups)
+        gate, up = (self.multiply(rows, name, groups) for name in NAMES[:2])
+        return collect(self.multiply(F.silu(gate) * up, NAMES[2], groups), groups).to(x.dtype)
+
+    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
         experts: Any = self
-        if hidden_states.numel() == 0 or not self.takes(hidden_states):
-            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
-            return output
-        first, second = weight_names(experts)
-        count = getattr(experts, first).shape[0]
-        groups = group(top_k_index, count, self.alignment, some_absent=is_expert_parallel(experts))
+        first, second = _routed_names(experts)
+        weight = self.weight(first)
+        absent = is_expert_parallel(experts) or weight is not getattr(experts, first)
+        groups = group(top_k_index, weight.shape[0], self.alignment, some_absent=absent)
         rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
         inner = self._product(rows, first, groups)
         inner = activate(experts, inner) if experts.has_gate else experts.act_fn(inner)
@@ -84,7 +130,36 @@ class RoutedExperts(RoleModule):
         experts: Any = self
         if not experts.has_bias:
             return product
-        return product + per_row(getattr(experts, f"{name}_bias").to(product.dtype), groups)
+        return product + per_row(self.weight(f"{name}_bias").to(product.dtype), groups)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a Parameter: [E, ...], the experts of this rank."""
+        found: Tensor = getattr(self, name)
+        return found.to_local() if isinstance(found, DTensor) else found
+
+
+def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, Any]) -> None:
+    """Give stacked experts a role in place, also where expert parallelism has replaced their forward."""
+    take_role(experts, role, attributes)
+    redirect(experts)
+
+
+def release_experts(experts: RoutedExperts) -> None:
+    """Undo :func:`take_experts`."""
+    undo_redirect(experts)
+    in_place.revert(experts)
+
+
+def cut_by_expert(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the Parameters of stacked experts that are DTensors, and of which each rank has whole experts."""
+    for _, module in stacks(model):
+        if not isinstance(module, FSDPModule):
+            yield from (p for p in module._parameters.values() if p is not None and _has_whole_experts(p))
+
+
+def _has_whole_experts(parameter: Any) -> bool:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return len(placements) > 0 and all(type(p) is Replicate or p == Shard(0) for p in placements)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -108,8 +183,13 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 def matrices(experts: Any, name: str) -> Tensor:
     """Return a stacked Parameter as [E, K, N], for ``rows @ matrix``."""
-    weight: Tensor = getattr(experts, name)
-    return weight if experts.is_transposed else weight.mT
+    weight: Tensor = experts.weight(name)
+    return weight if is_transposed(experts) else weight.mT
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Return whether the stacked Parameters are [E, K, N] instead of [E, N, K]."""
+    return bool(getattr(experts, "is_transposed", False))
 
 
 @final
@@ -119,7 +199,7 @@ class CastExperts(RoutedExperts):
     def takes(self, hidden_states: Tensor) -> bool:
         """Whether autocast is on, and the model would multiply in the dtype of its weights."""
         on = torch.is_autocast_enabled(hidden_states.device.type)
-        return on and experts_implementation(self) == "grouped_mm"
+        return on and (NAMES[0] in self._parameters or experts_implementation(self) == "grouped_mm")
 
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """[P, K] -> [P, N]."""
@@ -129,12 +209,12 @@ class CastExperts(RoutedExperts):
 def follow_autocast(model: nn.Module) -> None:
     """Let the stacked experts of ``model`` multiply in the dtype of autocast, except those that a backend computes."""
     for _, module in stacks(model):
-        if not isinstance(module, RoleModule):
-            take_role(module, CastExperts, {})
+        if not isinstance(module, RoleModule) and not (is_sorted_stack(module) and difference(module)):
+            take_experts(module, CastExperts, {})
 
 
 def revert(model: nn.Module) -> None:
     """Undo :func:`follow_autocast`, in place."""
     for module in model.modules():
         if isinstance(module, CastExperts):
-            in_place.revert(module)
+            release_experts(module)

@@ -14,7 +14,9 @@ from lightning_lowprec.conversion.experts import is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.sorted_experts import difference, is_sorted_stack
 from lightning_lowprec.private import transformers
+from lightning_lowprec.private.transformers import has_parallel_forward
 
 FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
@@ -95,6 +97,10 @@ def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> s
     if not is_stack(module) or name not in weight_names(module):
         return f"stacked experts of an unknown class ({type(module).__name__})"
     weight = getattr(module, name)
+    if is_sorted_stack(module) and (reason := difference(module)) is not None:
+        return reason
+    if "forward" in vars(module) and not has_parallel_forward(module):
+        return "its forward is replaced on the instance"
     if weight.dtype not in LINEAR_DTYPES:
         return f"weights of {weight.dtype}"
     if any(size % alignment for size in weight.shape[1:]):

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
-from lightning_lowprec.fsdp2.meshes import clip_grad_norm
 from lightning_lowprec.fsdp2.shard import is_sharded
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, StoredFolder, open_checkpoint
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
+from lightning_lowprec.numerics.several_meshes import clip_grad_norm
 from lightning_lowprec.precision.base import LowPrecision
 
 

@@ -1,19 +1,11 @@
-"""Device meshes: copies x shards x tensor parallel, and operations on parameters that lie on several of them.
-
-With tensor parallelism some parameters are sharded twice and the others once. torch's multi-tensor operations take the
-DTensors of one mesh at a time.
-"""
+"""Device meshes: copies x shards x tensor parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "data_parallel"
@@ -71,44 +63,3 @@ def data_ranks(mesh: DeviceMesh) -> dict[str, Any]:
     copy = mesh.get_local_rank(REPLICATE) if copies > 1 else 0
     size = mesh[SHARD].size()
     return {"num_replicas": copies * size, "rank": copy * size + mesh.get_local_rank(SHARD)}
-
-
-# ---- tensors on several meshes
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by their mesh; tensors without a mesh are one group."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(groups.values())
-
-
-@torch.no_grad()
-def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> Tensor:
-    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
-    groups = by_mesh(p for p in parameters if p.grad is not None)
-    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
-    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    if not norms:
-        return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped."
-        )
-    for group in groups:
-        clip_grads_with_norm_(group, max_norm, total, foreach=False)
-    return total
-
-
-def disable_foreach(optimizer: Optimizer) -> bool:
-    """Set ``foreach=False`` if the parameters lie on several meshes and ``foreach`` was not set; return whether."""
-    if len(by_mesh(p for group in optimizer.param_groups for p in group["params"])) == 1:
-        return False
-    undecided = [g for g in optimizer.param_groups if g.get("foreach", False) is None and not g.get("fused")]
-    for group in undecided:
-        group["foreach"] = False
-    return bool(undecided)

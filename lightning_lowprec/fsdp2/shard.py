@@ -120,7 +120,8 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(
             f"{type(model).__name__} is sharded already ({sharded[0] or 'the model itself'!r}), so it can no longer be"
             " converted. Leave sharding to the strategy, or keep `ModelParallelStrategy` and call"
-            " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard."
+            " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard. For FSDP2 and expert parallelism,"
+            " cut the experts by `tensor_parallel=`, a function that calls transformers' `apply_expert_parallelism`."
         )
 
 

@@ -27,10 +27,11 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.meshes import data_ranks, disable_foreach, make_mesh, shards
+from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
+from lightning_lowprec.numerics.several_meshes import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import lightning as names

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from lightning_lowprec.fsdp2 import atomic, optimizer_state
 from lightning_lowprec.fsdp2 import checkpoint as checkpoints
-from lightning_lowprec.fsdp2.meshes import clip_grad_norm
 from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
+from lightning_lowprec.numerics.several_meshes import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private.lightning import note_sigterm, set_names
 

@@ -276,7 +276,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def _prepare_weights_of(self, optimizer: Optimizer) -> None:
         """Let an optimizer follow the dtypes of its parameters, and take over what another precision left in it."""
-        backends.revert_optimizer(optimizer, except_for=self.backend)
+        self.optimizers.make_plain(optimizer, except_for=self.backend)
         if self.masters is not None:
             self.masters.add_masters(optimizer)
         elif self.weights is not None:

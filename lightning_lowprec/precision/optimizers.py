@@ -6,10 +6,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import final
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.membership import check_converted
+from lightning_lowprec.numerics.several_meshes import disable_foreach
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.references import alive
 
@@ -36,6 +39,13 @@ class Optimizers:
     def any_added(self) -> bool:
         """Whether an optimizer was ever added; Fabric adds none if the user gave ``plugins=`` instead of a name."""
         return bool(self._added)
+
+    def make_plain(self, optimizer: Optimizer, *, except_for: str | None) -> None:
+        """Undo what other backends did to an optimizer, and let the optimizer step parameters of several meshes."""
+        backends.revert_optimizer(optimizer, except_for=except_for)
+        if disable_foreach(optimizer):
+            name = type(optimizer).__name__
+            rank_zero_info(f"{name} runs without foreach: some of its parameters are DTensors, or of another mesh.")
 
     def check(
         self, modules: Modules, optimizers: list[Optimizer], layers_of: Callable[[Module], Iterable[Module]]

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
@@ -53,16 +54,22 @@ def note_rounded(number: int, module: Module, precision: str) -> None:
 def refuse_sharded(module: Module, precision: str) -> None:
     """Raise for a model that is sharded already, because the precision can no longer convert or cast it.
 
+    Expert parallelism is no reason: each rank has whole experts.
+
     Raises:
         TypeError: the message names one of the sharded parameters.
     """
-    fqn = next((fqn for fqn, p in module.named_parameters() if hasattr(p, "to_local")), None)
+    allowed = {id(p) for p in cut_by_expert(module)}
+    cut = (fqn for fqn, p in module.named_parameters() if hasattr(p, "to_local") and id(p) not in allowed)
+    fqn = next(cut, None)
     if fqn is not None:
         raise TypeError(
             f"`precision={precision!r}`: {type(module).__name__} is sharded already ({fqn!r} is a DTensor), so it can"
             " no longer be converted. If 'fsdp2' sharded it, under another precision or in an earlier set-up, build the"
             " model anew and load its checkpoint. Else leave sharding to `strategy='fsdp2'`, or keep"
-            " `ModelParallelStrategy` and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
+            " `ModelParallelStrategy` and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`. Only stacked"
+            " experts may be cut already, by expert: load the model without `distributed_config`, and call"
+            " `transformers.distributed.expert_parallel.apply_expert_parallelism`."
         )
 
 

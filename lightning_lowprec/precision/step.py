@@ -30,6 +30,7 @@ from lightning_lowprec.masters.optimizer import (
     move_grads_to_masters,
     show_master_grads,
 )
+from lightning_lowprec.numerics.several_meshes import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
@@ -52,13 +53,17 @@ def before_backward() -> None:
 def clip_by_norm(
     scaler: LossScaler | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
 ) -> Tensor | None:
-    """Unscale and clip without writing gradients; return their norm, or None if they must be clipped in place.
+    """Unscale and clip gradients that wait for the step, or that lie on several meshes; return their norm.
 
-    The norm of a step that will be skipped is 0.
+    The result is None if torch can clip these gradients in place. The norm of a step that will be skipped is 0.
     """
     refuse_clipping(optimizer)
     if not deferred.defers(optimizer):
-        return None
+        if not on_several_meshes(main_params(optimizer)):
+            return None
+        unscale(scaler, optimizer)
+        zero_if_skipped(scaler, optimizer)
+        return clip_grad_norm(main_params(optimizer), max_norm, norm_type)
     if scaler is not None:
         scaler.unscale(optimizer, defer=True)
     norm = deferred.clip_by_norm(optimizer, max_norm, norm_type)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import Tensor, nn
 
@@ -25,9 +25,13 @@ _NAMES: Final = (
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
     "transformers.integrations.moe.use_experts_implementation()._is_expert_parallel",
     "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
+    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS.register",
+    "transformers.distributed.expert_parallel.apply_expert_parallelism()._is_hooked",
 )
 _CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
 _FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+_OURS: Final = "lightning_lowprec"
+"""The name under which transformers finds the forward that a precision gave to stacked experts."""
 
 
 def moved() -> list[str]:
@@ -57,13 +61,84 @@ def check_experts(experts: Any) -> None:
 
 def experts_implementation(experts: Any) -> str | None:
     """Return how a model multiplies stacked experts: ``"grouped_mm"``, ``"eager"``, ...; None: eager."""
-    found: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    config = getattr(experts, "config", None)
+    config = config.own_config if isinstance(config, _Redirected) else config
+    found: str | None = getattr(config, "_experts_implementation", None)
     return found
+
+
+@final
+class _Redirected:
+    """The config of one module of stacked experts, with another implementation; models share the config itself."""
+
+    _experts_implementation = _OURS
+
+    def __init__(self, own_config: Any) -> None:
+        self.own_config = own_config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "own_config":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.own_config, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _redirected, (self.own_config,)
+
+
+def _redirected(config: Any) -> _Redirected:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_OURS, _forward_of_class)
+    return _Redirected(config)
+
+
+def _forward_of_class(experts: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(experts.config, _Redirected):  # the name was written into a config: the class would call this
+        raise ValueError(
+            f"`experts_implementation={_OURS!r}` is not valid: a precision sets this name, for the experts that the"
+            " precision computes. Use 'grouped_mm'."
+        )
+    return type(experts).forward(experts, *args, **kwargs)
+
+
+def redirect(experts: Any) -> None:
+    """Let a forward that was replaced on the instance reach the forward of the class that the module has now.
+
+    Expert parallelism of transformers (and accelerate's hooks) put a function around the bound forward of the class
+    that the module had then. That forward asks the module's config for an implementation.
+    """
+    config = vars(experts).get("config")
+    if config is not None and "forward" in vars(experts) and not isinstance(config, _Redirected):
+        experts.config = _redirected(config)
+
+
+def undo_redirect(experts: Any) -> None:
+    """Undo :func:`redirect`."""
+    config = vars(experts).get("config")
+    if isinstance(config, _Redirected):
+        experts.config = config.own_config
+
+
+@contextmanager
+def own_implementation(experts: Any) -> Iterator[None]:
+    """Let stacked experts run the implementation of their own config."""
+    config = vars(experts).get("config")
+    undo_redirect(experts)
+    try:
+        yield
+    finally:
+        if isinstance(config, _Redirected):
+            experts.config = config
 
 
 def is_expert_parallel(experts: Any) -> bool:
     """Return whether some of the experts of a token may be on another rank."""
     return bool(getattr(experts, "_is_expert_parallel", False))
+
+
+def has_parallel_forward(module: nn.Module) -> bool:
+    """Return whether transformers has put a function for its parallelism around the forward of a module."""
+    return bool(vars(module).get("_is_hooked"))
 
 
 def activate(experts: Any, doubled: Tensor) -> Tensor:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torchao.float8.config import ScalingGranularity, ScalingType
 
-from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.experts import RoutedExperts, grouped_product, matrices
+from lightning_lowprec.conversion.experts import (
+    RoutedExperts,
+    grouped_product,
+    is_transposed,
+    matrices,
+    release_experts,
+    take_experts,
+)
 from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.conversion.roles import take_role
 from lightning_lowprec.conversion.transforms import check_call
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
@@ -53,14 +58,13 @@ class FP8Experts(RoutedExperts):
 
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """[P, K] -> [P, N]."""
-        experts: Any = self
         if not self._in_fp8(name):
-            return grouped_product(rows, matrices(experts, name), groups)
-        weight, kept = getattr(experts, name), self.weight_codes.get(name)
+            return grouped_product(rows, matrices(self, name), groups)
+        weight, kept = self.weight(name), self.weight_codes.get(name)
         if kept is not None and not self._may_use(kept, name):
             kept = None
         made = None if kept is None else kept.made
-        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=experts.is_transposed)
+        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=is_transposed(self))
 
     def _in_fp8(self, name: str) -> bool:
         runs = name in self.recipes and (self.training or self.fp8_eval)
@@ -162,7 +166,7 @@ def convert(
     for fqn, settings in found.items():
         recipes = {name: recipe_of(own) for name, own in settings.items()}
         attributes = {"settings": settings, "recipes": recipes, "fp8_eval": fp8_eval}
-        take_role(model.get_submodule(fqn), FP8Experts, {**attributes, "weight_codes": {}, "phase_gemms": NO_GEMM})
+        take_experts(model.get_submodule(fqn), FP8Experts, {**attributes, "weight_codes": {}, "phase_gemms": NO_GEMM})
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:
@@ -173,4 +177,4 @@ def fp8_experts(model: nn.Module) -> list[FP8Experts]:
 def revert(model: nn.Module) -> None:
     """Give experts their own class back, in place."""
     for module in fp8_experts(model):
-        in_place.revert(module)
+        release_experts(module)

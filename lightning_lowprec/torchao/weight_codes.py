@@ -19,6 +19,7 @@ from torchao.float8.float8_utils import amax_to_scale
 from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.numerics.encode import DTYPE, Encoded, encode, kernel_encodes
 from lightning_lowprec.numerics.largest import largest
+from lightning_lowprec.private.torch import local_tensor
 
 
 @final
@@ -27,7 +28,9 @@ class WeightCodes:
 
     def __init__(self, model: ModelCodes, layer: nn.Module, name: str) -> None:
         self.model = model
-        self.weight: Tensor = getattr(layer, name)
+        self._parameter: Tensor = getattr(layer, name)
+        self.weight = local_tensor(self._parameter)
+        """The Parameter; of a DTensor, the part that this rank has."""
         self._layer, self._name = weakref.ref(layer), name
         self.checked_outside = False
         """Whether compiled code may use the codes without a check, because each call of it is preceded by one."""
@@ -39,7 +42,14 @@ class WeightCodes:
     def layer(self) -> nn.Module | None:
         """Return the layer; None if the layer is gone, or has another weight."""
         layer = self._layer()
-        return layer if layer is not None and getattr(layer, self._name) is self.weight else None
+        return layer if layer is not None and self._is_of(getattr(layer, self._name)) else None
+
+    def _is_of(self, held: Tensor) -> bool:
+        self.weight = part = local_tensor(self._parameter)  # `.to()` gives a DTensor another part
+        if held is self._parameter:
+            return True
+        # expert parallelism of transformers puts a view of this rank's part into the layer, for the time of its forward
+        return part is not self._parameter and held.data_ptr() == part.data_ptr() and held.shape == part.shape
 
     def matrix(self) -> Tensor:
         """Return the weight as one matrix, without a graph: (N, K), or (E * N, K) of a stack."""
@@ -47,14 +57,14 @@ class WeightCodes:
 
     def is_stale(self, *, training: bool) -> bool:
         """Return whether the weight may have changed since it was encoded."""
-        return self._seen != seen(self.weight, training=training, steps=self.weight.requires_grad)
+        return self._seen != seen(self.weight, training=training, steps=self._parameter.requires_grad)
 
     def prepare(self, *, training: bool) -> None:
         """Allocate memory where there is none, and note that the weight is encoded."""
         weight, matrix = self.weight, self.matrix()
         if self._seen is None or self.made.rows.shape != matrix.shape or self.made.rows.device != weight.device:
             self.made = Encoded(matrix)
-        self._seen = seen(weight, training=training, steps=weight.requires_grad)
+        self._seen = seen(weight, training=training, steps=self._parameter.requires_grad)
 
     def free(self) -> None:
         """Free the memory of the codes; the next use encodes the weight."""

@@ -1,0 +1,387 @@
+"""Two ranks train a Mixtral with transformers' expert parallelism: each rank has half of the experts of every layer.
+
+The reference is the same code with one rank, to the bit where no rounding to bf16 follows a sum in float32 (there the
+order of the sum shows). Without expert parallelism the forward is the same, to the bit. The gradients of the tokens are
+not: transformers sums them in float32, and without expert parallelism they are summed in bf16.
+"""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
+from lightning_lowprec.conversion.backends import revert_all
+from lightning_lowprec.torchao import grouped
+from tests.conversion.test_sorted_experts import COUNTS, GroupedExperts, Layer, batch
+from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import full
+
+E4M3 = torch.float8_e4m3fn
+PLUGINS = {
+    "half-auto": lambda: HalfMixed("auto"),
+    "rowwise": lambda: FP8TorchAO(recipe="rowwise"),
+    "kept codes": lambda: FP8TorchAO(recipe="tensorwise"),
+    "per GEMM": lambda: FP8TorchAO(recipe="tensorwise", weight_codes="per_gemm"),
+}
+ORDERS = {
+    "half-auto": ("cut first", "cut later", "one rank", "whole"),
+    "rowwise": ("cut first", "cut later", "one rank", "whole"),
+    "kept codes": ("cut first", "one rank"),
+    "per GEMM": ("cut first",),
+}
+TOKENS = torch.arange(64).reshape(2, 32)
+STEPS = 3
+
+
+def save(folder):
+    """Write a model whose experts have the same largest value on both ranks: then one scale per rank is one scale."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                weight[:, 0, 0] = 1.1 * weight.abs().max()
+    model.save_pretrained(folder)
+
+
+def load(folder):
+    from transformers import MixtralForCausalLM
+
+    return MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def cut(model, ranks=2):
+    """Apply transformers' own plan, over both ranks or over this one alone."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("copies", "ep"))["ep"]
+    apply_expert_parallelism(model, mesh, mesh, model._expand_parallel_plan(model.ep_plan))
+    return model
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
+def train(model, fabric, wrapped, optimizer):
+    """Return losses, gradients of the first step, weights, and the dtypes of all grouped products."""
+    seen, multiply, product = set(), F.grouped_mm, grouped.product
+    losses, grads = [], {}
+
+    def note(left, right, *args, **kwargs):
+        seen.add((left.dtype, right.dtype))
+        return (product if E4M3 in (left.dtype, right.dtype) else multiply)(left, right, *args, **kwargs)
+
+    half = isinstance(fabric.strategy.precision, HalfMixed)
+    F.grouped_mm, grouped.product = (note, product) if half else (multiply, note)  # FP8 is emulated by float32 products
+    try:
+        for step in range(STEPS):
+            loss = wrapped(input_ids=TOKENS, labels=TOKENS).loss
+            fabric.backward(loss)
+            grads = full({fqn: p.grad for fqn, p in model.named_parameters()}) if step == 0 else grads
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        F.grouped_mm, grouped.product = multiply, product
+    kept = [len(experts.weight_codes) for experts in experts_of(model) if hasattr(experts, "weight_codes")]
+    return {"losses": losses, "grads": grads, "weights": full(dict(model.state_dict())), "dtypes": seen, "kept": kept}
+
+
+def in_order(folder, name, order):
+    model = load(folder)
+    if order in ("cut first", "one rank"):
+        cut(model, 1 if order == "one rank" else 2)
+    fabric = L.Fabric(plugins=PLUGINS[name](), accelerator="cpu", devices=1)
+    wrapped = fabric.setup(model)
+    if order == "cut later":
+        cut(model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found = train(model, fabric, wrapped, optimizer)
+    assert (optimizer.param_groups[0]["foreach"] is False) == (order != "whole"), "on CUDA torch's default would raise"
+    return found
+
+
+def clipped(folder, name, how):
+    """Clip in a Trainer's or Fabric's way; the norm is that of all experts."""
+    model = load(folder) if how == "whole" else cut(load(folder))
+    fabric = L.Fabric(plugins=HalfMixed(name), accelerator="cpu", devices=1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
+    fabric.backward(wrapped(input_ids=TOKENS, labels=TOKENS).loss)
+    if how == "plugin":
+        fabric.strategy.precision.clip_gradients(optimizer.optimizer, 0.1)
+        norm = torch.tensor(0.0)
+    else:
+        norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)
+    return norm, full({fqn: p.grad for fqn, p in model.named_parameters()})
+
+
+def skipped(folder, rank):
+    """fp16: one rank's experts get a gradient that is not finite; return whether any weight changed."""
+    model = cut(load(folder))
+    plugin = HalfMixed("fp16")
+    fabric = L.Fabric(plugins=plugin, accelerator="cpu", devices=1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
+    before = full(dict(model.state_dict()))
+    fabric.backward(wrapped(input_ids=TOKENS, labels=TOKENS).loss)
+    if rank == 1:
+        experts_of(model)[0].down_proj.grad.to_local()[0, 0, 0] = float("inf")
+    optimizer.step()
+    after = full(dict(model.state_dict()))
+    return any(not torch.equal(before[fqn], after[fqn]) for fqn in before)
+
+
+def own_dispatch(folder):
+    """The user's own plan: DTensors over a mesh, local numbers of experts, and a sum over the ranks."""
+    model, rank = load(folder), torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def to_local(experts, args):
+        hidden, index, weights = args
+        here = index // 2 == rank
+        return hidden, torch.where(here, index % 2, 2), weights.masked_fill(~here, 0.0)
+
+    def to_sum(experts, args, output):
+        return _functional_collectives.all_reduce(output, "sum", mesh)
+
+    for experts in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            part = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
+            setattr(experts, name, torch.nn.Parameter(part))
+        experts.register_forward_pre_hook(to_local)
+        experts.register_forward_hook(to_sum)
+    wrapped = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1).setup(model)
+    return wrapped(input_ids=TOKENS, labels=TOKENS).loss.item()
+
+
+def of_torchtitan(rank):
+    """Experts that take sorted tokens, as DTensors; each rank gets the tokens of its experts."""
+    torch.manual_seed(0)
+    whole, (x, counts) = Layer(GroupedExperts()), batch()
+    part = copy.deepcopy(whole)
+    for name, weight in list(part.experts.named_parameters()):
+        cut_weight = distribute_tensor(weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        setattr(part.experts, name, torch.nn.Parameter(cut_weight))
+    tokens, numbers = torch.split(x[: sum(COUNTS)], [sum(COUNTS[:2]), sum(COUNTS[2:])]), counts.chunk(2)
+    found = {}
+    cases = ("whole", whole, (x[: sum(COUNTS)], counts)), ("part", part, (tokens[rank], numbers[rank]))
+    for name, model, given in cases:
+        plugin = FP8TorchAO(recipe="rowwise")
+        wrapped = L.Fabric(plugins=plugin, accelerator="cpu", devices=1).setup(model)
+        output = wrapped(*given)
+        output.sum().backward()
+        found[name] = output.detach(), full({fqn: p.grad for fqn, p in model.named_parameters()})
+    output = found["whole"][0].split([len(part) for part in tokens])[rank]
+    return torch.equal(found["part"][0], output), [
+        torch.equal(found["part"][1][fqn], grad) for fqn, grad in found["whole"][1].items()
+    ]
+
+
+def reverted(folder):
+    """Set up, and give the model back to transformers; then the same with another precision and order."""
+    model = cut(load(folder))
+    with torch.no_grad():
+        before = model(input_ids=TOKENS, labels=TOKENS).loss.item()
+    keys = {fqn: (type(value), value.dtype) for fqn, value in model.state_dict().items()}
+    fabric = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1)
+    fabric.setup(model)
+    assert {fqn: (type(value), value.dtype) for fqn, value in model.state_dict().items()} == keys
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")  # the user's choice goes on being the user's
+    revert_all(model)
+    assert all(type(e).__module__.startswith("transformers.") and e.config is model.config for e in experts_of(model))
+    with torch.no_grad():
+        eager = model(input_ids=TOKENS, labels=TOKENS).loss.item()
+    wrapped = L.Fabric(plugins=PLUGINS["half-auto"](), accelerator="cpu", devices=1).setup(model)
+    with torch.no_grad():
+        cast = wrapped(input_ids=TOKENS, labels=TOKENS).loss.item()  # autocast knows the products of "eager"
+    later = load(folder)
+    L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1).setup(later)
+    cut(later)  # keeps the forward of the role
+    revert_all(later)
+    with torch.no_grad():
+        return before, eager, cast, later(input_ids=TOKENS, labels=TOKENS).loss.item()
+
+
+def by_lightning(folder, checkpoint):
+    """Lightning's ModelParallelStrategy cuts, after our set-up; save, go on, load, go on again."""
+    strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
+    fabric = L.Fabric(plugins=PLUGINS["half-auto"](), accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(load(folder))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
+
+    def step():
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    first, state = step(), {"model": model, "optimizer": optimizer}
+    fabric.save(checkpoint, state)
+    expected = [step(), step()]
+    fabric.load(checkpoint, state)
+    return first, expected, [step(), step()]
+
+
+def under_fsdp2(folder):
+    """FSDP2 beside expert parallelism: refused if the experts are cut already, else the strategy cuts them."""
+
+    def losses(model, **options):
+        strategy = FabricFSDP2Strategy(**options)
+        fabric = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        wrapped = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=1e-3))
+        found = []
+        for _ in range(STEPS):
+            loss = wrapped(input_ids=TOKENS, labels=TOKENS).loss
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with pytest.raises(TypeError, match="For FSDP2 and expert parallelism"):
+        losses(cut(load(folder)))
+    return losses(load(folder), tensor_parallel=lambda model, mesh: cut(model), tensor_parallel_size=2)
+
+
+def refusals(folder):
+    """Other layers that are cut, and experts that are cut within."""
+    fabric = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1)
+    mesh = init_device_mesh("cpu", (2,))
+    for place, name, dim in (("mlp.experts", "down_proj", 1), ("self_attn.q_proj", "weight", 0)):
+        model = cut(load(folder))
+        module = model.model.layers[1].get_submodule(place)
+        whole = getattr(module, name)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        setattr(module, name, torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)])))
+        with pytest.raises(TypeError, match=f"{place}.{name}.* is a DTensor.*apply_expert_parallelism"):
+            fabric.setup(model)
+
+
+def worker(rank, folder, checkpoint):
+    runs = {(name, order): in_order(folder, name, order) for name, orders in ORDERS.items() for order in orders}
+    refusals(folder)
+    return {
+        **runs,
+        "clipped": {(name, how): clipped(folder, name, how) for name, how in CLIPPED},
+        "skipped": skipped(folder, rank),
+        "own dispatch": own_dispatch(folder),
+        "torchtitan": of_torchtitan(rank),
+        "reverted": reverted(folder),
+        "lightning": by_lightning(folder, checkpoint),
+        "fsdp2": under_fsdp2(folder),
+    }
+
+
+CLIPPED = [("bf16", "whole"), ("bf16", "cut"), ("bf16", "plugin"), ("fp16", "cut")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    save(folder)
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"), folder, tmp_path_factory.mktemp("checkpoint"))
+
+
+def relative(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("half-auto", 1e-4), ("rowwise", 0.0)])
+@pytest.mark.parametrize("order", ["cut first", "cut later"])
+def test_two_ranks_train_as_one_does(ranks, name, tolerance, order):
+    for found in ranks:
+        got, one = found[name, order], found[name, "one rank"]
+        assert got["losses"] == one["losses"]
+        for fqn, grad in one["grads"].items():
+            assert relative(got["grads"][fqn], grad) <= tolerance, fqn  # few elements round to the next bf16
+        assert got["losses"][0] == found[name, "whole"]["losses"][0]
+        for fqn, grad in found[name, "whole"]["grads"].items():
+            assert relative(got["grads"][fqn], grad) < 0.05, fqn
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_products_run_in_the_dtype_of_the_precision(ranks, name):
+    dtype = torch.bfloat16 if name == "half-auto" else E4M3
+    for order in ORDERS[name]:
+        assert all(found[name, order]["dtypes"] == {(dtype, dtype)} for found in ranks), order
+
+
+def test_kept_codes_of_the_experts_of_a_rank(ranks):
+    """Each rank has a scale of its own; the scales are the same at the first step, whose largest values are."""
+    for found in ranks:
+        kept, one = found["kept codes", "cut first"], found["kept codes", "one rank"]
+        per_gemm = found["per GEMM", "cut first"]
+        assert kept["kept"] == [2, 2]
+        assert kept["losses"] == per_gemm["losses"]
+        assert all(torch.equal(kept["weights"][fqn], value) for fqn, value in per_gemm["weights"].items())
+        assert kept["losses"][0] == one["losses"][0]
+        for fqn, grad in one["grads"].items():
+            assert relative(kept["grads"][fqn], grad) < 1e-4, fqn  # few elements round to the next bf16
+        assert kept["losses"] == pytest.approx(one["losses"], rel=2e-4)
+
+
+def test_ranks_agree_on_all_weights(ranks):
+    first, second = ranks
+    for key in [(name, order) for name, orders in ORDERS.items() for order in orders]:
+        assert all(torch.equal(value, second[key]["weights"][fqn]) for fqn, value in first[key]["weights"].items())
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_experts(ranks):
+    for found in ranks:
+        expected, grads = found["clipped"]["bf16", "whole"]
+        for key in CLIPPED[1:]:
+            norm, got = found["clipped"][key]
+            assert key[1] == "plugin" or norm.item() == pytest.approx(expected.item(), rel=5e-3)
+            total = torch.stack([grad.norm() for grad in got.values()]).norm().item()
+            assert total == pytest.approx(0.1, rel=1e-5), "gradients of experts of the other rank count too"
+            assert all(relative(got[fqn], grad) < 0.05 for fqn, grad in grads.items())
+
+
+def test_all_ranks_skip_a_step_if_the_experts_of_one_overflow(ranks):
+    assert [found["skipped"] for found in ranks] == [False, False]
+
+
+def test_a_plan_of_the_user(ranks):
+    for found in ranks:
+        assert found["own dispatch"] == found["rowwise", "whole"]["losses"][0]
+
+
+def test_sorted_experts_of_a_rank(ranks):
+    assert [found["torchtitan"] for found in ranks] == [(True, [True, True, True])] * 2
+
+
+def test_transformers_gets_its_experts_back(ranks):
+    for found in ranks:
+        before, eager, cast, later = found["reverted"]
+        assert eager == pytest.approx(before, abs=1e-5)
+        assert cast == pytest.approx(before, abs=2e-2)
+        assert cast != before
+        assert later == before
+
+
+def test_lightnings_strategy_cuts_saves_and_resumes(ranks):
+    for found in ranks:
+        first, expected, again = found["lightning"]
+        assert first == found["half-auto", "whole"]["losses"][0]
+        assert again == expected
+
+
+def test_fsdp2_beside_expert_parallelism(ranks):
+    for found in ranks:
+        assert found["fsdp2"] == pytest.approx(found["rowwise", "whole"]["losses"], rel=5e-4)
