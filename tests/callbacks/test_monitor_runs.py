@@ -175,6 +175,60 @@ def test_nothing_runs_between_samplings_and_a_sampling_is_a_hundredth_of_a_hundr
     assert 0 < share[1] <= 0.002
 
 
+class Dropping(Net):
+    """Draws random numbers and logs; remembers every loss."""
+
+    def __init__(self, compile=None):
+        super().__init__(compile=compile)
+        self.losses = []
+
+    def training_step(self, batch):
+        loss = nn.functional.dropout(self(batch), 0.5).float().square().mean()
+        self.log("mine", loss)
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "run", [{}, {"micro": 3}, {"compile": "aot_eager"}, {"plugin": lambda: MSAMP("O2")}, {"strategy": "ddp"}]
+)
+def test_a_shadow_loss_is_that_of_high_precision(run, tmp_path):
+    """The first one is the loss of bf16-mixed; the run goes on as without it."""
+    torch._dynamo.reset()
+    options = {name: value() if callable(value) else value for name, value in run.items()}
+    compile, losses = options.pop("compile", None), {}
+    for which, precision in (("plain", None), ("shadow", None), ("bf16", "bf16-mixed")):
+        net, monitor = Dropping(compile), NumericsMonitor(every=2, shadow_loss=True, folder=tmp_path)
+        others = {**options, "plugin": options.get("plugin")} if precision is None else {**options, "plugin": []}
+        torch.manual_seed(3)
+        more = {"precision": precision} if precision else {}
+        fit(
+            tmp_path,
+            monitor if which == "shadow" else None,
+            net=net,
+            logger=[Seen()],
+            log_every_n_steps=1,
+            **others,
+            **more,
+        )
+        losses[which] = net.losses
+        if which == "shadow":
+            monitored = monitor
+    micro = options.get("micro", 1)
+    shadows = [losses["shadow"].pop(at) for at in (2 * micro + 1, 0)]  # before steps 2 and 0; popped from the end
+    assert losses["shadow"] == losses["plain"]
+    close = 2e-3 if "plugin" in options else 1e-6  # MS-AMP has rounded the weights to float16
+    assert shadows[1] == pytest.approx(losses["bf16"][0], rel=close)
+    assert shadows[1] != losses["plain"][0]
+    assert monitored.losses == pytest.approx({"fp8/loss": losses["plain"][2 * micro], "fp8/shadow_loss": shadows[0]})
+
+
+def test_a_shadow_loss_is_refused_where_it_cannot_run(tmp_path):
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
+    with pytest.raises(RuntimeError, match="`shadow_loss=True` needs a Trainer, which has the batch"):
+        NumericsMonitor(shadow_loss=True).step(fabric.setup(Net()), 0)
+
+
 def test_numbers_reach_loggers_the_file_and_the_callback(tmp_path):
     logger, given = Seen(), []
     fit(
