@@ -357,3 +357,30 @@ def test_a_layer_that_does_not_run_has_no_reading():
 def test_an_argument_that_is_not_valid_raises(argument, value, allowed):
     with pytest.raises(ValueError, match=f"`{argument}={value!r}` is not valid; expected {allowed}"):
         NumericsMonitor(**{argument: value})
+
+
+def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
+    """Stacked experts multiply inside of the module; their shadow would still run in FP8, so it raises."""
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+
+    class Mixture(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = MixtralForCausalLM(config)
+
+        def training_step(self, batch):
+            tokens = batch[:, :16].abs().long() % 32
+            return self.inner(input_ids=tokens, labels=tokens).loss
+
+        configure_optimizers = Net.configure_optimizers
+
+    monitor, experts = NumericsMonitor(), "inner.model.layers.0.mlp.experts"
+    fit(tmp_path, monitor, net=Mixture(), steps=1)
+    assert monitor.missing == {experts: "its products are inside of the module"}
+    assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(RuntimeError, match=f"cannot run '{experts}' in high precision: it is no linear layer"):
+        fit(tmp_path, NumericsMonitor(shadow_loss=True), net=Mixture(), steps=1)
