@@ -170,7 +170,6 @@ def test_nothing_runs_between_samplings_and_a_sampling_is_a_hundredth_of_a_hundr
     assert len(monitor.readings) == 6
     assert [counted(step) for step in (101, 150, 199)] == [plain] * 3
     share = [(more - less) / (100 * less) for more, less in zip(sampling, plain, strict=True)]
-    print(share)
     assert 0 < share[0] <= 0.01
     assert 0 < share[1] <= 0.002
 
