@@ -10,7 +10,7 @@ from typing import Annotated, Any, final
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
@@ -19,6 +19,7 @@ from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Non
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
 from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
+from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule, check_types
 
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
@@ -44,6 +45,9 @@ class NumericsMonitor(Callback):
             ``default_root_dir``; in Fabric no file is written.
         log: whether to send the numbers to the Trainer's loggers.
         on_readings: called with the readings of every sampling, on every rank, with the same numbers.
+        shadow_loss: Trainer: at each sampling, also compute the loss of the batch with converted layers in high
+            precision, and log it as ``fp8/shadow_loss`` beside ``fp8/loss``. ``training_step`` then runs twice: it must
+            change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
         trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
             finite. Costs a pass over each output, one host read per step, and the compiler.
 
@@ -59,14 +63,19 @@ class NumericsMonitor(Callback):
         folder: str | Path | None = None,
         log: bool = True,
         on_readings: Callable[[list[Reading]], object] | None = None,
+        shadow_loss: bool = False,
         trace_nonfinite: bool = False,
     ) -> None:
-        values = {"every": every, "rows": rows, "log": log, "trace_nonfinite": trace_nonfinite}
-        check_types(values, {"every": Count, "rows": Share, "log": bool, "trace_nonfinite": bool})
+        switches = {"log": log, "shadow_loss": shadow_loss, "trace_nonfinite": trace_nonfinite}
+        check_types({"every": every, "rows": rows}, {"every": Count, "rows": Share})
+        check_types(switches, dict.fromkeys(switches, bool))
         self.every, self.rows, self.log = every, rows, log
         self.folder = None if folder is None else Path(folder)
         self.on_readings = on_readings
         self.trace_nonfinite = trace_nonfinite
+        self.shadow_loss = shadow_loss
+        self.losses: dict[str, float] = {}
+        """The last ``fp8/loss`` and ``fp8/shadow_loss``, on this rank."""
         self.readings: list[Reading] = []
         """The readings of the last sampling."""
         self.missing: dict[str, str] = {}
@@ -78,6 +87,7 @@ class NumericsMonitor(Callback):
         """Whether code around the model was found to be compiled."""
         self._nonfinite: dict[Direction, Nonfinite] = {}
         self._model: nn.Module | None = None
+        self._shadow: Tensor | None = None
         self._last: int | None = None
         self._sampled = 0
 
@@ -90,6 +100,8 @@ class NumericsMonitor(Callback):
             model: the model that ``fabric.setup`` returned, or the one inside.
             step: the number of optimizer steps that were made; after a resume, the number that was restored.
         """
+        if self.shadow_loss:
+            raise RuntimeError("`shadow_loss=True` needs a Trainer, which has the batch; leave it out in Fabric.")
         self._end(self.folder)
         self._begin(model, unwrapped(model), step, _device_of(model))
 
@@ -110,6 +122,9 @@ class NumericsMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Sample if it is time."""
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
+        if self.shadow_loss and self._sampler is not None and self._sampler.is_armed:
+            with self._sampler.aside():
+                self._shadow = shadow_loss(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -124,6 +139,10 @@ class NumericsMonitor(Callback):
         """Read what was sampled."""
         if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self.log:
             metrics = {name: value for reading in self.readings for name, value in _metrics(reading)}
+            if self._shadow is not None:
+                loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # the Trainer divides it
+                self.losses = {"fp8/loss": loss, "fp8/shadow_loss": float(self._shadow)}
+                metrics |= self.losses
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=self._sampled)
 

@@ -92,6 +92,15 @@ class Sampler:
             self._handles.append(site.layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
         self._armed = True
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Surround a forward that is not to be looked at."""
+        self._armed, before = False, self._armed
+        try:
+            yield
+        finally:
+            self._armed = before
+
     def disarm(self) -> None:
         """Take the hooks away, if there are any."""
         for handle in self._handles:

@@ -30,7 +30,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     if not isinstance(layer, TELinear):
         return _FUSED if isinstance(layer, nn.Linear) else None
     if not layer.fp8:
-        return EVALUATES if not layer.training else "it ran outside of its precision's context"
+        return EVALUATES if not layer.training else "it has not run in its precision's context"
     recipe = layer.fp8_meta["recipe"]
     if recipe.delayed():
         casts = _delayed(layer, recipe)

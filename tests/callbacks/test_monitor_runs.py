@@ -170,9 +170,62 @@ def test_nothing_runs_between_samplings_and_a_sampling_is_a_hundredth_of_a_hundr
     assert len(monitor.readings) == 6
     assert [counted(step) for step in (101, 150, 199)] == [plain] * 3
     share = [(more - less) / (100 * less) for more, less in zip(sampling, plain, strict=True)]
-    print(share)
     assert 0 < share[0] <= 0.01
     assert 0 < share[1] <= 0.002
+
+
+class Dropping(Net):
+    """Draws random numbers and logs; remembers every loss."""
+
+    def __init__(self, compile=None):
+        super().__init__(compile=compile)
+        self.losses = []
+
+    def training_step(self, batch):
+        loss = nn.functional.dropout(self(batch), 0.5).float().square().mean()
+        self.log("mine", loss)
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "run", [{}, {"micro": 3}, {"compile": "aot_eager"}, {"plugin": lambda: MSAMP("O2")}, {"strategy": "ddp"}]
+)
+def test_a_shadow_loss_is_that_of_high_precision(run, tmp_path):
+    """The first one is the loss of bf16-mixed; the run goes on as without it."""
+    torch._dynamo.reset()
+    options = {name: value() if callable(value) else value for name, value in run.items()}
+    compile, losses = options.pop("compile", None), {}
+    for which, precision in (("plain", None), ("shadow", None), ("bf16", "bf16-mixed")):
+        net, monitor = Dropping(compile), NumericsMonitor(every=2, shadow_loss=True, folder=tmp_path)
+        others = {**options, "plugin": options.get("plugin")} if precision is None else {**options, "plugin": []}
+        torch.manual_seed(3)
+        more = {"precision": precision} if precision else {}
+        fit(
+            tmp_path,
+            monitor if which == "shadow" else None,
+            net=net,
+            logger=[Seen()],
+            log_every_n_steps=1,
+            **others,
+            **more,
+        )
+        losses[which] = net.losses
+        if which == "shadow":
+            monitored = monitor
+    micro = options.get("micro", 1)
+    shadows = [losses["shadow"].pop(at) for at in (2 * micro + 1, 0)]  # before steps 2 and 0; popped from the end
+    assert losses["shadow"] == losses["plain"]
+    close = 2e-3 if "plugin" in options else 1e-6  # MS-AMP has rounded the weights to float16
+    assert shadows[1] == pytest.approx(losses["bf16"][0], rel=close)
+    assert shadows[1] != losses["plain"][0]
+    assert monitored.losses == pytest.approx({"fp8/loss": losses["plain"][2 * micro], "fp8/shadow_loss": shadows[0]})
+
+
+def test_a_shadow_loss_is_refused_where_it_cannot_run(tmp_path):
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
+    with pytest.raises(RuntimeError, match="`shadow_loss=True` needs a Trainer, which has the batch"):
+        NumericsMonitor(shadow_loss=True).step(fabric.setup(Net()), 0)
 
 
 def test_numbers_reach_loggers_the_file_and_the_callback(tmp_path):
@@ -303,3 +356,30 @@ def test_a_layer_that_does_not_run_has_no_reading():
 def test_an_argument_that_is_not_valid_raises(argument, value, allowed):
     with pytest.raises(ValueError, match=f"`{argument}={value!r}` is not valid; expected {allowed}"):
         NumericsMonitor(**{argument: value})
+
+
+def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
+    """Stacked experts multiply inside of the module; their shadow would still run in FP8, so it raises."""
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+
+    class Mixture(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = MixtralForCausalLM(config)
+
+        def training_step(self, batch):
+            tokens = batch[:, :16].abs().long() % 32
+            return self.inner(input_ids=tokens, labels=tokens).loss
+
+        configure_optimizers = Net.configure_optimizers
+
+    monitor, experts = NumericsMonitor(), "inner.model.layers.0.mlp.experts"
+    fit(tmp_path, monitor, net=Mixture(), steps=1)
+    assert monitor.missing == {experts: "its products are inside of the module"}
+    assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(RuntimeError, match=f"cannot run '{experts}' in high precision: it is no linear layer"):
+        fit(tmp_path, NumericsMonitor(shadow_loss=True), net=Mixture(), steps=1)

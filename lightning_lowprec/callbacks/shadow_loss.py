@@ -1,0 +1,89 @@
+"""Compute the loss of a batch with converted layers in high precision: what FP8 changes in the loss of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowprec.callbacks.layers import named_layers
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.numerics.casts import LayerNumerics
+
+_REMEDY: Final = "Leave `shadow_loss` out."
+_LOGGING: Final = ("log", "log_dict")
+
+
+def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
+    """Return the loss, () on the device, of ``training_step`` in high precision, without gradients and logging.
+
+    Raises:
+        RuntimeError: a converted layer cannot run in high precision, or ``training_step`` returns no loss.
+    """
+    arguments: dict[str, Any] = {"batch_idx": batch_idx}
+    wanted = inspect.signature(module.training_step).parameters
+    devices = [trainer.strategy.root_device] if trainer.strategy.root_device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), in_high_precision(module), _without_logging(module):
+        known = {name: value for name, value in arguments.items() if name in wanted}
+        output = trainer.strategy.training_step(batch, *known.values())
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(f"`shadow_loss=True` needs a loss, and `training_step` returned {loss!r}. {_REMEDY}")
+    return loss.detach().float()
+
+
+@contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Run the converted layers of ``model`` by torch's own linear product, in the dtype of autocast."""
+    changed = []
+    try:
+        for fqn, layer in named_layers(model):
+            backend = backends.owner(layer)
+            if backend is None:
+                continue
+            found = backend.numerics(layer) if isinstance(layer, nn.Linear) else "it is no linear layer"
+            if not isinstance(found, LayerNumerics):
+                raise RuntimeError(f"`shadow_loss=True` cannot run {fqn!r} in high precision: {found}. {_REMEDY}")
+            vars(layer)["forward"] = partial(_linear, fqn, layer, backend)
+            changed.append(layer)
+        yield
+    finally:
+        for layer in changed:
+            del vars(layer)["forward"]
+
+
+def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor) -> Tensor:
+    found = backend.numerics(layer)
+    weight = found.values if isinstance(found, LayerNumerics) else None
+    if weight is None or isinstance(weight, DTensor):
+        raise RuntimeError(
+            f"`shadow_loss=True` cannot run {fqn!r} in high precision: its weight is gathered as float8, or cut. Use"
+            f" `FSDP2Strategy(fp8_all_gather=False)`, or leave `shadow_loss` out."
+        )
+    bias: Any = layer.bias
+    return F.linear(input, weight, bias)
+
+
+@contextmanager
+def _without_logging(module: LightningModule) -> Iterator[None]:
+    hidden: dict[str, Any] = {name: vars(module)[name] for name in _LOGGING if name in vars(module)}
+    for name in _LOGGING:
+        vars(module)[name] = _nothing
+    try:
+        yield
+    finally:
+        for name in _LOGGING:
+            del vars(module)[name]
+        vars(module).update(hidden)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Take the place of a method that logs."""
