@@ -6,14 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from lightning_lowprec.callbacks.demotion import Demotion
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
     from lightning_lowprec.callbacks.readings import Reading
     from lightning_lowprec.callbacks.schedule import PrecisionSchedule
 
-_FROM: Final = {"NumericsMonitor": "monitor", "PrecisionSchedule": "schedule", "Reading": "readings"}
+_FROM: Final = {
+    "Demotion": "demotion",
+    "NumericsMonitor": "monitor",
+    "PrecisionSchedule": "schedule",
+    "Reading": "readings",
+}
 """The module of each public name; a module is imported when its name is asked for."""
 
-__all__ = ["NumericsMonitor", "PrecisionSchedule", "Reading"]
+__all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
+from lightning_lowprec.callbacks.demotion import Demoter, Demotion
 from lightning_lowprec.callbacks.layers import unwrapped
 from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
@@ -48,6 +49,9 @@ class NumericsMonitor(Callback):
         shadow_loss: Trainer: at each sampling, also compute the loss of the batch with converted layers in high
             precision, and log it as ``fp8/shadow_loss`` beside ``fp8/loss``. ``training_step`` then runs twice: it must
             change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
+        demote: give layers whose readings are bad several times in a row another precision: one scale, then a scale
+            per row, then bf16. Kept in the Trainer's checkpoints; in Fabric save :meth:`state_dict`. The end of the run
+            says how the next run begins so.
         trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
             finite. Costs a pass over each output, one host read per step, and the compiler.
 
@@ -64,6 +68,7 @@ class NumericsMonitor(Callback):
         log: bool = True,
         on_readings: Callable[[list[Reading]], object] | None = None,
         shadow_loss: bool = False,
+        demote: Demotion | None = None,
         trace_nonfinite: bool = False,
     ) -> None:
         switches = {"log": log, "shadow_loss": shadow_loss, "trace_nonfinite": trace_nonfinite}
@@ -72,6 +77,9 @@ class NumericsMonitor(Callback):
         self.every, self.rows, self.log = every, rows, log
         self.folder = None if folder is None else Path(folder)
         self.on_readings = on_readings
+        check_types({"demote": demote}, {"demote": Demotion | None})
+        self.demoter = None if demote is None else Demoter(demote)
+        """What was demoted so far."""
         self.trace_nonfinite = trace_nonfinite
         self.shadow_loss = shadow_loss
         self.losses: dict[str, float] = {}
@@ -108,6 +116,7 @@ class NumericsMonitor(Callback):
     def finish(self) -> list[Reading]:
         """Read a sampling that waits; return the last readings. Every rank must call this."""
         self._end(self.folder)
+        self._say_demoted()
         self._release()
         return self.readings
 
@@ -117,6 +126,12 @@ class NumericsMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a run."""
         self._last = None
+        base = getattr(trainer.precision_plugin, "base", "bf16")
+        if self.demoter is not None and base == "fp16" and "rowwise" in self.demoter.rules.ladder:
+            raise ValueError(
+                f"`demote=` with 'rowwise' in its ladder is not possible with `base={base!r}`, which has no scales per"
+                " row. Use `Demotion(ladder=('bf16',))`."
+            )
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -153,8 +168,21 @@ class NumericsMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take hooks away."""
+        """Say what was demoted, and take hooks away."""
+        self._say_demoted()
         self._release()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was demoted."""
+        return {} if self.demoter is None else self.demoter.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was demoted; the next step gives it to the model."""
+        if self.demoter is not None and state_dict:
+            self.demoter.load_state_dict(state_dict)
+            self._model = None
 
     # ---- both
 
@@ -162,6 +190,8 @@ class NumericsMonitor(Callback):
         if model is not self._model:
             self._release()
             self._model, self._last = model, None
+            if self.demoter is not None:
+                self.demoter.restore(model)
         last = step - 1 if self._last is None else self._last
         self._last = step
         if self.trace_nonfinite:
@@ -201,7 +231,13 @@ class NumericsMonitor(Callback):
             files.append(folder / FILE, self._sampled, self.readings)
         if self.on_readings is not None:
             self.on_readings(self.readings)
+        if self.demoter is not None and self._model is not None:
+            self.demoter.see(self._model, self.readings)
         return True
+
+    def _say_demoted(self) -> None:
+        if self.demoter is not None and (report := self.demoter.report()) is not None:
+            rank_zero_info(report)
 
     def _release(self) -> None:
         for part in (self._sampler, self._tracer):
