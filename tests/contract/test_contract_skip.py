@@ -50,7 +50,7 @@ PLUGINS: dict[str, Callable[..., LowPrecision]] = {
     "msamp-o3": partial(MSAMP, "O3", stochastic_rounding=True),
 }
 if find_spec("transformer_engine"):
-    PLUGINS |= {"te": partial(fp8_te), "te-fp8-params": partial(fp8_te, fp8_params=True)}
+    PLUGINS |= {"FP8TE": partial(fp8_te), "FP8TE-fp8-params": partial(fp8_te, fp8_params=True)}
 every_skipping = pytest.mark.parametrize("name", PLUGINS)
 
 
@@ -239,7 +239,9 @@ def test_lbfgs_cannot_be_skipped() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(MisconfigurationException, match=r"skips steps \(`skip_nonfinite=True`\).*Leave `skip_nonfinite"):
+    with pytest.raises(
+        MisconfigurationException, match=r"skips steps \(`skip_nonfinite=True`\).*Leave `skip_nonfinite"
+    ):
         trainer_with(make("bf16")).fit(net(Quasi), random_batches(1))
 
 
