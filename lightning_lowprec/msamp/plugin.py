@@ -99,7 +99,7 @@ class MSAMP(LowPrecision):
                 " a scale), torch.float32."
             )
         running = take(FP8Options, options)
-        super().__init__(take(LossScaleOptions, options).resolve(running.base), None, take(WeightOptions, options))
+        super().__init__(take(LossScaleOptions, options).scaler(running.base), None, take(WeightOptions, options))
         self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head

@@ -43,7 +43,7 @@ from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
 from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
-from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
+from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
@@ -55,7 +55,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """Base of every precision plugin: autocast, loss scaling, half-precision weights, Trainer and Fabric.
 
     Args:
-        loss_scale: the options of loss scaling, or None for an unscaled loss.
+        scaler: scales the loss, and skips steps with gradients that are not finite; None: neither.
         masters: casts weights and gives optimizers float32 masters; None for float32 weights.
         weights: the options of half-precision weights where there are no masters, and of the model after ``fit``.
     """
@@ -82,12 +82,13 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def __init__(
         self,
-        loss_scale: LossScale | None,
+        scaler: LossScaler | None,
         masters: HalfWeights | None = None,
         weights: WeightOptions | None = None,
     ) -> None:
         options = WeightOptions() if weights is None else weights
-        self.scaler: LossScaler | None = None if loss_scale is None else LossScaler(loss_scale)
+        refusals.refuse_skipping(scaler, masters)
+        self.scaler = scaler
         self.masters = masters
         self.weights = options.resolve(masters)
         self.plain_after_fit = options.plain_after_fit
@@ -108,6 +109,11 @@ class LowPrecision(TrainerPrecision, ABC):
     @abstractmethod
     def how(self, device: torch.device) -> str:
         """Return one line: the kernels or the emulation by which the precision runs on ``device``."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped, because a gradient was not finite."""
+        return 0 if self.scaler is None else self.scaler.skipped_steps
 
     @property
     def peak_rate_dtype(self) -> torch.dtype:
@@ -210,13 +216,11 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             if self.modules.sharded is None:
                 self._cast_to_half(module)
-            return
-        if self.weights is None:
-            return
-        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(module))
-        if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
-            remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
-            rank_zero_info(f"{self.precision}: {change}.{remedy}")
+        elif self.weights is not None:
+            unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(module))
+            if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
+                remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
+                rank_zero_info(f"{self.precision}: {change}.{remedy}")
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
@@ -399,8 +403,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale for ``fabric.clip_gradients``; gradients of a skipped step become zero, or Fabric would raise."""
-        step.unscale(self.scaler, optimizer)
-        step.zero_if_skipped(self.scaler, optimizer)
+        step.unscale_or_zero(self.scaler, optimizer)
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:  # type: ignore[override]  # masters are tensors
@@ -416,16 +419,15 @@ class LowPrecision(TrainerPrecision, ABC):
     ) -> None:
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if clip_val > 0 and step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
-            return
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state: see `state.py`
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
-        return {} if self.scaler is None else {state.SCALER_STATE: self.scaler.state_dict()}
+        return state.scaler_state(self.scaler)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

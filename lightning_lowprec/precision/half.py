@@ -14,7 +14,7 @@ from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and
 from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
+from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     HeadChoices,
@@ -59,10 +59,13 @@ class HalfMixed(LowPrecision):
     def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
         # "auto" checks the arguments as fp16 does; the device decides later whether they are used
-        scale = take(LossScaleOptions, options).resolve("fp16" if dtype == "auto" else dtype)
-        self._auto_loss_scale: LossScale | None = scale if dtype == "auto" else None
+        scaling = take(LossScaleOptions, options)
+        scaler = scaling.scaler("fp16" if dtype == "auto" else dtype)
+        self._fp16_scaler: LossScaler | None = scaler if dtype == "auto" else None
+        if dtype == "auto":
+            scaler = LossScaler(None) if scaling.skip_nonfinite else None
         masters = take(MasterOptions, options).resolve(dtype)
-        super().__init__(None if dtype == "auto" else scale, masters, take(WeightOptions, options))
+        super().__init__(scaler, masters, take(WeightOptions, options))
         self.head = take(HeadOptions, options).head
         config = None if masters is None else masters.config
         self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.form]
@@ -114,7 +117,7 @@ class HalfMixed(LowPrecision):
                     f"`master_weights={self.masters.config.form!r}` needs bf16, but {bf16_refusal(device)}; use"
                     " `master_weights=True`."
                 )
-            assert self._auto_loss_scale is not None
-            self.scaler = LossScaler(self._auto_loss_scale)
+            assert self._fp16_scaler is not None
+            self.scaler = self._fp16_scaler
             for optimizer in self.optimizers.known:
                 self.scaler.watch(optimizer)

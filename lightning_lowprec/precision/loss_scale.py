@@ -1,4 +1,4 @@
-"""Loss scaling for fp16.
+"""Loss scaling for fp16, and steps that are skipped in every precision.
 
 fp16 gradients below 6e-8 become zero. A loss that is multiplied by a scale has gradients in fp16's range; the gradients
 are divided by the scale before the optimizer sees them. A dynamic scale grows after ``growth_interval`` good steps. It
@@ -6,6 +6,9 @@ backs off when a gradient is not finite, and this step is skipped (Micikevicius 
 
 Invariant: every gradient that is not yet unscaled has the *current* scale. When the scale changes, gradients that
 other optimizers have accumulated with the old scale are multiplied to have the new scale.
+
+bf16 needs no scale. With ``skip_nonfinite=True`` its steps are skipped by the same :class:`LossScaler`, whose scale is
+then 1 and never changes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, final
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -87,6 +91,16 @@ class _Gradients:
 
     unscaled: bool = False
     found_inf: list[Tensor] = field(default_factory=list)  # above 0 where gradients that were unscaled were not finite
+    skips: bool = False  # whether a flag that was read from the device was above 0
+
+    def read(self) -> bool:
+        """Return whether an unscaled gradient is not finite; read the flags from the device, all in one, once."""
+        if self.found_inf:
+            first, *others = (flag.reshape(()) for flag in self.found_inf)
+            largest = torch.stack([first, *(flag.to(first.device) for flag in others)]).amax() if others else first
+            self.skips |= bool(largest.item() > 0)
+            self.found_inf = []
+        return self.skips
 
 
 @final
@@ -95,15 +109,19 @@ class LossScaler:
 
     The scale is a number on the host. The decision to skip needs one read from the device per step, as in
     ``torch.amp.GradScaler``.
+
+    Args:
+        config: the options of the scale; None leaves losses and gradients as they are, and only skips steps.
     """
 
-    def __init__(self, config: LossScale) -> None:
+    def __init__(self, config: LossScale | None) -> None:
         check(LOSS_SCALING)
-        self.config = config
-        self.scale: float = config.initial
+        self.scales_loss = config is not None
+        self.config = LossScale.of(1.0) if config is None else config
+        self.scale: float = self.config.initial
         self.skipped_steps: int = 0
         self._good_steps: int = 0
-        self._overflows_left: int = config.hysteresis
+        self._overflows_left: int = self.config.hysteresis
         self._skipped_at_floor: int = 0
         self._gradients: weakref.WeakKeyDictionary[Optimizer, _Gradients] = weakref.WeakKeyDictionary()
 
@@ -117,16 +135,26 @@ class LossScaler:
         Raises:
             TypeError: the optimizer copies the gradients before they are divided by the scale.
         """
-        refuse_copies(optimizer, "loss scaling, because it copies gradients before they are divided by the scale")
+        if self.scales_loss:
+            what = "loss scaling, because it copies gradients before they are divided by the scale"
+        else:
+            what = "`skip_nonfinite=True`, because it copies gradients before all of them are known to be finite"
+        refuse_copies(optimizer, what)
         self._gradients.setdefault(optimizer, _Gradients())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
+        """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504).
+
+        A loss that is not scaled is returned itself.
+        """
         for optimizer, gradients in self._gradients.items():
             if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
                 deferred.settle()
-                _multiply_grads(optimizer, self.scale)
+                if self.scales_loss:
+                    _multiply_grads(optimizer, self.scale)
+        if not self.scales_loss:
+            return loss
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
     def unscale(self, optimizer: Optimizer, *, defer: bool = False) -> None:
@@ -149,9 +177,9 @@ class LossScaler:
         gradients.unscaled = True
 
     def found_inf(self, optimizer: Optimizer) -> bool:
-        """Return whether an unscaled gradient of this step is not finite (reads from the device)."""
+        """Return whether an unscaled gradient of this step is not finite (reads from the device, once per step)."""
         gradients = self._gradients.get(optimizer, _Gradients())
-        return gradients.unscaled and any(flag.item() > 0 for flag in gradients.found_inf)
+        return gradients.unscaled and gradients.read()
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""
@@ -169,6 +197,8 @@ class LossScaler:
         if skipped:
             self.skipped_steps += 1
             self._good_steps = 0
+            if not self.scales_loss:
+                self._say_skipped()
             self._back_off()
         else:
             self._good_steps += 1
@@ -191,11 +221,23 @@ class LossScaler:
         at_floor, self.scale = lower == self.scale, lower
         self._skipped_at_floor = self._skipped_at_floor + 1 if at_floor else 0
         if self._skipped_at_floor >= self.config.patience_at_floor:
+            if not self.scales_loss:
+                raise FloatingPointError(
+                    f"{self._skipped_at_floor} steps in a row had non-finite gradients, and `skip_nonfinite=True` has"
+                    " skipped them, so nothing is learned any more. Look for NaN or inf in the data, the loss, the"
+                    " weights or running statistics (BatchNorm), or lower the learning rate."
+                )
             raise FloatingPointError(
                 f"{self._skipped_at_floor} steps in a row had non-finite gradients at the lowest loss scale"
                 f" ({self.config.floor:g}), so nothing is learned any more. Scaling cannot help: look for NaN or inf in"
                 " the data or the loss, lower the learning rate, or use a bf16 precision, which has the range of fp32."
             )
+
+    def _say_skipped(self) -> None:
+        """Log the 1st, 10th, 100th, ... skipped step."""
+        if set(str(self.skipped_steps)) <= {"1", "0"} and str(self.skipped_steps).count("1") == 1:
+            steps = "1 step" if self.skipped_steps == 1 else f"{self.skipped_steps} steps"
+            rank_zero_info(f"skip_nonfinite: {steps} skipped so far, because a gradient was NaN or inf.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers under the keys of ``torch.amp.GradScaler``: either class loads the other's state."""
@@ -229,6 +271,8 @@ class LossScaler:
 
     def __repr__(self) -> str:
         """Show the scale and its options."""
+        if not self.scales_loss:
+            return f"{type(self).__name__}(skips steps, skipped_steps={self.skipped_steps})"
         return f"{type(self).__name__}(scale={self.scale:g}, config={asdict(self.config)})"
 
 

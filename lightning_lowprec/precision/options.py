@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 import torch
 
 from lightning_lowprec.checks import check_fields
-from lightning_lowprec.precision.loss_scale import LossScale, StaticScale
+from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
 Head = Literal["bf16", "chunked", "fp8"]
@@ -21,14 +21,18 @@ LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """Options of the loss scale.
+    """Options of the loss scale, and of steps whose gradients are not finite.
 
     Args:
         loss_scale: ``"auto"`` scales dynamically with fp16 and not at all with bf16. ``"dynamic"``, a number (a static
             scale) and a :class:`~lightning_lowprec.LossScale` are for fp16 only.
+        skip_nonfinite: skip an optimizer step, on all ranks, if a gradient is NaN or inf: weights, optimizer state and
+            scales stay those before the step. fp16 always does so. False lets bf16 step as ``bf16-mixed`` does. 50
+            skipped steps in a row raise. Buffers that the forward has changed (BatchNorm's) are not restored.
     """
 
     loss_scale: LossScaleChoice = "auto"
+    skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         """Check every field; nothing is changed here."""
@@ -57,11 +61,21 @@ class LossScaleOptions:
             )
         return LossScale.of(choice)
 
+    def scaler(self, base: Base) -> LossScaler | None:
+        """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled.
+
+        Raises:
+            ValueError: as :meth:`resolve`.
+        """
+        scale = self.resolve(base)
+        return None if scale is None and not self.skip_nonfinite else LossScaler(scale)
+
 
 class LossScaleChoices(TypedDict, total=False):
     """The fields of :class:`LossScaleOptions`, for type checkers."""
 
     loss_scale: LossScaleChoice
+    skip_nonfinite: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
+from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
@@ -70,6 +72,24 @@ def refuse_sharded(module: Module, precision: str) -> None:
             " `ModelParallelStrategy` and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`. Only stacked"
             " experts may be cut already, by expert: load the model without `distributed_config`, and call"
             " `transformers.distributed.expert_parallel.apply_expert_parallelism`."
+        )
+
+
+def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> None:
+    """Raise if steps would be skipped whose updates are made during the backward pass.
+
+    Args:
+        scaler: skips steps with gradients that are not finite.
+        masters: has the configuration of the updates.
+
+    Raises:
+        ValueError: ``update="backward"``.
+    """
+    if scaler is not None and masters is not None and masters.config.update == "backward":
+        raise ValueError(
+            "`skip_nonfinite=True` does not go with `MasterConfig(update='backward')` ('bf16-lean', 'bf16-lean-sr'):"
+            " weights are updated during the backward pass, before all gradients are known to be finite. Use"
+            " `update='step'`: `master_weights=MasterConfig(form='remainder', moments='8bit')`."
         )
 
 

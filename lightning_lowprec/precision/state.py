@@ -16,19 +16,32 @@ SCALER_STATE: Final = "loss_scale"
 """Key of the loss scale in a plugin's state."""
 BACKEND_STATE: Final = "backend"
 """Key of the backend's name in a plugin's state."""
+SKIPS_STATE: Final = "skipped_steps"
+"""Key of the number of skipped steps in the state of a plugin that does not scale the loss."""
 LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")
 """Plugins of Lightning whose state has a loss scale."""
+
+
+def scaler_state(scaler: LossScaler | None) -> dict[str, Any]:
+    """Return the loss scale if the loss is scaled, the number of skipped steps if steps are only skipped, else {}."""
+    if scaler is None:
+        return {}
+    return {SCALER_STATE: scaler.state_dict()} if scaler.scales_loss else {SKIPS_STATE: scaler.skipped_steps}
 
 
 def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
     """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's).
 
-    A precision that does not scale the loss drops the stored scale and logs a line.
+    A precision that does not scale the loss drops the stored scale and logs a line. If the precision skips steps, the
+    number of skipped steps goes on.
     """
+    scales = scaler is not None and scaler.scales_loss
+    if scaler is not None and not scales:
+        scaler.skipped_steps = int(state.get(SKIPS_STATE, scaler.skipped_steps))
     stored = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
     if not stored:
         return
-    if scaler is not None:
+    if scaler is not None and scales:
         scaler.load_state_dict(stored)
     else:
         rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")

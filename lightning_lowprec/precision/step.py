@@ -1,12 +1,13 @@
 """The parts of a training step, in the order in which they run.
 
     loss --> scale (fp16) --> backward --> [DDP / FSDP2 reduce] --> unscale --> move gradients to the masters
-         --> clip --> step, or skip if a gradient is not finite (fp16) --> new loss scale --> masters to weights
+         --> clip --> step, or skip if a gradient is not finite (fp16, `skip_nonfinite`) --> new loss scale
+         --> masters to weights
 
 On a GPU, unscaling and clipping are factors that the step multiplies by: see `masters/deferred.py`. A plugin without
 loss scaling skips every line about the scale. The hooks of
-:class:`~lightning_lowprec.precision.base.LowPrecision` call the functions below. Without loss scaling, ``scaler`` is
-None.
+:class:`~lightning_lowprec.precision.base.LowPrecision` call the functions below. Without loss scaling and
+``skip_nonfinite``, ``scaler`` is None.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     show_master_grads(optimizer)
 
 
-def zero_if_skipped(scaler: LossScaler | None, optimizer: Optimizer) -> None:
-    """Zero the unscaled gradients of a step that will be skipped, so that clipping sees finite numbers."""
+def unscale_or_zero(scaler: LossScaler | None, optimizer: Optimizer) -> None:
+    """Unscale the gradients; zero those of a step that will be skipped, so that clipping sees finite numbers."""
+    unscale(scaler, optimizer)
     if scaler is None or not scaler.found_inf(optimizer):
         return
     for param in main_params(optimizer):
@@ -117,9 +119,12 @@ def scaled_step(
         MisconfigurationException: the optimizer is LBFGS.
     """
     if isinstance(optimizer, LBFGS):
+        does, remedy = "scales the loss", "Use a bf16 precision"
+        if not scaler.scales_loss:
+            does, remedy = "skips steps (`skip_nonfinite=True`)", "Leave `skip_nonfinite` out"
         raise MisconfigurationException(
-            f"`precision={plugin.precision!r}` scales the loss, and LBFGS evaluates the closure many times per step:"
-            " they do not go together. Use a bf16 precision, or another optimizer."
+            f"`precision={plugin.precision!r}` {does}, and LBFGS evaluates the closure many times per step: they do not"
+            f" go together. {remedy}, or use another optimizer."
         )
     result = None if closure is None else closure()
     if model is None:
@@ -138,10 +143,11 @@ def scaled_step(
 
 
 def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
-    """Send ``loss_scale`` and ``skipped_steps`` to the user's loggers, as often as the Trainer sends its metrics."""
+    """Send ``skipped_steps``, and ``loss_scale`` if there is one, to the user's loggers, as often as other metrics."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its logger connector sets it
     if not every or trainer.global_step % every:
         return
+    scale = {"loss_scale": scaler.scale} if scaler.scales_loss else {}
     for logger in trainer.loggers:
-        metrics = {"loss_scale": scaler.scale, "skipped_steps": float(scaler.skipped_steps)}
+        metrics = {**scale, "skipped_steps": float(scaler.skipped_steps)}
         logger.log_metrics(metrics, step=trainer.global_step)

@@ -50,7 +50,12 @@ _NAMES: Final = {
         "split_key_in_buffer",
     ),
     f"{_MANAGER}()": ("global_fp8_buffer_pos_fwd_recompute",),
-    f"{_MANAGER}.quantization_state": ("autocast_depth", "global_amax_buffer", "is_first_fp8_module"),
+    f"{_MANAGER}.quantization_state": (
+        "autocast_depth",
+        "global_amax_buffer",
+        "global_scale_buffer",
+        "is_first_fp8_module",
+    ),
 }
 """By a part of ``transformer_engine.pytorch``: the names that this package uses, in the words of :func:`missing`."""
 
@@ -178,6 +183,11 @@ def amax_of_this_step(*, forward: bool) -> list[list[Tensor]]:
     """Return the newest amax of all registered layers: of inputs and weights, or else of gradients."""
     buffers = manager().quantization_state.global_amax_buffer
     return [rows for key, rows in buffers.items() if rows and manager().split_key_in_buffer(key)[0] == forward]
+
+
+def count_registered() -> int:
+    """Return how many layers' scales are registered, forward and backward, in the whole process."""
+    return sum(map(len, manager().quantization_state.global_scale_buffer.values()))
 
 
 def buffer_places() -> set[str]:

@@ -12,6 +12,9 @@ first forward and registers them in buffers of the process:
 Transformer Engine would renew the backward scales when the first layer runs backward. If that layer gets no backward
 (its output is detached, or its branch unused), no backward scale would ever change; so :class:`DelayedScales` renews
 them behind every optimizer step.
+
+If a step may be skipped, the first forward after a step copies all scales and histories, and a skipped step restores
+these copies: the renewals of its forwards are undone, and its gradients renew nothing.
 """
 
 from __future__ import annotations
@@ -41,17 +44,26 @@ LayerScales = dict[str, Tensor]
 
 @final
 class DelayedScales:
-    """The delayed scales of all models that a plugin has set up; ``layers`` walks over the models to find layers."""
+    """The delayed scales of all models that a plugin has set up.
 
-    def __init__(self, recipe: Any, layers: Callable[[], Layers]) -> None:
+    Args:
+        recipe: the recipe of Transformer Engine.
+        layers: walks over the models to find layers.
+        may_skip: whether optimizer steps may be skipped, so that scales are restored.
+    """
+
+    def __init__(self, recipe: Any, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
         self.recipe = recipe
         self.layers = layers
+        self.before_step = ScalesBeforeStep(layers) if may_skip else None
         self._loaded: Mapping[str, Any] = {}
         self._unregistered = False
 
     def expect(self) -> None:
         """Register the layers in the next forward; call this when layers were converted, on a GPU."""
         self._unregistered = True
+        if self.before_step is not None:
+            self.before_step.forget()
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -64,14 +76,26 @@ class DelayedScales:
             with torch.inference_mode(False):
                 transformer_engine.register_scales(layer for _, layer in self.layers())
             self._unregistered = False
+        if self.before_step is not None and torch.is_grad_enabled():
+            self.before_step.copy()
         # the first layer to run would renew the backward scales: let all layers believe that another one was first
         transformer_engine.manager().quantization_state.is_first_fp8_module = False
         yield
         if torch.is_grad_enabled():
             drop_nonfinite(forward=True)
 
-    def after_step(self) -> None:
-        """Renew the scales of gradients, on every rank, after an optimizer has stepped or skipped its step."""
+    def after_step(self, *, skipped: bool = False) -> None:
+        """Renew the scales of gradients, on every rank, after an optimizer has stepped; restore all scales if not.
+
+        Args:
+            skipped: whether the step was skipped on all ranks, because a gradient was not finite.
+        """
+        if self.before_step is not None:
+            self.before_step.end(restore=skipped)
+            if skipped:
+                for cache in self._caches():
+                    cache.forget()  # else the amax of a weight that is used again would be missing
+                return
         drop_nonfinite(forward=False)
         transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
 
@@ -91,6 +115,8 @@ class DelayedScales:
         if not layers:
             return
         left = restore_scales(layers, self._loaded[SCALES], self.recipe)
+        if self.before_step is not None:
+            self.before_step.forget()
         for cache in self._caches():
             cache.used_again = bool(self._loaded.get(REUSED, False))
         if left:
@@ -99,6 +125,51 @@ class DelayedScales:
 
     def _caches(self) -> list[Any]:
         return [layer.weight_cache for _, layer in self.layers() if getattr(layer, "weight_cache", None) is not None]
+
+
+@final
+class ScalesBeforeStep:
+    """Copies of the scales and histories of ``layers``, from before the first forward of a step."""
+
+    def __init__(self, layers: Callable[[], Layers]) -> None:
+        self._layers = layers
+        self._count = 0  # of the tensors that Transformer Engine renews, when the layers were last looked at
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._in_step = False
+
+    def forget(self) -> None:
+        """Look at the layers again in the next forward: their scales may be other tensors."""
+        self._count, self._in_step = 0, False
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy the scales, unless a forward of this step has copied them: one multi-tensor copy."""
+        if self._in_step:
+            return
+        if not self._count or self._count != transformer_engine.count_registered():
+            self._tensors = self._find()
+            self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+        copy_all_(self._copies, self._tensors)
+        self._in_step = True
+
+    @torch.no_grad()
+    def end(self, *, restore: bool) -> None:
+        """End the step; with ``restore``, layers have the scales again that they had before the step."""
+        if restore and self._in_step:
+            copy_all_(self._tensors, self._copies)
+            if self._count != transformer_engine.count_registered():  # layers that had no scales before the step
+                known = {id(tensor) for tensor in self._tensors}
+                for tensor in (tensor for tensor in self._find() if id(tensor) not in known):
+                    tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)  # a scale, or a history
+                self._count = 0
+        self._in_step = False
+
+    def _find(self) -> list[Tensor]:
+        self._count = transformer_engine.count_registered()
+        states = [transformer_engine.scale_state(layer, mode) for _, layer in self._layers() for mode in _MODES]
+        return [tensor for state in states if state is not None for tensor in (state.scale, state.amax_history)]
 
 
 @torch.no_grad()

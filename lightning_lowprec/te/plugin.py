@@ -136,8 +136,8 @@ class FP8TE(LowPrecision):
     ) -> None:
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
-        scale = take(LossScaleOptions, options).resolve(running.base)
-        super().__init__(scale, masters, take(WeightOptions, options))
+        scaler = take(LossScaleOptions, options).scaler(running.base)
+        super().__init__(scaler, masters, take(WeightOptions, options))
         require(support.MODULE, "FP8TE")
         fields = {
             "fp8_format": fp8_format,
@@ -170,7 +170,9 @@ class FP8TE(LowPrecision):
                 " Leave the group out."
             )
         _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
-        self.scales = DelayedScales(self.recipe, self._scaled_layers) if self.kind == "delayed" else None
+        self.scales: DelayedScales | None = None
+        if self.kind == "delayed":
+            self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=scaler is not None)
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
         for other in [] if self.per_layer is None else self.per_layer.made.values():
@@ -385,10 +387,11 @@ class FP8TE(LowPrecision):
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step; then renew the delayed scales of gradients."""
+        """Step; then renew the delayed scales of gradients, or restore all delayed scales if the step was skipped."""
+        skipped = self.skipped_steps
         output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.scales is not None and self._in_fp8:
-            self.scales.after_step()
+            self.scales.after_step(skipped=self.skipped_steps > skipped)
         return output
 
     def _scaled_layers(self) -> list[tuple[str, Any]]:

@@ -153,8 +153,8 @@ class FP8TorchAO(LowPrecision):
         masters = take(MasterOptions, options).resolve(running.base)
         if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
             raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
-        scale = take(LossScaleOptions, options).resolve(running.base)
-        super().__init__(scale, masters, take(WeightOptions, options))
+        scaler = take(LossScaleOptions, options).scaler(running.base)
+        super().__init__(scaler, masters, take(WeightOptions, options))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe | RecipePerLayer = recipe
         self.layers = take(LayerOptions, options)

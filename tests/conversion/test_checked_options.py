@@ -47,7 +47,11 @@ GAINS = [
 HEAD = [("head", "fp4", "one of: bf16, chunked, fp8")]
 RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
 EMULATION = [("emulate", "no", "None, True or False"), ("emulate", 1, "None, True or False")]
-SCALE = [("loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"), ("loss_scale", True, "None, 'auto'")]
+SCALE = [
+    ("loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"),
+    ("loss_scale", True, "None, 'auto'"),
+    ("skip_nonfinite", "False", TRUE_OR_FALSE),
+]
 MASTERS = [
     ("master_weights", "True", "True, False, 'remainder', 'stochastic' or a MasterConfig"),
     ("master_weights", 1, "True, False"),

@@ -1,5 +1,6 @@
 """What happens to a sharded model in its life: optimizers early and late, evaluation, accumulation, loading."""
 
+import itertools
 from contextlib import nullcontext
 
 import lightning as L
@@ -130,6 +131,29 @@ def scale_reductions(rank):
     loss_of(model, batch(2, rank))
     counts["after a skipped step"] = scales.reductions - reduced
     return counts
+
+
+def skipping(rank):
+    """`skip_nonfinite=True`: weights of a run in which one shard of one rank is not finite, and of one without this."""
+    from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
+
+    found = {}
+    for masters, bad in itertools.product((False, "remainder"), (1, None)):
+        plugin = FP8TorchAO(master_weights=masters, skip_nonfinite=True)
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy(), plugins=plugin)
+        fabric.launch()
+        model = Net()
+        model, optimizer = fabric.setup(model, adamw(model))
+        for number in range(3):
+            if number == 1 and bad is None:
+                continue
+            fabric.backward(loss_of(model, batch(number, rank)))
+            if number == bad and rank == 1:
+                next(model.parameters()).grad.to_local().view(-1)[0] = float("nan")
+            optimizer.step()
+            optimizer.zero_grad()
+        found[masters, bad] = full(model), plugin.skipped_steps
+    return found
 
 
 def loading(rank):
@@ -265,7 +289,10 @@ def _monitored(precision, rank, watch):
 
 
 def worker(rank):
-    parts = (optimizers, evaluation, scale_reductions, loading, variants, without_bias, llama_bytes, origins, monitored)
+    parts = (
+        optimizers, evaluation, scale_reductions, skipping, loading, variants, without_bias, llama_bytes, origins,
+        monitored,
+    )  # fmt: skip
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -301,6 +328,13 @@ def test_scales_are_reduced_once_per_real_step(results):
     assert results[1]["scale_reductions"]["skipped"] == (1, 2.0**15), "the rank with finite gradients skips too"
     assert counts["unchanged"]
     assert counts["after a skipped step"] == 0
+
+
+def test_a_value_that_is_not_finite_on_one_rank_costs_all_ranks_the_step(results):
+    for rank, masters in itertools.product(range(2), (False, "remainder")):
+        (weights, skipped), (wanted, none) = (results[rank]["skipping"][masters, bad] for bad in (1, None))
+        assert (skipped, none) == (1, 0)
+        assert same(weights, wanted)
 
 
 def test_loaded_and_edited_weights_get_scales_of_their_own(results):

@@ -115,7 +115,6 @@ def runs_here(name: str) -> str | None:
 
 NAMES = distinct()
 FP8_NAMES = [name for name in NAMES if TABLE[name].plugin.__name__.startswith("FP8")]
-FP16_NAMES = [name for name in NAMES if "fp16" in name]
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.names import resolve
 from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
-from tests.gpu.subjects import FP8_NAMES, FP16_NAMES, NAMES, WIDTH, Stack, Subject, loader, runs_here, trainer
+from tests.gpu.subjects import FP8_NAMES, NAMES, WIDTH, Stack, Subject, loader, runs_here, trainer
 from tests.representatives import updates_in_backward
 
 
@@ -65,10 +66,12 @@ def test_resuming_is_exact(name, tmp_path):
         assert torch.equal(wanted, found) or NO_VALUES, fqn
 
 
-@pytest.mark.parametrize("name", [name for name in FP16_NAMES if name in NAMES])
-def test_a_nan_batch_costs_one_step_in_fp16(name):
+@pytest.mark.parametrize("name", [name for name in NAMES if not updates_in_backward(name) and "eval" not in name])
+def test_a_nan_batch_costs_one_step_in_fp16_and_where_steps_are_skipped(name):
     skip_unless_it_runs(name)
-    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, precision=name)
+    row = resolve(name)
+    plugin = row.plugin(**row.options, skip_nonfinite=True)
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, plugins=plugin)
     module = fabric.setup_module(Stack())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-3))
 
@@ -83,6 +86,7 @@ def test_a_nan_batch_costs_one_step_in_fp16(name):
     before = [p.detach().clone() for p in module.parameters()]
     step(torch.full_like(good, float("nan")))
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)) or NO_VALUES
+    assert plugin.skipped_steps == 1 or NO_VALUES
     step(good)
     assert all(torch.isfinite(p).all() for p in module.parameters()) or NO_VALUES
     assert not all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)) or NO_VALUES

@@ -5,7 +5,7 @@ import sys
 import lightning as L
 import torch
 
-import lightning_lowprec  # noqa: F401
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.torchao.linear import fp8_linears
 
@@ -81,6 +81,34 @@ def overflow_on_one_rank(precision: str, fabric: L.Fabric) -> None:
     assert fabric.strategy.precision.scaler.scale == scale / 2
 
 
+def skipped_on_both_ranks() -> None:
+    """With `skip_nonfinite=True`, a NaN on one rank costs both ranks the step, and leaves no other trace."""
+    plugins = (
+        lambda: HalfMixed("bf16", master_weights=True, skip_nonfinite=True),
+        lambda: FP8TorchAO(skip_nonfinite=True),
+        lambda: MSAMP("O2", skip_nonfinite=True),
+    )
+    for make in plugins:
+        found = []
+        for bad_step in (1, None):
+            fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=2, plugins=make())
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
+            module, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+            batches = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(fabric.global_rank))
+            for number, batch in enumerate(batches):
+                if number == 1 and bad_step is None:
+                    continue
+                bad = number == bad_step and fabric.global_rank == 1
+                optimizer.zero_grad()
+                fabric.backward(module(batch * float("nan") if bad else batch).float().square().mean())
+                optimizer.step()
+            found.append(flat(net))
+            assert fabric.strategy.precision.skipped_steps == (bad_step is not None)
+        assert torch.equal(*found), "the skipped step left a trace"
+        assert torch.equal(*fabric.all_gather(found[0])), "ranks differ"
+
+
 def main(precision: str) -> None:
     model, losses, fabric = by_fabric(precision)
     if precision.startswith("fp8"):
@@ -103,3 +131,4 @@ def main(precision: str) -> None:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         main(name)
+    skipped_on_both_ranks()

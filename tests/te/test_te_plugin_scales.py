@@ -151,3 +151,88 @@ def test_a_group_of_ranks_of_ones_own_shares_the_scales(pretend_gpu, tmp_path):
 def test_recipes_that_share_no_scales_take_no_group(options):
     with pytest.raises(ValueError, match="is for delayed scaling with `reduce_amax=True`: others share no scales"):
         FP8TE(fp8_group=lambda: None, **options)
+
+
+def scales_of(model):
+    return [
+        tensor.clone()
+        for layer in te_linears(model)
+        for key in ("scaling_fwd", "scaling_bwd")
+        for tensor in (layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history)
+    ]
+
+
+def note_amax(model, value):
+    """What kernels do in a forward and a backward."""
+    for layer in te_linears(model):
+        layer.fp8_meta["scaling_fwd"].amax_history[0] = value
+        layer.fp8_meta["scaling_bwd"].amax_history[0] = value
+
+
+def steps(plugin, model, optimizer, values, micro_batches=1):
+    """A step per value, by scales in plain torch: the value is the amax of all tensors and the gradient."""
+    for value in values:
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            with plugin.forward_context():
+                note_amax(model, value if last else 3.0)
+            note_amax(model, value if last else 3.0)
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"skip_nonfinite": True}, {"base": "fp16", "loss_scale": 1.0}], ids=["bf16", "fp16"]
+)
+def test_a_skipped_step_restores_scales_and_histories(pretend_gpu, unfused_update, options, micro_batches):
+    """Bit for bit those of the run without this step; the last micro-batch is the bad one."""
+    found = []
+    for bad in ([float("nan")], [float("inf"), float("nan")], []):
+        FP8GlobalStateManager.reset()
+        model, plugin = Net(), FP8TE(amax_history_len=4, **options)
+        _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        registered(model, plugin)
+        steps(plugin, model, optimizer, [2.0, 8.0, *bad, 4.0], micro_batches)
+        assert plugin.skipped_steps == len(bad)
+        found.append([*scales_of(model), *model.parameters()])
+    for other in found[:-1]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[-1], strict=True))
+    assert all(tensor.isfinite().all() for tensor in found[0])
+    assert found[0][0].tolist() == [448 / 8] * 3, "the scales follow the steps that were made"
+
+
+def test_layers_that_got_their_scales_in_a_skipped_step_begin_again(pretend_gpu, unfused_update):
+    """Before their first forward they had none: scale 1 and no history."""
+    model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4)
+    _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with plugin.forward_context():
+        registered(model, plugin)
+        note_amax(model, 2.0)
+    note_amax(model, float("nan"))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    assert plugin.skipped_steps == 1
+    for layer in te_linears(model):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            assert (layer.fp8_meta[key].scale == 1.0).all()
+            assert (layer.fp8_meta[key].amax_history == 0.0).all()
+    steps(plugin, model, optimizer, [4.0])
+    assert te_linears(model)[0].fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4] * 3
+
+
+def test_a_skipped_step_has_weights_quantised_anew(pretend_gpu, unfused_update):
+    """Else the amax of a weight that is used again would be missing in the next step."""
+    for skips in (True, False):
+        model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4)
+        _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        layer = registered(model, plugin)[0]
+        with plugin.forward_context():
+            assert layer.weight_cache.is_first_microbatch(layer.weight) is None
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float("nan") if skips else 1.0)
+        optimizer.step()
+        assert layer.weight_cache.is_first_microbatch(layer.weight) is None

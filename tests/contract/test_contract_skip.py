@@ -1,0 +1,254 @@
+"""`skip_nonfinite=True`: a run with a NaN batch is, bit for bit, the run that never saw this batch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from contract_models import (
+    OVERFLOW,
+    Batches,
+    Net,
+    Probe,
+    X,
+    assert_same_tensors,
+    fabric_probe,
+    fabric_with,
+    net,
+    random_batches,
+    same,
+    trainer_with,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from plugins_under_test import fp8_te
+from torch import Tensor
+from torchao.optim import CPUOffloadOptimizer
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, MasterConfig
+from lightning_lowprec.masters.config import LEAN, LEAN_SR
+from lightning_lowprec.msamp.weight import msamp_state_of
+from lightning_lowprec.precision.base import LowPrecision
+
+NAN = torch.full((8, 16), float("nan"))
+PLUGINS: dict[str, Callable[..., LowPrecision]] = {
+    "bf16": partial(HalfMixed, "bf16"),
+    "half-auto": partial(HalfMixed),
+    "bf16-master": partial(HalfMixed, "bf16", master_weights=True),
+    "bf16-remainder-fp32-gradients": partial(
+        HalfMixed, "bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32
+    ),
+    "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
+    "tensorwise": partial(FP8TorchAO),
+    "rowwise": partial(FP8TorchAO, "rowwise"),
+    "tensorwise-sr": partial(FP8TorchAO, master_weights="stochastic"),
+    "msamp-o1": partial(MSAMP, "O1"),
+    "msamp-o2": partial(MSAMP, "O2", grad_accumulation_dtype=torch.float32),
+    "msamp-o3": partial(MSAMP, "O3", stochastic_rounding=True),
+}
+if find_spec("transformer_engine"):
+    PLUGINS |= {"FP8TE": partial(fp8_te), "FP8TE-fp8-params": partial(fp8_te, fp8_params=True)}
+every_skipping = pytest.mark.parametrize("name", PLUGINS)
+
+
+def make(name: str) -> LowPrecision:
+    return PLUGINS[name](skip_nonfinite=True)
+
+
+def held(module: torch.nn.Module, optimizer: Any) -> list[Any]:
+    """Everything that a step may change: weights, codes and scales, optimizer state."""
+    codes = [vars(state) for p in module.parameters() if (state := msamp_state_of(p)) is not None]
+    tensors = [{k: v for k, v in entry.items() if isinstance(v, Tensor)} for entry in codes]
+    plain = [p.detach() for p in module.parameters() if msamp_state_of(p) is None]
+    return [plain, tensors, list(optimizer.state_dict()["state"].values())]
+
+
+def by_trainer(plugin: LowPrecision, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
+    module = net()
+    trainer = trainer_with(plugin, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    trainer.fit(module, Batches(*batches))
+    assert trainer.global_step == len(batches) // accumulate  # as with fp16, skipped steps count
+    return module, held(module, trainer.optimizers[0])
+
+
+def by_fabric(plugin: LowPrecision, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
+    module, fabric = net(), fabric_with(plugin)
+    wrapped, optimizer = fabric.setup(module, module.configure_optimizers())
+    for number, batch in enumerate(batches):
+        loss = torch.nn.functional.mse_loss(wrapped(batch).float(), batch.flip(-1))
+        fabric.backward(loss / accumulate)
+        if (number + 1) % accumulate == 0:
+            if clip is not None:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return module, held(module, optimizer.optimizer)
+
+
+@every_skipping
+@pytest.mark.parametrize(
+    ("run", "accumulate", "clip"),
+    [(by_trainer, 1, 0.1), (by_trainer, 2, None), (by_fabric, 1, None), (by_fabric, 2, 0.1)],
+)
+def test_a_skipped_step_leaves_no_trace(name: str, run: Any, accumulate: int, clip: float | None) -> None:
+    """The NaN comes last in its accumulated step, whose good batch is lost with it."""
+    good, plugin = list(random_batches(3 * accumulate + accumulate - 1)), make(name)
+    first, lost, rest = good[:accumulate], good[3 * accumulate :], good[accumulate : 3 * accumulate]
+    _, wanted = run(make(name), [*first, *rest], accumulate, clip)
+    module, found = run(plugin, [*first, *lost, NAN, *rest], accumulate, clip)
+    assert_same_tensors(found, wanted)
+    assert plugin.skipped_steps == 1
+    assert not torch.equal(module.layers[2].weight.detach(), net().layers[2].weight)  # it has trained
+
+
+def test_without_the_option_the_nan_stays() -> None:
+    module, _ = by_trainer(HalfMixed("bf16"), [NAN, *random_batches(2)], 1, None)
+    assert not all(p.isfinite().all() for p in module.parameters())
+
+
+# ---- counts, patience, state
+
+
+class Kept(Logger):
+    """Keeps what it is given."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_skipped_steps_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    plugin, logger = make("bf16"), Kept()
+    batches = [X, *[OVERFLOW] * 10, X, *[OVERFLOW] * 2, X]
+    with caplog.at_level("INFO"):
+        trainer_with(plugin, logger=logger, log_every_n_steps=1).fit(Probe(), Batches(*batches))
+    assert plugin.skipped_steps == 12
+    counts = [metrics["skipped_steps"] for metrics in logger.metrics if "skipped_steps" in metrics]
+    assert counts == [0, *range(1, 11), 10, 11, 12, 12]
+    assert not any("loss_scale" in metrics for metrics in logger.metrics)
+    assert [r.message for r in caplog.records if "skip_nonfinite" in r.message] == [
+        "skip_nonfinite: 1 step skipped so far, because a gradient was NaN or inf.",
+        "skip_nonfinite: 10 steps skipped so far, because a gradient was NaN or inf.",
+    ]
+
+
+def test_fifty_skipped_steps_in_a_row_end_the_run() -> None:
+    fabric, module, optimizer, probe, raw = fabric_probe(make("bf16"))
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        fabric.backward(module(batch))
+        optimizer.step()
+
+    for batch in [*[OVERFLOW] * 49, X, *[OVERFLOW] * 49]:
+        step(batch)
+    with pytest.raises(FloatingPointError, match=r"^50 steps in a row .* `skip_nonfinite=True` .*BatchNorm.*learning"):
+        step(OVERFLOW)
+    assert len(raw.calls) == 1
+    assert same(probe.w, -X)
+
+
+def test_the_count_goes_on_after_a_resume_and_no_scale_of_1_reaches_fp16() -> None:
+    first, resumed, fp16 = make("tensorwise"), make("tensorwise"), FP8TorchAO(base="fp16")
+    by_fabric(first, [NAN, *random_batches(1), NAN], 1, None)
+    resumed.load_state_dict(first.state_dict())
+    assert (resumed.skipped_steps, resumed.state_dict()) == (2, first.state_dict())
+    fp16.load_state_dict(first.state_dict())
+    assert fp16.scaler is not None
+    assert fp16.scaler.scale == 2.0**16
+    resumed.load_state_dict(fp16.state_dict())
+    assert resumed.scaler is not None
+    assert resumed.scaler.scale == 1.0
+    FP8TorchAO().load_state_dict(first.state_dict())  # without the option the count has no use
+
+
+def test_a_resumed_trainer_is_the_run_without_the_batch(tmp_path: Any) -> None:
+    batches = list(random_batches(4))
+    _, wanted = by_trainer(make("bf16-master"), batches, 1, None)
+    first = trainer_with(make("bf16-master"))
+    first.fit(net(), Batches(*batches[:2], NAN))
+    first.save_checkpoint(tmp_path / "some.ckpt")
+    plugin, module = make("bf16-master"), net()
+    second = trainer_with(plugin, max_epochs=2)
+    second.fit(module, Batches(*batches[2:]), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
+    assert plugin.skipped_steps == 1
+    assert_same_tensors(held(module, second.optimizers[0]), wanted)
+
+
+class Pair(Net):
+    """Manual optimization by two optimizers; the second one's loss is NaN where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> None:
+        for i, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            factor = float("nan") if i and batch_idx == 1 else 1.0
+            self.manual_backward(self(batch).square().mean() * factor)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *_, second = self.layers
+        return [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (first, second)]
+
+
+def test_of_two_optimizers_one_is_skipped() -> None:
+    plugin, module = make("tensorwise-sr"), net(Pair)
+    trainer = trainer_with(plugin)
+    trainer.fit(module, random_batches(3))
+    counts = [{int(entry["step"]) for entry in o.state_dict()["state"].values()} for o in trainer.optimizers]
+    assert counts == [{3}, {2}]
+    assert plugin.skipped_steps == 1
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+# ---- what goes with the option, and what does not
+
+
+@pytest.mark.parametrize("make_it", [partial(HalfMixed, "fp16"), partial(FP8TorchAO, base="fp16")])
+def test_fp16_skips_always(make_it: Callable[..., LowPrecision]) -> None:
+    asked, plain = make_it(skip_nonfinite=True).scaler, make_it().scaler
+    assert asked is not None
+    assert plain is not None
+    assert asked.scales_loss
+    assert asked.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("config", [LEAN, LEAN_SR, MasterConfig(update="backward")])
+@pytest.mark.parametrize("cls", [partial(HalfMixed, "bf16"), FP8TorchAO])
+def test_an_update_in_the_backward_pass_cannot_be_skipped(cls: Any, config: MasterConfig) -> None:
+    cls(master_weights=config)
+    with pytest.raises(ValueError, match=r"^`skip_nonfinite=True` does not go with .*backward.*Use `update='step'`"):
+        cls(master_weights=config, skip_nonfinite=True)
+
+
+def test_lbfgs_cannot_be_skipped() -> None:
+    class Quasi(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(
+        MisconfigurationException, match=r"skips steps \(`skip_nonfinite=True`\).*Leave `skip_nonfinite"
+    ):
+        trainer_with(make("bf16")).fit(net(Quasi), random_batches(1))
+
+
+def test_an_optimizer_that_copies_gradients_early_cannot_be_skipped() -> None:
+    scaler = make("bf16").scaler
+    assert scaler is not None
+    optimizer = object.__new__(CPUOffloadOptimizer)
+    optimizer.param_d2h_map, optimizer.d_param_groups = {}, []
+    with pytest.raises(TypeError, match="does not go with `skip_nonfinite=True`, because"):
+        scaler.watch(optimizer)
