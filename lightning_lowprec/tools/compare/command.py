@@ -17,9 +17,10 @@ def run(argv: Sequence[str]) -> int:
         prog="lowprec compare",
         description="Train one model under several precisions, with the same data and the same seed, one process per"
         " precision. Report losses, step times and memory side by side. The exit status is 1 if a precision fails, or"
-        " if its final validation metric differs from that of the first precision by more than --max-loss-gap. Without"
-        " options a small byte-level GPT trains on the sources of Python's standard library, in about two minutes on"
-        " two CPU cores.",
+        " if its final validation metric differs from that of the first precision by more than --max-loss-gap. With"
+        " --seeds the runs of each seed are compared in pairs, and the whole confidence interval of their differences"
+        " must be within --max-loss-gap. Without options a small byte-level GPT trains on the sources of Python's"
+        " standard library, in about two minutes on two CPU cores.",
     )
     default = ",".join(DEFAULT_PRECISIONS)
     parser.add_argument("--precisions", type=str, default=default, help="comma separated; the first is the baseline")

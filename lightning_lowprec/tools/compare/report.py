@@ -6,8 +6,9 @@ import json
 import platform
 from dataclasses import asdict
 
+from lightning_lowprec.tools.compare import over_seeds
+from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.pictures import draw_losses
-from lightning_lowprec.tools.compare.result import Comparison
 from lightning_lowprec.tools.doctor import versions
 from lightning_lowprec.tools.table import format_table
 
@@ -46,12 +47,16 @@ def markdown(comparison: Comparison) -> str:
         "![training loss, validation metric, and its distance from the baseline](loss.png)",
         HOW_MEASURED,
     ]
-    notes = [f"- {result.name}: {note}" for result in results for note in result.notes]
+    if spec.seeds > 1:
+        final = "\n".join(over_seeds.table_of_seeds(comparison))
+        parts += [over_seeds.HOW_COMPARED, f"## Final {spec.val_metric} of each seed", final]
+    notes = list(dict.fromkeys(f"- {result.name}: {note}" for result in results for note in result.notes))
     if notes:
         parts += ["## Messages of the precisions", "\n".join(notes)]
     for result in results:
         if result.error:
-            parts += [f"## {result.name} failed", _code(result.error)]
+            seed = f" with seed {result.seed}" if spec.seeds > 1 else ""
+            parts += [f"## {result.name} failed{seed}", _code(result.error)]
     parts += [
         "## Environment",
         "\n".join(f"- {name}: {value or 'not installed'}" for name, value in environment.items()),
@@ -63,8 +68,12 @@ def markdown(comparison: Comparison) -> str:
 
 def remarks(comparison: Comparison) -> list[str]:
     """Return sentences to read before the figures, the most important first."""
+    spec = comparison.spec
     on_cpu = [result.name for result in comparison.results if result.on_cpu]
-    found = []
+    found = over_seeds.sentences(comparison)
+    if spec.schedule is not None:
+        others = ", ".join(name for name in spec.precisions if name not in spec.scheduled)
+        found.append(f"The schedule was followed by {', '.join(spec.scheduled)}; without it: {others or 'none'}.")
     if any("fp8" in name or "fp4" in name for name in on_cpu):
         found.append(
             "This ran on a CPU, where FP8 is emulated: the losses show what FP8's rounding does to this training, but"
@@ -72,12 +81,14 @@ def remarks(comparison: Comparison) -> list[str]:
         )
     elif on_cpu:
         found.append("This ran on a CPU: the step times say nothing about a GPU.")
-    if len(comparison.results) == 1:
+    if len(spec.precisions) == 1:
         found.append("Only one precision was asked for, so nothing was compared.")
     return found
 
 
 def _table(comparison: Comparison, *, markdown: bool) -> list[str]:
+    if comparison.spec.seeds > 1:
+        return over_seeds.table(comparison, markdown=markdown)
     rows = [("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory", "verdict")]
     for result, verdict in zip(comparison.results, comparison.verdicts, strict=True):
         rows.append(
@@ -101,9 +112,11 @@ def _number(value: float | None, form: str, scale: float = 1.0, unit: str = "") 
 def _verdict(comparison: Comparison) -> str:
     spec = comparison.spec
     rule = f"the final {spec.val_metric} within {100 * spec.max_loss_gap:g}% of {spec.baseline}'s"
+    if spec.seeds > 1:
+        rule += f" (the whole 95 % confidence interval over {spec.seeds} seeds)"
     if comparison.ok:
         return f"Every precision trained and ended with {rule}."
-    failed = [r.name for r, v in zip(comparison.results, comparison.verdicts, strict=True) if not v.ok]
+    failed = [name for name, v in zip(spec.precisions, comparison.verdicts, strict=True) if not v.ok]
     return f"**Not every precision ended with {rule}: {', '.join(failed)}.**"
 
 

@@ -1,15 +1,12 @@
-"""The figures that a comparison measured, and the verdict on each precision."""
+"""The figures of one training, and the verdict on a training beside that of the baseline."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-from lightning_lowprec.tools.compare.spec import CompareSpec
 
 WARMUP_STEPS = 5
 """First steps that the median step time leaves out: they allocate, compile and fill caches."""
@@ -21,6 +18,7 @@ class PrecisionResult:
 
     Args:
         name: the precision.
+        seed: the seed of weights and data.
         train_losses: one per training batch.
         step_seconds: wall time of each training batch from its start until its loss is read, optimizer step included.
         val_steps: training batches before each validation.
@@ -33,6 +31,7 @@ class PrecisionResult:
     """
 
     name: str
+    seed: int = 0
     train_losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     val_steps: list[int] = field(default_factory=list)
@@ -81,33 +80,6 @@ class Verdict:
     gap: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """All results of one comparison, in the order of ``spec.precisions``."""
-
-    spec: CompareSpec
-    results: list[PrecisionResult]
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """One verdict per result."""
-        return [judge(result, self.results[0], self.spec.max_loss_gap) for result in self.results]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every precision trained, stayed finite and ended near the baseline."""
-        return all(verdict.ok for verdict in self.verdicts)
-
-    def to_json(self) -> str:
-        """Return every raw figure as strict JSON; a value that is not finite becomes null."""
-        rows = [
-            asdict(result) | asdict(verdict) | {"final_val": result.final_val, "step_time": result.step_time}
-            for result, verdict in zip(self.results, self.verdicts, strict=True)
-        ]
-        plain = _finite({"ok": self.ok, "spec": asdict(self.spec), "results": rows})
-        return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"
-
-
 def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: float) -> Verdict:
     """Judge a precision: it must train, and end with a finite metric within ``max_loss_gap`` of the baseline's."""
     if result.error is not None:
@@ -130,11 +102,3 @@ def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: floa
 def relative_gap(value: float, reference: float) -> float:
     """Return the relative difference from ``reference``; a reference of 0 must be met almost exactly."""
     return (value - reference) / (abs(reference) or 1e-12)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

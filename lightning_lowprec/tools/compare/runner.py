@@ -1,4 +1,4 @@
-"""Train the precisions one after the other, each in a fresh process, and write the report."""
+"""Train the precisions one after the other, each run in a fresh process, and write the report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tqdm import tqdm
 from lightning_lowprec.extras import require
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.class_path import load_class
+from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.report import REPORT, write_report
-from lightning_lowprec.tools.compare.result import Comparison, PrecisionResult
+from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import train
 
@@ -45,7 +46,7 @@ def compare(spec: CompareSpec) -> Comparison:
     for path in (spec.model, spec.data):
         load_class(path)
     with _own(spec.out, force=spec.force):
-        comparison = Comparison(spec=spec, results=[run_one(spec, name) for name in spec.precisions])
+        comparison = Comparison(spec=spec, results=[run_one(spec, name, seed) for seed, name in spec.runs])
         write_report(comparison)
     return comparison
 
@@ -72,19 +73,25 @@ def _own(out: Path, *, force: bool) -> Iterator[None]:
         lock.release()
 
 
-def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
-    """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``."""
-    log = spec.out / f"{name}.log"
+def run_one(spec: CompareSpec, name: str, seed: int) -> PrecisionResult:
+    """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``.
+
+    With several seeds, stderr goes to ``<out>/<name>-seed<seed>.log``.
+    """
+    title, log = name, spec.out / f"{name}.log"
+    if spec.seeds > 1:
+        title = f"{name}, seed {seed} ({spec.runs.index((seed, name)) + 1} of {len(spec.runs)})"
+        log = spec.out / f"{name}-seed{seed}.log"
     log.write_text("", encoding="utf-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are 10 times slower on a busy machine
     context: Any = multiprocessing.get_context(START)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=train, args=(spec, name, log, sender))
+    process = context.Process(target=train, args=(spec, name, seed, log, sender))
     process.start()
     sender.close()  # the process has its own copy; without ours, the pipe ends when the process ends
-    result = PrecisionResult(name=name)
+    result = PrecisionResult(name=name, seed=seed)
     try:
-        _receive(receiver, result, spec.max_steps)
+        _receive(receiver, result, title, spec.max_steps)
         process.join()
     finally:
         process.kill()
@@ -92,14 +99,14 @@ def run_one(spec: CompareSpec, name: str) -> PrecisionResult:
     result.notes = [line.partition(": ")[2] for line in lines if line.startswith(f"{name}: ")]
     if process.exitcode:
         result.error = _error(process.exitcode, lines)
-        tqdm.write(f"{name} failed, its log is {log}:\n{result.error}", file=sys.stderr)
+        tqdm.write(f"{title} failed, its log is {log}:\n{result.error}", file=sys.stderr)
     return result
 
 
-def _receive(figures: Connection, result: PrecisionResult, max_steps: int) -> None:
+def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int) -> None:
     """Add the figures to ``result`` and show them, until the process closes the pipe."""
     interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
-    with tqdm(total=max_steps, desc=result.name, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
+    with tqdm(total=max_steps, desc=title, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
         while True:
             try:
                 message = figures.recv()

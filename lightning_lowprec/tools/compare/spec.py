@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
+from lightning_lowprec.names import TABLE, resolve
+from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
+SETTER = "set_schedule"
+"""The method of plugins that have the option ``schedule``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSpec:
-    """One model, one data set, one seed, and the precisions to train them under.
+    """One model, one data set, the seeds, and the precisions to train them under.
 
     Args:
         precisions: names for ``Trainer(precision=...)``; the first is the baseline.
@@ -27,6 +31,10 @@ class CompareSpec:
         val_batches: batches of each validation.
         val_metric: the logged metric that is compared with the baseline.
         seed: seed of Python, numpy and torch, and of the data if its class takes a seed.
+        seeds: train each precision with this many seeds, from `seed` on; from 2, the differences from the baseline have
+            95 % confidence intervals. `val_metric` must then be a loss: lower is better.
+        schedule: phases of the run for the FP8 precisions, as JSON or YAML, written like the plugin option `schedule`,
+            e.g. '[{until: 0.1, gemms: bf16}, {}]'.
         accelerator: auto, cpu, cuda, ...; one device is used.
         threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
@@ -44,6 +52,8 @@ class CompareSpec:
     val_batches: Count = 20
     val_metric: str = "val_loss"
     seed: Size = 0
+    seeds: Count = 1
+    schedule: Phases | None = None
     accelerator: str = "auto"
     threads: Size = 0
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
@@ -59,6 +69,26 @@ class CompareSpec:
                 f"`precisions={self.precisions!r}` is not valid; expected each name once: remove the repeated"
                 f" {', '.join(twice)}."
             )
+        if self.schedule is not None:
+            Schedule.of(self.schedule).ends(self.max_steps)
+            if not self.scheduled:
+                raise ValueError(
+                    f"`schedule={self.schedule!r}` goes with none of `precisions={','.join(self.precisions)}`: no layer"
+                    " there changes between FP8 and bf16. Add a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid', or"
+                    " leave `schedule` out."
+                )
+
+    @property
+    def runs(self) -> list[tuple[int, str]]:
+        """Every training, as seed and precision: all precisions with one seed, then with the next."""
+        return [(seed, name) for seed in range(self.seed, self.seed + self.seeds) for name in self.precisions]
+
+    @property
+    def scheduled(self) -> list[str]:
+        """The precisions that follow ``schedule``: those whose plugin has the option."""
+        rows = {name: TABLE.get(name) for name in self.precisions}
+        follow = [name for name, row in rows.items() if row is not None and hasattr(resolve(name).plugin, SETTER)]
+        return follow if self.schedule is not None else []
 
     @property
     def baseline(self) -> str:

@@ -19,14 +19,15 @@ import lightning as L
 import torch
 from typing_extensions import override
 
+from lightning_lowprec.callbacks import PrecisionSchedule
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
 
-def train(spec: CompareSpec, precision: str, log: Path, figures: Connection) -> None:
-    """Train the model of a comparison under one precision; stderr goes to ``log``.
+def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Connection) -> None:
+    """Train the model of a comparison under one precision with one seed; stderr goes to ``log``.
 
     Every message to ``figures`` is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
     training batch; ``val`` of a validation; ``peak_memory``, last and on a GPU only.
@@ -35,10 +36,10 @@ def train(spec: CompareSpec, precision: str, log: Path, figures: Connection) -> 
     if spec.threads:
         torch.set_num_threads(spec.threads)
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
-    L.seed_everything(spec.seed, verbose=False)
-    model = build(spec.model, spec.model_args, seed=spec.seed)
-    data = build(spec.data, spec.data_args, seed=spec.seed)
-    L.seed_everything(spec.seed, verbose=False)  # again: the constructors may have drawn numbers
+    L.seed_everything(seed, verbose=False)
+    model = build(spec.model, spec.model_args, seed=seed)
+    data = build(spec.data, spec.data_args, seed=seed)
+    L.seed_everything(seed, verbose=False)  # again: the constructors may have drawn numbers
     trainer = L.Trainer(
         precision=precision,  # type: ignore[arg-type]  # names of this package
         accelerator=spec.accelerator,
@@ -48,7 +49,7 @@ def train(spec: CompareSpec, precision: str, log: Path, figures: Connection) -> 
         val_check_interval=spec.val_every,
         check_val_every_n_epoch=None,  # count batches across epochs
         limit_val_batches=spec.val_batches,
-        callbacks=[Recorder(spec, figures)],
+        callbacks=_callbacks(spec, precision, figures),
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -64,6 +65,13 @@ def train(spec: CompareSpec, precision: str, log: Path, figures: Connection) -> 
     finally:
         if device.type == "cuda":
             figures.send({"peak_memory": torch.cuda.max_memory_allocated(device)})
+
+
+def _callbacks(spec: CompareSpec, precision: str, figures: Connection) -> list[L.Callback]:
+    recorder = Recorder(spec, figures)
+    if spec.schedule is None or precision not in spec.scheduled:
+        return [recorder]
+    return [recorder, PrecisionSchedule(spec.schedule)]
 
 
 @final

@@ -1,0 +1,276 @@
+"""`lowprec compare --seeds`: paired differences, their intervals, the cost in steps, and schedules."""
+
+import json
+import math
+import random
+import statistics
+from multiprocessing import forkserver
+
+import pytest
+
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.comparison import Comparison
+from lightning_lowprec.tools.compare.interval import Interval, student_t
+from lightning_lowprec.tools.compare.paired import judge_seeds
+from lightning_lowprec.tools.compare.pictures import picture
+from lightning_lowprec.tools.compare.report import markdown, text
+from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.compare.steps import NoStepsError, more_steps
+from tests.fsdp2.ranks import server
+
+# ---- a real run
+
+
+def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd, monkeypatch):
+    """In its first phase, all in bf16, fp8-hybrid computes what bf16-mixed computes, bit for bit, with each seed."""
+    forkserver._forkserver._stop()  # one that runs already writes to the stderr of the test that started it
+    server()
+    monkeypatch.setattr(runner, "START", "forkserver")
+    status = main(
+        [
+            "compare",
+            *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
+            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu", "--threads=1"),
+            *("--max-steps=24", "--val-every=12", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
+            *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000"),
+        ]
+    )
+    stdout, stderr = capfd.readouterr()
+    assert status == 0, stdout + stderr
+    assert "fp8-hybrid, seed 4 (4 of 4): 100%" in stderr
+    figures = json.loads((tmp_path / "results.json").read_text())
+    runs = {(run["seed"], run["name"]): run["train_losses"] for run in figures["results"]}
+    assert [*runs] == [(seed, name) for seed in (3, 4) for name in ("bf16-mixed", "fp8-hybrid")]
+    for seed in (3, 4):
+        baseline, fp8 = runs[seed, "bf16-mixed"], runs[seed, "fp8-hybrid"]
+        assert fp8[:12] == baseline[:12]
+        assert fp8[13:] != baseline[13:]
+        assert fp8 == pytest.approx(baseline, rel=0.01), "the same weights, the same data"
+        assert baseline[0] == pytest.approx(math.log(256), abs=0.1)
+        assert (tmp_path / f"fp8-hybrid-seed{seed}.log").is_file()
+    assert runs[3, "bf16-mixed"][0] != runs[4, "bf16-mixed"][0]
+    _check_differences(figures)
+    page = (tmp_path / "report.md").read_text()
+    assert "The schedule was followed by fp8-hybrid; without it: bf16-mixed." in page
+    assert page.count("schedule over 24 steps") == 1, "the runs of both seeds say the same"
+    assert "## Final val_loss of each seed" in page
+
+
+def _check_differences(figures):
+    """The mean and the interval of two differences: half of the difference times 12.706 (Student's t, 1 degree)."""
+    losses = [run["val_losses"][-1] for run in figures["results"]]
+    gaps = [losses[1] / losses[0] - 1, losses[3] / losses[2] - 1]
+    baseline, fp8 = figures["precisions"]
+    assert baseline["text"] == "baseline"
+    assert baseline["cost"] is None
+    assert fp8["cost"]["gaps"] == pytest.approx(gaps, rel=1e-9)
+    assert fp8["gap"] == fp8["cost"]["gap"]["mean"] == pytest.approx(sum(gaps) / 2, rel=1e-9)
+    assert fp8["cost"]["gap"]["half_width"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, rel=1e-5)
+
+
+# ---- intervals
+
+TABLE_OF_T = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 20: 2.086, 29: 2.045, 30: 2.042, 120: 1.980}
+"""The printed table: degrees of freedom, and t for 95 % on two sides."""
+
+
+@pytest.mark.parametrize(("degrees", "t"), TABLE_OF_T.items())
+def test_student_t_is_that_of_the_table(degrees, t):
+    assert student_t(degrees) == pytest.approx(t, abs=5.1e-4)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95, 0.999])
+def test_student_t_has_a_closed_form_for_one_and_two_degrees(share):
+    assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
+    assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 6, 7, 40])
+def test_the_density_up_to_student_t_has_the_asked_area(degrees):
+    """Simpson's rule over the density of Student's T."""
+    factor = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(math.pi * degrees)
+    width = student_t(degrees, 0.9) / 1000
+    density = [factor * (1 + (i * width) ** 2 / degrees) ** (-(degrees + 1) / 2) for i in range(1001)]
+    area = width / 3 * (density[0] + density[-1] + 4 * sum(density[1:-1:2]) + 2 * sum(density[2:-1:2]))
+    assert 2 * area == pytest.approx(0.9, abs=1e-9)
+
+
+def test_an_interval_by_hand():
+    interval = Interval.of([0.01, 0.02, 0.03])  # mean 0.02, standard deviation 0.01
+    assert interval.mean == pytest.approx(0.02)
+    assert interval.half_width == pytest.approx(4.30265 * 0.01 / math.sqrt(3), rel=1e-5)
+    assert interval.percent() == "+2.00% ± 2.48%"
+    assert interval.holds_zero
+
+
+def test_the_interval_holds_the_true_mean_in_95_of_100_experiments():
+    draw = random.Random(0)
+    intervals = (Interval.of([draw.gauss(1.0, 2.0) for _ in range(3)]) for _ in range(4000))
+    hits = statistics.fmean(abs(i.mean - 1.0) <= i.half_width for i in intervals)
+    assert hits == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / 4000))
+
+
+# ---- verdicts
+
+BASELINE = (2.0, 4.0, 2.5)
+"""Losses of the baseline with three seeds: far apart, which pairs do not feel."""
+
+
+def runs(finals, name="x", losses=()):
+    return [PrecisionResult(name=name, seed=i, val_losses=[v], train_losses=[*losses]) for i, v in enumerate(finals)]
+
+
+def of_gaps(*gaps, name="x"):
+    """Runs whose final losses are off the baseline's by these shares."""
+    return runs([value * (1 + gap) for value, gap in zip(BASELINE, gaps, strict=True)], name)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "ok", "words"),
+    [
+        # half width: 4.303 * 0.001 / sqrt(3) = 0.25 % for gaps that are 0.1 % apart
+        ((0.003, 0.004, 0.005), True, "within 1%"),
+        ((0.029, 0.030, 0.031), False, "worse by 3.00% ± 0.25%"),
+        ((-0.029, -0.030, -0.031), False, "better by 3.00% ± 0.25%"),
+        ((0.008, 0.009, 0.010), False, "worse by 0.90% ± 0.25%"),  # up to 1.15 %
+        (
+            (0.0, 0.001, 0.002),
+            True,
+            "not told apart: the spread between seeds (±0.25%) is larger than the difference (+0.10%)",
+        ),
+        (
+            (-0.01, 0.003, 0.01),
+            False,
+            "not told apart: the spread between seeds (±2.52%) is larger than the difference (+0.10%); more seeds may"
+            " tell whether it is within 1%",
+        ),
+        ((0.0, 0.0, 0.0), True, "equal with every seed"),
+    ],
+)
+def test_the_whole_interval_counts(gaps, ok, words):
+    verdict, cost = judge_seeds(of_gaps(*gaps), runs(BASELINE), 0.01)
+    assert (verdict.ok, verdict.text) == (ok, words)
+    assert verdict.gap == pytest.approx(sum(gaps) / 3)
+    assert cost.gaps == pytest.approx(gaps)
+
+
+def test_one_seed_that_fails_fails_the_precision():
+    failed = of_gaps(0.0, 0.0, 0.0)
+    failed[1].error = "Traceback\nBoom: it broke"
+    assert judge_seeds(failed, runs(BASELINE), 0.01)[0].text == "seed 1: failed: Boom: it broke"
+    verdict, cost = judge_seeds(of_gaps(0.0, 0.0, 0.0), failed, 0.01)
+    assert verdict.text == "seed 1: not judged: the baseline x has no finite result"
+    assert cost is None
+    assert judge_seeds(runs((2.0, math.nan, 2.0)), runs(BASELINE), 0.01)[0].text.startswith("seed 1: final validation")
+
+
+def test_seeds_without_effect_are_no_evidence():
+    verdict, cost = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
+    assert not verdict.ok
+    assert "neither weights nor batches depend on the seed" in verdict.text
+    assert cost is None
+
+
+# ---- the cost in steps
+
+
+def curve(factor=1.0, steps=400, noise=0.0, slope=0.5):
+    """A loss that falls with the logarithm of the step; ``factor`` 1.008 needs 0.8 % more steps for each loss."""
+    draw = random.Random(0)  # the same batches for every precision
+    losses = [5 - slope * math.log(step / factor) + noise * draw.gauss(0, 1) for step in range(1, steps + 1)]
+    return PrecisionResult(name="x", train_losses=losses)
+
+
+@pytest.mark.parametrize("factor", [1.008, 1.5, 0.9])
+def test_a_curve_that_is_stretched_costs_its_factor(factor):
+    assert more_steps(curve(factor), curve()) == pytest.approx(factor - 1, abs=1e-9)
+
+
+def test_the_noise_of_the_batches_is_smoothed():
+    """The slope's standard error is 0.05 / (sqrt(1000) * 0.2) = 0.008 of 0.5."""
+    cost = more_steps(curve(1.008, 2000, noise=0.05), curve(steps=2000, noise=0.05))
+    assert cost == pytest.approx(0.008, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (curve(1.1, slope=0.0), curve(slope=0.0), "loss is flat"),
+        (curve(1.1, noise=1.0, slope=0.01), curve(noise=1.0, slope=0.01), "loss is flat"),
+        (curve(1.1, slope=-0.5), curve(slope=-0.5), "loss is flat"),
+        (curve(1.1, steps=19), curve(steps=19), "the runs have 19 steps, and 20 are needed"),
+        (curve(2.1), curve(), "differ by more than the baseline's loss falls in the second half"),
+    ],
+)
+def test_a_cost_that_cannot_be_measured_says_why(ours, theirs, reason):
+    with pytest.raises(NoStepsError, match=reason):
+        more_steps(ours, theirs)
+
+
+# ---- what is shown
+
+
+def three(factors=(1.007, 1.008, 1.009), gaps=(0.001, 0.002, 0.003)):
+    """A comparison over three seeds."""
+    results = []
+    for i, (final, factor, gap) in enumerate(zip(BASELINE, factors, gaps, strict=True)):
+        for name, losses, value in (("32-true", curve(), final), ("bf16-mixed", curve(factor), final * (1 + gap))):
+            results.append(PrecisionResult(name=name, seed=i, train_losses=losses.train_losses, val_steps=[200, 400],
+                                           val_losses=[2 * value, value]))  # fmt: skip
+    return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
+
+
+def test_the_table_and_the_sentence():
+    """The interval of 0.1 % apart is 0.25 % wide on each side: 4.303 * 0.1 / sqrt(3)."""
+    shown = text(three(gaps=(0.004, 0.005, 0.006)))
+    assert "bf16-mixed costs 0.50% ± 0.25% of val_loss, or 0.8% ± 0.2% more steps." in shown
+    row = next(line for line in shown.splitlines() if line.startswith("bf16-mixed  "))
+    for cell in ("+0.50% ± 0.25%", "+0.8% ± 0.2%", "within 1%"):
+        assert cell in row
+    baseline = next(line for line in shown.splitlines() if line.startswith("32-true"))
+    assert "2.8333 ± 1.0408" in baseline, "mean and standard deviation of 2, 4 and 2.5"
+
+
+def test_a_cost_below_the_spread_and_one_that_is_not_measured():
+    assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss, and +0.8% ± 0.2% steps." in (
+        text(three())
+    )
+    page = markdown(three(factors=(1.0, 3.0, 1.0)))
+    assert "Its cost in steps is not measured: with seed 1 the training losses differ by more than" in page
+    assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
+    assert "Every precision trained" in page
+    assert "(the whole 95 % confidence interval over 3 seeds)" in page
+
+
+def test_curves_have_bands_over_seeds():
+    """The band of the gaps is the interval, that of the losses reaches from the least to the largest seed."""
+    train, val, gap = picture(three()).axes
+    assert len(train.collections) == len(val.collections) == len(gap.collections) == 2
+    heights = gap.collections[1].get_paths()[0].vertices[:, 1]
+    half_width = 100 * 4.30265 * 0.001 / math.sqrt(3)
+    assert (heights.min(), heights.max()) == pytest.approx((0.2 - half_width, 0.2 + half_width), rel=1e-5)
+    heights = val.collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (2.0, 8.0)
+
+
+# ---- before anything is trained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds=0"], "`seeds=0` is not valid; expected an integer of at least 1"),
+        (["--schedule=[{until: 0.5, gemms: fp32}, {}]"], r"schedule[0]['gemms']"),
+        (["--schedule=[{until: 0.001, gemms: bf16}, {}]"], "a phase without a step in a run of 200 steps"),
+        (
+            ["--precisions=32-true,msamp-o2", "--schedule=[{until: 0.5, gemms: bf16}, {}]"],
+            "goes with none of `precisions=32-true,msamp-o2`: no layer there changes between FP8 and bf16. Add a name",
+        ),
+    ],
+)
+def test_wrong_options(options, message, tmp_path, capsys):
+    assert main(["compare", *options, f"--out={tmp_path / 'out'}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
