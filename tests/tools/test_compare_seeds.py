@@ -34,7 +34,7 @@ def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd,
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
             *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu", "--threads=1"),
             *("--max-steps=24", "--val-every=12", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
-            *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000"),
+            *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000", "--monitor"),
         ]
     )
     stdout, stderr = capfd.readouterr()
@@ -52,6 +52,12 @@ def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd,
         assert (tmp_path / f"fp8-hybrid-seed{seed}.log").is_file()
     assert runs[3, "bf16-mixed"][0] != runs[4, "bf16-mixed"][0]
     _check_differences(figures)
+    folder = tmp_path / "monitor" / "fp8-hybrid-seed4"
+    readings = [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in readings] == [*range(0, 24, 2)], "a tenth of 24 steps, rounded down"
+    assert set(readings[-1]["layers"]) == {f"blocks.0.{name}" for name in ("qkv", "proj", "fc_in", "fc_out")}
+    assert f"{folder}." in stdout
+    assert not (tmp_path / "monitor" / "bf16-mixed-seed4").exists(), "which converts nothing"
     page = (tmp_path / "report.md").read_text()
     assert "The schedule was followed by fp8-hybrid; without it: bf16-mixed." in page
     assert page.count("schedule over 24 steps") == 1, "the runs of both seeds say the same"
@@ -261,6 +267,7 @@ def test_curves_have_bands_over_seeds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--precisions=32-true,bf16-master", "--monitor"], "they convert no layers. Add an FP8 precision"),
         (["--seeds=0"], "`seeds=0` is not valid; expected an integer of at least 1"),
         (["--schedule=[{until: 0.5, gemms: fp32}, {}]"], r"schedule[0]['gemms']"),
         (["--schedule=[{until: 0.001, gemms: bf16}, {}]"], "a phase without a step in a run of 200 steps"),

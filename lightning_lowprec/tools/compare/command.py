@@ -24,7 +24,12 @@ def run(argv: Sequence[str]) -> int:
     )
     default = ",".join(DEFAULT_PRECISIONS)
     parser.add_argument("--precisions", type=str, default=default, help="comma separated; the first is the baseline")
-    parser.add_class_arguments(CompareSpec, as_group=False, skip={"precisions", "force"})
+    parser.add_class_arguments(CompareSpec, as_group=False, skip={"precisions", "monitor", "force"})
+    parser.add_argument(
+        "--monitor",
+        action="store_true",
+        help="sample what FP8 takes from every layer: a folder for `lowprec monitor` per run",
+    )
     parser.add_argument("--force", action="store_true", help="write over the report of an earlier comparison")
     args = vars(parser.parse_args(argv))
     args["precisions"] = [name.strip() for name in args["precisions"].split(",")]

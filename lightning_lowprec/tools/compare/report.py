@@ -71,6 +71,9 @@ def remarks(comparison: Comparison) -> list[str]:
     spec = comparison.spec
     on_cpu = [result.name for result in comparison.results if result.on_cpu]
     found = over_seeds.sentences(comparison)
+    if spec.monitor:
+        folders = ", ".join(str(spec.readings(name, seed)) for seed, name in spec.runs if name in spec.monitored)
+        found.append(f"`lowprec monitor FOLDER` draws what FP8 took from every layer; the folders: {folders}.")
     if spec.schedule is not None:
         others = ", ".join(name for name in spec.precisions if name not in spec.scheduled)
         found.append(f"The schedule was followed by {', '.join(spec.scheduled)}; without it: {others or 'none'}.")

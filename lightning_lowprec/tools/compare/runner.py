@@ -78,10 +78,9 @@ def run_one(spec: CompareSpec, name: str, seed: int) -> PrecisionResult:
 
     With several seeds, stderr goes to ``<out>/<name>-seed<seed>.log``.
     """
-    title, log = name, spec.out / f"{name}.log"
+    title, log = name, spec.out / f"{spec.stem(name, seed)}.log"
     if spec.seeds > 1:
         title = f"{name}, seed {seed} ({spec.runs.index((seed, name)) + 1} of {len(spec.runs)})"
-        log = spec.out / f"{name}-seed{seed}.log"
     log.write_text("", encoding="utf-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are 10 times slower on a busy machine
     context: Any = multiprocessing.get_context(START)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
 from lightning_lowprec.names import TABLE, resolve
+from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
@@ -35,6 +36,7 @@ class CompareSpec:
             95 % confidence intervals. `val_metric` must then be a loss: lower is better.
         schedule: phases of the run for the FP8 precisions, as JSON or YAML, written like the plugin option `schedule`,
             e.g. '[{until: 0.1, gemms: bf16}, {}]'.
+        monitor: sample ten times per run what FP8 takes from every layer, and write the readings for `lowprec monitor`.
         accelerator: auto, cpu, cuda, ...; one device is used.
         threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
@@ -54,6 +56,7 @@ class CompareSpec:
     seed: Size = 0
     seeds: Count = 1
     schedule: Phases | None = None
+    monitor: bool = False
     accelerator: str = "auto"
     threads: Size = 0
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
@@ -68,6 +71,11 @@ class CompareSpec:
             raise ValueError(
                 f"`precisions={self.precisions!r}` is not valid; expected each name once: remove the repeated"
                 f" {', '.join(twice)}."
+            )
+        if self.monitor and not self.monitored:
+            raise ValueError(
+                f"`monitor=True` goes with none of `precisions={','.join(self.precisions)}`: they convert no layers."
+                " Add an FP8 precision, such as 'fp8-hybrid', or leave `monitor` out."
             )
         if self.schedule is not None:
             Schedule.of(self.schedule).ends(self.max_steps)
@@ -89,6 +97,21 @@ class CompareSpec:
         rows = {name: TABLE.get(name) for name in self.precisions}
         follow = [name for name, row in rows.items() if row is not None and hasattr(resolve(name).plugin, SETTER)]
         return follow if self.schedule is not None else []
+
+    @property
+    def monitored(self) -> list[str]:
+        """The precisions that ``monitor`` samples: those that convert layers."""
+        if not self.monitor:
+            return []
+        return [name for name in self.precisions if name in TABLE and resolve(name).plugin is not HalfMixed]
+
+    def stem(self, name: str, seed: int) -> str:
+        """Return the name of the files of one run."""
+        return name if self.seeds == 1 else f"{name}-seed{seed}"
+
+    def readings(self, name: str, seed: int) -> Path:
+        """Return the folder with the readings of the monitor of one run."""
+        return self.out / "monitor" / self.stem(name, seed)
 
     @property
     def baseline(self) -> str:

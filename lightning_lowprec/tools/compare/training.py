@@ -19,11 +19,15 @@ import lightning as L
 import torch
 from typing_extensions import override
 
-from lightning_lowprec.callbacks import PrecisionSchedule
+from lightning_lowprec.callbacks import NumericsMonitor, PrecisionSchedule
+from lightning_lowprec.callbacks.readings import FILE
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.spec import CompareSpec
+
+SAMPLINGS = 10
+"""Samplings of a monitor in a run. They are few, so that the median time of a step does not contain them."""
 
 
 def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Connection) -> None:
@@ -49,7 +53,7 @@ def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Conn
         val_check_interval=spec.val_every,
         check_val_every_n_epoch=None,  # count batches across epochs
         limit_val_batches=spec.val_batches,
-        callbacks=_callbacks(spec, precision, figures),
+        callbacks=[Recorder(spec, figures), *_callbacks(spec, precision, seed)],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -67,11 +71,15 @@ def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Conn
             figures.send({"peak_memory": torch.cuda.max_memory_allocated(device)})
 
 
-def _callbacks(spec: CompareSpec, precision: str, figures: Connection) -> list[L.Callback]:
-    recorder = Recorder(spec, figures)
-    if spec.schedule is None or precision not in spec.scheduled:
-        return [recorder]
-    return [recorder, PrecisionSchedule(spec.schedule)]
+def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[L.Callback]:
+    found: list[L.Callback] = []
+    if spec.schedule is not None and precision in spec.scheduled:
+        found.append(PrecisionSchedule(spec.schedule))
+    if precision in spec.monitored:
+        folder = spec.readings(precision, seed)
+        (folder / FILE).unlink(missing_ok=True)  # a monitor continues a file
+        found.append(NumericsMonitor(every=max(1, spec.max_steps // SAMPLINGS), folder=folder))
+    return found
 
 
 @final
