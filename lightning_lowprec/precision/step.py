@@ -62,8 +62,7 @@ def clip_by_norm(
     if not deferred.defers(optimizer):
         if not on_several_meshes(main_params(optimizer)):
             return None
-        unscale(scaler, optimizer)
-        zero_if_skipped(scaler, optimizer)
+        unscale_or_zero(scaler, optimizer)
         return clip_grad_norm(main_params(optimizer), max_norm, norm_type)
     if scaler is not None:
         scaler.unscale(optimizer, defer=True)
