@@ -86,7 +86,7 @@ def test_cli_trains_the_gpt(tmp_path):
         cwd=tmp_path, environ=ENVIRON,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "converted 4 of 5 linear layers, kept 1: output head (by name) ('lm_head')" in result.stderr
+    assert "converted 4 of 5 linear layers, kept 1 in bf16: output head (by name) ('lm_head')" in result.stderr
     checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
     ByteGPT(depth=1, width=32, heads=2).load_state_dict(checkpoint["state_dict"])
 
