@@ -177,9 +177,10 @@ def test_a_resumed_trainer_is_the_run_without_the_batch(tmp_path: Any) -> None:
     first = trainer_with(make("bf16-master"))
     first.fit(net(), Batches(*batches[:2], NAN))
     first.save_checkpoint(tmp_path / "some.ckpt")
+    torch.load(tmp_path / "some.ckpt", weights_only=True)  # nothing needs pickle
     plugin, module = make("bf16-master"), net()
     second = trainer_with(plugin, max_epochs=2)
-    second.fit(module, Batches(*batches[2:]), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
+    second.fit(module, Batches(*batches[2:]), ckpt_path=tmp_path / "some.ckpt")
     assert plugin.skipped_steps == 1
     assert_same_tensors(held(module, second.optimizers[0]), wanted)
 
