@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
     """A context in which ``see`` is called after every operation, except those in code that ``torch.compile`` made."""
+
+    supports_higher_order_operators = True
+    """Let checkpoints in compiled code run operations that hold functions; torch refuses them under other modes."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
@@ -26,7 +30,8 @@ class Operations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
         out = func(*args, **(kwargs or {}))
-        self.see(func, args, out)
+        if isinstance(func, OpOverload):
+            self.see(func, args, out)
         return out
 
     @abstractmethod
