@@ -31,6 +31,8 @@ def experts_kept(choice: Experts, base: str, config: Any, device: torch.device |
         reason = GROUPED_ROUND_TO_BF16
     elif config is not None:
         reason = "stacked experts (`config` says nothing about grouped products)"
+    elif device is not None and device.type == "cpu":  # which multiplies float8, with `emulate=False`
+        reason = "stacked experts (cpu has no FP8 kernel for grouped products)"
     elif device is not None and (unable := refusal("experts", device)) is not None:
         reason = f"stacked experts ({unable})"
     if reason is not None and choice == "fp8":
