@@ -31,21 +31,7 @@ FLOORS = [
     {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
-MAY_IMPORT_EACH_OTHER = [
-    {"names", "registration", "recipes", "strategies", "from_accelerate"},
-    {
-        "numerics",
-        "hardware",
-        "architectures",
-        "runs_where",
-        "extras",
-        "checks",
-        "references",
-        "other_stacks",
-        "losses",
-        "private",
-    },
-]
+MAY_IMPORT_EACH_OTHER = [FLOORS[0], FLOORS[FLOOR["names"]]]
 LIGHTNING_FROM = FLOOR["precision"]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

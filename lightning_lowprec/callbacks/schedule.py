@@ -8,8 +8,8 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_lowprec.checks import check_types
-from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.schedule import Phases, Schedule
+from lightning_lowprec.precision.scheduled import Scheduled
 
 
 @final
@@ -39,7 +39,7 @@ class PrecisionSchedule(Callback):
             ValueError: the precision converts no layers whose products could change, or has a schedule.
         """
         plugin: Any = trainer.precision_plugin
-        if not isinstance(plugin, LowPrecision) or not hasattr(plugin, "set_schedule"):
+        if not isinstance(plugin, Scheduled):
             raise ValueError(
                 f"`PrecisionSchedule` does not go with `precision={trainer.precision!r}`, which has no layers that"
                 " change between FP8 and bf16; expected a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid'."

@@ -20,7 +20,6 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     FP8Choices,
@@ -32,6 +31,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
@@ -74,7 +74,7 @@ class TEChoices(
     *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
     without=("min_gain", "tokens", "emulate"),
 )
-class FP8TE(LowPrecision):
+class FP8TE(Scheduled):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
     Linears, LayerNorms and RMSNorms become Transformer Engine's in place; checkpoints stay those of the model.
@@ -186,6 +186,7 @@ class FP8TE(LowPrecision):
         form = masters.config.form if masters is not None and name in WITH_MASTERS else None
         self.precision = name + of_options(self.base, form)
 
+    @override
     def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
         """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
 
@@ -197,21 +198,6 @@ class FP8TE(LowPrecision):
             checked.check_head(self.head)
             check_phases(checked, self._all_recipes, fuse=self.fuse)
         self.phases = None if checked is None else ScheduledPhases(checked)
-
-    def set_step(self, step: int, total: int | None = None) -> None:
-        """Fabric, with a ``schedule``: say before each optimizer step which step comes; see ``FP8TorchAO.set_step``.
-
-        Args:
-            step: the number of optimizer steps so far, from 0.
-            total: the number of optimizer steps of the run, for a schedule with fractions.
-
-        Raises:
-            RuntimeError: there is no schedule, or the Trainer runs the plugin.
-            ValueError: a number is not valid, or ``total`` is missing.
-        """
-        if self.phases is None:
-            raise RuntimeError("`set_step` needs a schedule: `FP8TE(schedule=[...])`.")
-        self.phases.set_step(self, step, total)
 
     @property
     def _all_recipes(self) -> list[Any]:

@@ -22,7 +22,6 @@ from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
@@ -36,6 +35,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms, own_config
@@ -80,7 +80,7 @@ class TorchAOChoices(
 
 @final
 @shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
-class FP8TorchAO(LowPrecision):
+class FP8TorchAO(Scheduled):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
     Args:
@@ -176,6 +176,7 @@ class FP8TorchAO(LowPrecision):
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
 
+    @override
     def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
         """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
 
@@ -192,21 +193,6 @@ class FP8TorchAO(LowPrecision):
         elif "rowwise_with_gw_hp" in self.kinds:
             checked.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
         self.phases = ScheduledPhases(checked)
-
-    def set_step(self, step: int, total: int | None = None) -> None:
-        """Fabric, with a ``schedule``: say before each optimizer step which step comes.
-
-        Args:
-            step: the number of optimizer steps so far, from 0.
-            total: the number of optimizer steps of the run, for a schedule with fractions.
-
-        Raises:
-            RuntimeError: there is no schedule, or the Trainer runs the plugin.
-            ValueError: a number is not valid, or ``total`` is missing.
-        """
-        if self.phases is None:
-            raise RuntimeError("`set_step` needs a schedule: `FP8TorchAO(schedule=[...])`.")
-        self.phases.set_step(self, step, total)
 
     @property
     @override

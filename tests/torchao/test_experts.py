@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 def routed(experts, tokens=40, top_k=2, index=None):
     torch.manual_seed(1)
-    count = getattr(experts, "down_proj").shape[0]  # noqa: B009  # a Parameter
+    count = experts.down_proj.shape[0]
     if index is None:
         index = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
     hidden = torch.randn(len(index), ROTARY["hidden_size"], requires_grad=True)
