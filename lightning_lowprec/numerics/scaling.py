@@ -18,13 +18,29 @@ from lightning_lowprec.numerics.formats import Format
 _LIMIT: Final = 126  # |exponent| of a scale: the scale and its reciprocal are normal float32
 _BIAS: Final = 127
 _MANTISSA_BITS: Final = 23
+_ROW: Final = 4096
 
 
 def amax(x: Tensor) -> Tensor:
     """Return the largest absolute value: (...) any float -> scalar float32; NaN if ``x`` has NaN, 0 if it is empty."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
-    return x.abs().amax().float()
+    magnitude = x.abs()
+    if torch.compiler.is_compiling():
+        magnitude = _rows(magnitude).amax(-1)
+    return magnitude.amax().float()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x``, not negative, as rows and zeros behind them, to be reduced by many blocks of threads.
+
+    A compiler splits a reduction to one number only if the first tensor that it sees is large. Its code also runs for
+    all later sizes, and from its cache on disk: a small first tensor would leave one block for a large one.
+    """
+    if x.dim() != 1:
+        return x
+    rows = len(x) // _ROW + 2  # never one row: the compiler would make a graph for it
+    return torch.nn.functional.pad(x, (0, rows * _ROW - len(x))).view(rows, _ROW)
 
 
 def power_of_two_scale(amax: Tensor, format: Format, old: Tensor | None = None) -> Tensor:

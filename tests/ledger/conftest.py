@@ -5,11 +5,13 @@ nothing there, so no test reads a value that a kernel should have written.
 """
 
 import os
+import sys
 
 import pytest
 import torch
 
 from benchmarks.ledger.recorder import on_null_gpu
+from lightning_lowprec.private import transformer_engine
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
 
@@ -24,6 +26,13 @@ def pytest_collection_modifyitems(items):
 def no_cudnn_attention():
     """The null GPU has no cuDNN."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_scales_of_other_files():
+    """Transformer Engine renews the delayed scales of every model that the process ever had."""
+    if "transformer_engine" in sys.modules:
+        transformer_engine.manager().reset()
 
 
 @pytest.fixture(autouse=True)

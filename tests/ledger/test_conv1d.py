@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from benchmarks.ledger.entry import format_of
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO
+from lightning_lowprec.private import transformer_engine
 
 EMBED, LAYERS = 256, 4
 PLUGINS = {
@@ -45,6 +46,7 @@ MORE_LAUNCHES = {"codes per product": -2, "weight gradient in bf16": -1, "delaye
 def step(plugin, conv1d):
     """The numbers of launches, and of matrix products by their formats, in the third step."""
     gc.collect()
+    transformer_engine.manager().reset()  # of the models of earlier tests: their scales would be renewed too
     torch._dynamo.reset()
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=plugin)
     made = model(conv1d)

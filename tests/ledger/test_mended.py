@@ -22,6 +22,7 @@ from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import ScaledAdamW, ScaledSGD, scale_linears
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.one_pass import compiles
+from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.wire_format import TEWireFormat
@@ -225,6 +226,17 @@ def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     assert log.count("kernel") <= 32
     assert any("vector_norm" in r.name for r in clipping.of("kernel"))
     assert not [r for r in clipping.of("kernel") if "direct_copy" in r.name], "values were decoded into memory"
+
+
+def test_the_largest_value_is_found_by_many_blocks_although_the_first_tensor_was_small():
+    """One graph serves all sizes; inductor splits a reduction to one number only if the first tensor is large."""
+    largest = torch.compile(amax, dynamic=True)
+    for rows in (1, 4096):
+        flat = torch.zeros(rows * 4096, device=DEVICE)
+        largest(flat)
+    with recording() as log:
+        largest(flat)
+    assert [record.get("grid") for record in log.of("kernel")] == ["4098,1,1", "1,1,1"]
 
 
 def test_emulation_on_a_gpu_without_fp8_compiles_nothing(monkeypatch):

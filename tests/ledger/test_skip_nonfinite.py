@@ -12,6 +12,7 @@ from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.step import launches
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.precision import loss_scale
+from lightning_lowprec.private import transformer_engine
 
 DEVICE = torch.device("cuda")
 
@@ -19,6 +20,7 @@ DEVICE = torch.device("cuda")
 def run(plugin, clip=False):
     """(kernels, waits) of the third step of the lane's toy model."""
     gc.collect()
+    transformer_engine.manager().reset()  # of the models of earlier tests: their scales would be renewed too
     torch.cuda.empty_cache()
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=plugin)
     model = fabric.setup_module(models.build(models.TOY, DEVICE))
