@@ -44,6 +44,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import check_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
@@ -92,7 +93,7 @@ _STATE: Any = transformer_engine.manager()
 """Holds ``quantization_state``, Transformer Engine's state of the process."""
 
 
-class TELayer(te.Linear):  # type: ignore[misc]
+class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
     """A layer with Transformer Engine's GEMMs, for any batch: the work of a Linear."""
 
     in_by_out: ClassVar[bool]
@@ -106,6 +107,9 @@ class TELayer(te.Linear):  # type: ignore[misc]
     own_recipe: Any
     """None: the recipe of the plugin's context; a recipe of this layer; or ``HIGH_PRECISION``: no FP8."""
     # set by Transformer Engine
+    in_features: int
+    out_features: int
+    weight: Any
     fp8: bool
     """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
@@ -211,7 +215,7 @@ class TELayer(te.Linear):  # type: ignore[misc]
     def _weight(self) -> Tensor:
         """Return the weight without a search through the module's attributes."""
         found = self._parameters.get("weight")
-        return self.weight if found is None else found  # type: ignore[no-any-return]  # weight_norm computes it
+        return self.weight if found is None else found  # weight_norm computes it
 
     @property
     def reads_values(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_lowprec.conversion.experts import (
     take_experts,
 )
 from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.transforms import check_call
 from lightning_lowprec.numerics.groups import Groups
@@ -32,7 +33,7 @@ _ALIGNMENT = 16
 
 
 @final
-class FP8Experts(RoutedExperts):
+class FP8Experts(PlainFirst, RoutedExperts):
     """Stacked experts whose products run in FP8, for any batch, under autocast of any device."""
 
     settings: dict[str, LayerSettings]
