@@ -24,7 +24,7 @@ _QUANTIZED: Final = ("torchao.quantization", "torchao.dtypes", "torchao.prototyp
 
 def _refuse(tool: str, layer: Any) -> NoReturn:
     raise RuntimeError(
-        f"{tool} does not know {type(layer).__name__}, a layer that a precision of lightning_lowprec has converted."
+        f"{tool} does not fit {type(layer).__name__}, a layer that a precision of lightning_lowprec has converted."
         f" {PLAIN_FIRST}."
     )
 
@@ -47,11 +47,11 @@ class PlainFirst(TracedModule):
 
     qconfig = RefusedQConfig()
 
-    def register_parameter(self, name: str, param: nn.Parameter | None, *args: Any, **kwargs: Any) -> None:
-        """Set a Parameter; refuse the weights of torchao's ``quantize_``."""
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set a Parameter, as a module of torch does; refuse the weights of torchao's ``quantize_``."""
         if type(param).__module__.startswith(_QUANTIZED):
-            _refuse(f"a weight of {type(param).__name__} (torchao's `quantize_`)", self)
-        super().register_parameter(name, param, *args, **kwargs)
+            _refuse(f"A weight of {type(param).__name__}, which torchao's `quantize_` sets,", self)
+        nn.Module.register_parameter(self, name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse ``torch.jit.script``."""

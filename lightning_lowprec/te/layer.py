@@ -49,7 +49,12 @@ from lightning_lowprec.conversion.transforms import check_call, without_second_g
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.private.torch import are_transforms_active, is_in_backward, saved_tensors_are_hooked
+from lightning_lowprec.private.torch import (
+    are_transforms_active,
+    is_exporting,
+    is_in_backward,
+    saved_tensors_are_hooked,
+)
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight
 from lightning_lowprec.te.weight_cache import WeightCache
 from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
@@ -58,6 +63,8 @@ from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
     if not input.is_cuda and not is_in_onnx_export_mode():
+        if is_exporting():
+            check_call("a layer of Transformer Engine")
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
@@ -230,7 +237,7 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
         super().train(mode)
         return self
 
-    register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
+    register_parameter = PlainFirst.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
     # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state

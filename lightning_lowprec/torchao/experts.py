@@ -81,6 +81,14 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """Return the kept codes of all weights."""
         return [codes for codes in self.weight_codes.values() if codes is not None]
 
+    def train(self, mode: bool = True) -> FP8Experts:
+        """Set the mode; ``eval()`` has the weights encoded again, since ``weight.data`` may have been written to."""
+        if not mode:
+            for codes in self.all_codes():
+                codes.forget()
+        super().train(mode)
+        return self
+
     def check_codes(self, codes: WeightCodes) -> bool:
         """Bring kept codes up to date; drop codes that are not of this weight, because it was replaced or sharded."""
         if codes.layer() is not self or codes.weight.is_meta:

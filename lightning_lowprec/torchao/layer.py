@@ -217,6 +217,14 @@ class FP8Layer(PlainFirst):
         casts: tuple[Any, Any] = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
         return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
 
+    def train(self, mode: bool = True) -> FP8Layer:
+        """Set the mode; ``eval()`` has the weight encoded again, since ``weight.data`` may have been written to."""
+        if not mode:
+            for codes in self.all_codes():
+                codes.forget()
+        super().train(mode)
+        return self
+
     def all_codes(self) -> list[WeightCodes]:
         """Return the kept codes of the weight, if there are some."""
         codes = vars(self).get("weight_codes")

@@ -20,6 +20,7 @@ from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.adapters import merged_adapters
 from lightning_lowprec.conversion.gemms import NO_GEMM
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
 from lightning_lowprec.private.torch_modules import before_compiled_call, remove_compiled_call
@@ -72,8 +73,9 @@ def keep_codes(model: nn.Module) -> None:
         return
     config: Any = layers[0].config if layers else next(iter(stacks[0].recipes.values()))
     codes = ModelCodes(power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
+    merged = merged_adapters(model)
     for layer in layers:
-        layer.weight_codes = codes.add(layer)
+        layer.weight_codes = codes.add(layer, merged=merged.get(layer, ()))
     for stack in stacks:
         stack.weight_codes = {name: codes.add(stack, name) for name in stack.encoded_per_step()}
     for compiled in _outermost_compiled(model):
