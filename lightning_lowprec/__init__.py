@@ -18,6 +18,7 @@ from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.half_eval import HalfEval
 from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.precision.plain import plain
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
@@ -35,6 +36,7 @@ __all__ = [
     "MasterConfig",
     "fp8_gradient_hook",
     "parallelize",
+    "plain",
     "recipes",
     "register",
     "unregister",

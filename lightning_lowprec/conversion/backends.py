@@ -8,7 +8,7 @@ of class names. :mod:`lightning_lowprec.names` registers the three backends of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,6 +98,8 @@ class Backend:
     """Give a model torch's own layers back, in place; parameters stay the same objects."""
     revert_optimizer: Callable[[Optimizer], None] = _no_revert_of_optimizer
     """Make an optimizer plain again, in place, if the backend has changed it and has given its weights back."""
+    changed_optimizers: Callable[[], Iterable[Optimizer]] = tuple
+    """Return the optimizers that the backend has changed and that still exist."""
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
     """Return the fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse
     such a model."""
@@ -227,6 +229,11 @@ def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> 
     for backend in registered():
         if backend.name != except_for:
             backend.revert_optimizer(optimizer)
+
+
+def changed_optimizers() -> list[Optimizer]:
+    """Return the optimizers that backends have changed and that still exist."""
+    return [optimizer for backend in registered() for optimizer in backend.changed_optimizers()]
 
 
 def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.head_recognition import WAY_OUT, causal_models
 from lightning_lowprec.conversion.lazy_logits import LazyLogits
+from lightning_lowprec.conversion.plain_first import RefusedQConfig
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.fp8_products import ALIGNMENT
 from lightning_lowprec.private import transformers
@@ -46,6 +47,7 @@ class LossHead(nn.Linear):
 
     kind: HeadKind
     emulate: bool | None
+    qconfig = RefusedQConfig()
 
     def forward(self, input: Tensor, task: Literal["logits"] | _Labels | None = None) -> Any:
         """[*, K] -> [*, V]; in training without a task LazyLogits, with labels the loss."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_lowprec.private.torch import are_transforms_active, is_exporting, is_tracing
 
+PLAIN_FIRST: Final = "Call `lightning_lowprec.plain(model)` first: it gives a model torch's own layers back"
 PLAIN_IN_EVALUATION: Final = (
     "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
     " layers that need it in high precision (`keep=[...]`)."
@@ -28,10 +29,13 @@ def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
     """
     if is_exporting():
         raise RuntimeError(
-            f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8. {remedy}"
+            f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8."
+            f" {PLAIN_FIRST}. Other ways: {remedy}"
         )
     if is_tracing():
-        raise RuntimeError(f"`torch.jit.trace` cannot trace {layer}, a layer that computes in FP8. {remedy}")
+        raise RuntimeError(
+            f"`torch.jit.trace` cannot trace {layer}, a layer that computes in FP8. {PLAIN_FIRST}. Other ways: {remedy}"
+        )
     if are_transforms_active():
         raise RuntimeError(
             f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."

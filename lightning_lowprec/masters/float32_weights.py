@@ -6,12 +6,13 @@ model. A precision with float32 weights would train both without masters, and lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
@@ -67,7 +68,19 @@ class Float32Weights:
         half = [p for p in half if p.requires_grad or frozen_too or is_marked(p)]
         if not half:
             return None
-        masters = existing_masters(half)
+        return self._make(module, half, existing_masters(half))
+
+    def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> Change | None:
+        """Make the half-precision parameters of ``module`` float32 that a plugin has cast; return None if none are.
+
+        Args:
+            module: changed in place, as by :meth:`make`.
+            masters: float32 values by ``id(parameter)``; other parameters keep their rounded values.
+        """
+        half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
+        return self._make(module, half, masters) if half else None
+
+    def _make(self, module: Module, half: list[Parameter], masters: Mapping[int, Tensor]) -> Change:
         more = sum(p.numel() * (4 - p.element_size()) for p in half if not torch.nn.parameter.is_lazy(p))
         for p in half:
             cast_parameter(p, torch.float32)
@@ -79,7 +92,7 @@ class Float32Weights:
                 for buffer in group.buffers:
                     buffer.data = buffer.data.float()
         self._fqns.update(fqn for fqn, p in module.named_parameters() if _is_made(p))
-        return Change(parameters=len(half), bytes=more, exact=len(masters))
+        return Change(parameters=len(half), bytes=more, exact=sum(id(p) in masters for p in half))
 
     def note_sharded(self, module: Module) -> None:
         """Note that sharding has replaced the parameters of ``module``."""

@@ -145,6 +145,11 @@ def mark(parameter: Tensor) -> None:
     parameter.lowprec_dtype = parameter.dtype  # type: ignore[attr-defined]
 
 
+def unmark(parameter: Tensor) -> None:
+    """Forget what :func:`mark` has noted."""
+    vars(parameter).pop("lowprec_dtype", None)
+
+
 def is_marked(parameter: Tensor) -> bool:
     """Return whether a plugin gave ``parameter`` the dtype that it has."""
     return getattr(parameter, "lowprec_dtype", None) == parameter.dtype

@@ -53,6 +53,11 @@ class MasterRegistry:
 
     # ---- membership
 
+    def optimizer(self) -> Optimizer | None:
+        """Return the optimizer; None if it is gone, or has other masters by now."""
+        optimizer = self._optimizer()
+        return optimizer if optimizer is not None and vars(optimizer).get("_masters") is self else None
+
     def params(self) -> list[Tensor]:
         """Return the tensors in the optimizer's groups, in order."""
         return parameters_of(self._live())
@@ -324,6 +329,11 @@ class MasterRegistry:
 def all_registries() -> list[MasterRegistry]:
     """Return every registry whose optimizer still exists."""
     return list(_registries.values())
+
+
+def optimizers_with_masters() -> list[Optimizer]:
+    """Return the optimizers that have masters and still exist."""
+    return [optimizer for optimizer in (r.optimizer() for r in all_registries() if r.stores) if optimizer is not None]
 
 
 def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:

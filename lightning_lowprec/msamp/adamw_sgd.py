@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.msamp.flat_step import Flats
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options
+from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options, note_optimizer
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
@@ -236,6 +236,7 @@ def _convert(optimizer: Any, **options: Any) -> None:
     options["plain_class"] = type(optimizer)
     optimizer.__class__ = _CLASSES[type(optimizer)]
     Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
+    note_optimizer(optimizer)
     if saved is not None:
         optimizer.load_state_dict(saved)
 

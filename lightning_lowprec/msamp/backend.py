@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.msamp.optimizer import scaled_optimizers
 from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.msamp.revert import revert, revert_optimizer
@@ -65,6 +66,7 @@ BACKEND: Final = Backend(
     layers_from=("lightning_lowprec.msamp.",),
     revert=revert,
     revert_optimizer=revert_optimizer,
+    changed_optimizers=scaled_optimizers,
     coded_weight=coded_weight,
     keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,

@@ -165,7 +165,7 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             " has converted it, that is, under `precision='msamp-o2'` (or o1, o3); without Lightning use"
             " `lightning_lowprec.msamp.ScaledAdamW`. If the codes come from an earlier run, and this run has another"
             " precision, give the model float32 weights back before:"
-            " `lightning_lowprec.conversion.backends.revert_all(model)`."
+            " `lightning_lowprec.plain(model)`."
         )
     values, options = private.tree_map_only(ScaledGradient, ScaledGradient.decode, (args, kwargs))
     output = func(*values, **options)

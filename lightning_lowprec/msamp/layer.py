@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import KEEP, check_call
 from lightning_lowprec.msamp.matmul import ScaledMatmul
 from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
@@ -24,7 +25,7 @@ ALIGNMENT: Final = 16
 """FP8 kernels need inner dimensions that are multiples of 16."""
 
 
-class ScaledLayer(nn.Module):
+class ScaledLayer(PlainFirst):
     """A layer that does a Linear's work, after ``scale_linears``; its state dict is the plain layer's, in float32."""
 
     in_by_out: ClassVar[bool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -41,6 +42,17 @@ _CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the f
 _MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
 _REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
 _OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
+_alive: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Note an optimizer whose class was changed to a ScaledOptimizer."""
+    _alive.add(optimizer)
+
+
+def scaled_optimizers() -> list[Optimizer]:
+    """Return every optimizer of this class that still exists."""
+    return [optimizer for optimizer in _alive if isinstance(optimizer, ScaledOptimizer)]
 
 
 class ScaledOptimizer(Optimizer):
@@ -86,6 +98,7 @@ class ScaledOptimizer(Optimizer):
         self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
         super().__init__(params, *args, **options)
         check_options(self)
+        _alive.add(self)
 
     # ---- for subclasses
 
@@ -233,6 +246,7 @@ class ScaledOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore attributes. Adam's method is left out, because it would make tensors of the step counts."""
         Optimizer.__setstate__(self, state)
+        _alive.add(self)
         self.state = defaultdict(dict, self.state)
         for entry in self.state.values():
             entry.update({key: v.view(E4M3.dtype) for key, v in entry.items() if _is_bytes(v)})

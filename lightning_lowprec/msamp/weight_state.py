@@ -155,7 +155,7 @@ class MsampWeightState:
             " Or keep the layer in high precision: `MSAMP(..., keep=[...])`. To round nevertheless, call"
             " `lightning_lowprec.msamp.set_values_(weight, values)`. If the codes are of an earlier run, and this run"
             " has another precision, give the model float32 weights back before:"
-            " `lightning_lowprec.conversion.backends.revert_all(model)`."
+            " `lightning_lowprec.plain(model)`."
         )
 
     def copy_(self, other: MsampWeightState) -> None:

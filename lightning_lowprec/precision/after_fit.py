@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.float32_weights import Float32Weights
 from lightning_lowprec.masters.in_backward import forget_updates
+from lightning_lowprec.precision.plain import take_back
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.references import alive
 
@@ -55,7 +56,7 @@ class AfterFit:
             if trained:
                 forget_updates(module.parameters())  # else a loop after the run would still update by its optimizer
             if before is not None or (plain and trained):
-                backends.revert_all(module)
+                take_back(module)
                 weights.make(module)
         for tensor, data in before or ():
             tensor.grad = None

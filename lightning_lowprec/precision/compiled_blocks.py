@@ -15,7 +15,7 @@ from torch.nn import Module
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.private.lightning import is_compiled_whole
-from lightning_lowprec.private.torch_modules import is_compiled
+from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
@@ -45,7 +45,7 @@ def compile_blocks(
         return
     blocks = [block for stack in block_stacks(module, having=layers).values() for block in stack]
     for block in blocks:
-        block.compile(**(option if isinstance(option, Mapping) else {}))
+        compile_in_place(block, **(option if isinstance(option, Mapping) else {}))
     if blocks:
         rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
     elif option == "auto":

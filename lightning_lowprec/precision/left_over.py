@@ -23,9 +23,9 @@ from lightning_lowprec.private.torch_modules import is_compiled
 _ATTRIBUTE: Final = "warns_at_first_forward"
 """Attribute of a layer with the hook, which a copy of the layer has too."""
 REMEDY: Final = (
-    "Give the model torch's layers and float32 weights back before, by"
-    " `lightning_lowprec.conversion.backends.revert_all(model)`; or load its state dict, which is plain, into a fresh"
-    " model; or use a precision of lightning_lowprec, which sets the model up anew"
+    "Give the model torch's layers and float32 weights back before, by `lightning_lowprec.plain(model)`; or load its"
+    " state dict, which is plain, into a fresh model; or use a precision of lightning_lowprec, which sets the model up"
+    " anew"
 )
 
 
@@ -86,8 +86,8 @@ def warn_of_half_weights(model: Module, run: str) -> None:
         rank_zero_warn(
             f"{len(half)} parameters of {type(model).__name__} are {half[0].dtype} since an earlier run with master"
             f" weights. The model runs {run}, where they train without masters and lose small updates. Make them"
-            " float32 before, by `model.float()`; or use a precision of lightning_lowprec, which takes the exact values"
-            " of the masters while their optimizer exists."
+            " float32 before, by `lightning_lowprec.plain(model)`; or use a precision of lightning_lowprec. Both take"
+            " the exact values of the masters while their optimizer exists."
         )
 
 

@@ -142,7 +142,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.autocast_decrement_nesting",
     ),
     MONITOR: ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
-    COMPILATION: ("torch.nn.Module()._compiled_call_impl", "torch._dynamo.OptimizedModule()._orig_mod"),
+    COMPILATION: (
+        "torch.nn.Module()._compiled_call_impl",
+        "torch.nn.Module._slow_forward",
+        "torch._dynamo.OptimizedModule()._orig_mod",
+    ),
 }
 """By part: the names whose absence is an error as soon as that part is set up."""
 
@@ -382,7 +386,10 @@ def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
     if before is None:
         return
-    _ignore_in_ddp(model, sorted(set(before).difference(names)))
+    left = sorted(set(before).difference(names))
+    _ignore_in_ddp(model, left)
+    if not left:
+        delattr(model, "_ddp_params_and_buffers_to_ignore")
     for name, parameter in model.named_parameters():
         if name in names:
             vars(parameter).pop("_ddp_ignored", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,29 @@ from torch import Tensor, nn
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the user compiled ``module`` itself, by ``torch.compile`` or ``module.compile()``."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_compiled_here: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""Modules that :func:`compile_in_place` has compiled, and their compiled calls; a call holds its module."""
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it."""
+    module.compile(**options)
+    _compiled_here[module] = ref(module._compiled_call_impl)
+
+
+def undo_compile(module: nn.Module) -> None:
+    """Undo :func:`compile_in_place`; what the user has compiled stays compiled."""
+    call = _compiled_here.pop(module, None)
+    if call is not None and call() is module._compiled_call_impl:
+        module._compiled_call_impl = None
+
+
+def without_compiled_wrapper(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(module)`` was called with, or ``model`` itself."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
 
 
 @final
@@ -29,6 +53,7 @@ class CompiledCall:
             function()
             return call(*args, **kwargs)
 
+        vars(call_after_function)["made_by"] = self
         module._compiled_call_impl = call_after_function
 
     def remove(self) -> None:
@@ -39,6 +64,12 @@ class CompiledCall:
 def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
     """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
     return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
+
+
+def remove_compiled_call(call: Any) -> None:
+    """Undo what made ``call``, a compiled call with a function before it."""
+    made_by: CompiledCall = call.made_by
+    made_by.remove()
 
 
 def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:
@@ -59,3 +90,14 @@ def whole(tensor: Tensor) -> Tensor:
     """
     base = tensor._base
     return tensor if base is None or not base.requires_grad else base
+
+
+class TracedModule(nn.Module):
+    """A module that learns when ``torch.jit.trace`` calls it; any other call costs nothing."""
+
+    def check_trace(self) -> None:
+        """Raise if the module cannot be traced."""
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_trace()
+        return super()._slow_forward(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -44,11 +44,17 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import check_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.private.torch import are_transforms_active, is_in_backward, saved_tensors_are_hooked
+from lightning_lowprec.private.torch import (
+    are_transforms_active,
+    is_exporting,
+    is_in_backward,
+    saved_tensors_are_hooked,
+)
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight
 from lightning_lowprec.te.weight_cache import WeightCache
 from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
@@ -57,6 +63,8 @@ from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
     if not input.is_cuda and not is_in_onnx_export_mode():
+        if is_exporting():
+            check_call("a layer of Transformer Engine")
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
@@ -92,7 +100,7 @@ _STATE: Any = transformer_engine.manager()
 """Holds ``quantization_state``, Transformer Engine's state of the process."""
 
 
-class TELayer(te.Linear):  # type: ignore[misc]
+class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
     """A layer with Transformer Engine's GEMMs, for any batch: the work of a Linear."""
 
     in_by_out: ClassVar[bool]
@@ -106,6 +114,9 @@ class TELayer(te.Linear):  # type: ignore[misc]
     own_recipe: Any
     """None: the recipe of the plugin's context; a recipe of this layer; or ``HIGH_PRECISION``: no FP8."""
     # set by Transformer Engine
+    in_features: int
+    out_features: int
+    weight: Any
     fp8: bool
     """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
@@ -211,7 +222,7 @@ class TELayer(te.Linear):  # type: ignore[misc]
     def _weight(self) -> Tensor:
         """Return the weight without a search through the module's attributes."""
         found = self._parameters.get("weight")
-        return self.weight if found is None else found  # type: ignore[no-any-return]  # weight_norm computes it
+        return self.weight if found is None else found  # weight_norm computes it
 
     @property
     def reads_values(self) -> bool:
@@ -226,7 +237,7 @@ class TELayer(te.Linear):  # type: ignore[misc]
         super().train(mode)
         return self
 
-    register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
+    register_parameter = PlainFirst.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
     # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import without_second_gradient
 from lightning_lowprec.private.transformer_engine import multiprocessors_left
 from lightning_lowprec.te.layer import check_input
@@ -32,7 +33,7 @@ NO_NORM: Final = "no norm"
 Formula = Literal["weight", "1 + weight"]
 
 
-class _Norm:
+class _Norm(PlainFirst):
     """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
 
     weight: Any
@@ -62,7 +63,7 @@ class _Norm:
         if torch.is_inference_mode_enabled():  # the first forward makes buffers that training writes to
             with torch.inference_mode(False), torch.no_grad():
                 return self._by_transformer_engine(input)
-        return without_second_gradient(super().forward(input))  # type: ignore[misc]
+        return without_second_gradient(super().forward(input))
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the first forward (an override); Transformer Engine looks at weight and bias here."""

@@ -19,6 +19,7 @@ from lightning_lowprec.conversion.experts import (
     take_experts,
 )
 from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.transforms import check_call
 from lightning_lowprec.numerics.groups import Groups
@@ -32,7 +33,7 @@ _ALIGNMENT = 16
 
 
 @final
-class FP8Experts(RoutedExperts):
+class FP8Experts(PlainFirst, RoutedExperts):
     """Stacked experts whose products run in FP8, for any batch, under autocast of any device."""
 
     settings: dict[str, LayerSettings]
@@ -79,6 +80,14 @@ class FP8Experts(RoutedExperts):
     def all_codes(self) -> list[WeightCodes]:
         """Return the kept codes of all weights."""
         return [codes for codes in self.weight_codes.values() if codes is not None]
+
+    def train(self, mode: bool = True) -> FP8Experts:
+        """Set the mode; ``eval()`` has the weights encoded again, since ``weight.data`` may have been written to."""
+        if not mode:
+            for codes in self.all_codes():
+                codes.forget()
+        super().train(mode)
+        return self
 
     def check_codes(self, codes: WeightCodes) -> bool:
         """Bring kept codes up to date; drop codes that are not of this weight, because it was replaced or sharded."""

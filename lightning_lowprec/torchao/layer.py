@@ -21,13 +21,14 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from lightning_lowprec.conversion.gemms import GEMMS, Gemm, InBF16
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import check_backward, check_call
 from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
@@ -97,7 +98,7 @@ def _in_high_precision(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ..
     return grad_input, (rows.t() @ grad_rows).to(weight_t.dtype), None, None  # [K, M] @ [M, N] -> [K, N]
 
 
-class FP8Layer(nn.Module):
+class FP8Layer(PlainFirst):
     """A layer with FP8 GEMMs, for any batch, under autocast of any device: the work of a Linear."""
 
     in_by_out: ClassVar[bool]
@@ -215,6 +216,14 @@ class FP8Layer(nn.Module):
     def _has_one_scale(self) -> bool:
         casts: tuple[Any, Any] = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
         return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
+
+    def train(self, mode: bool = True) -> FP8Layer:
+        """Set the mode; ``eval()`` has the weight encoded again, since ``weight.data`` may have been written to."""
+        if not mode:
+            for codes in self.all_codes():
+                codes.forget()
+        super().train(mode)
+        return self
 
     def all_codes(self) -> list[WeightCodes]:
         """Return the kept codes of the weight, if there are some."""

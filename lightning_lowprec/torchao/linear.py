@@ -20,9 +20,10 @@ from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.adapters import merged_adapters
 from lightning_lowprec.conversion.gemms import NO_GEMM
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
-from lightning_lowprec.private.torch_modules import before_compiled_call
+from lightning_lowprec.private.torch_modules import before_compiled_call, remove_compiled_call
 from lightning_lowprec.torchao.experts import FP8Experts, fp8_experts
 from lightning_lowprec.torchao.layer import FP8Layer
 from lightning_lowprec.torchao.settings import LayerSettings
@@ -72,8 +73,9 @@ def keep_codes(model: nn.Module) -> None:
         return
     config: Any = layers[0].config if layers else next(iter(stacks[0].recipes.values()))
     codes = ModelCodes(power_of_2=config.round_scales_to_power_of_2, kernel=not config.emulate)
+    merged = merged_adapters(model)
     for layer in layers:
-        layer.weight_codes = codes.add(layer)
+        layer.weight_codes = codes.add(layer, merged=merged.get(layer, ()))
     for stack in stacks:
         stack.weight_codes = {name: codes.add(stack, name) for name in stack.encoded_per_step()}
     for compiled in _outermost_compiled(model):
@@ -88,11 +90,12 @@ def keep_codes(model: nn.Module) -> None:
 
 
 def check_codes(layers: Sequence[FP8Layer | FP8Experts]) -> None:
-    """Bring kept codes of ``layers`` up to date."""
+    """Bring kept codes of ``layers`` up to date, except of layers that have been reverted since."""
     for layer in layers:
-        for codes in layer.all_codes():
-            if codes.is_read:
-                layer.check_codes(codes)
+        if isinstance(layer, FP8Layer | FP8Experts):
+            for codes in layer.all_codes():
+                if codes.is_read:
+                    layer.check_codes(codes)
 
 
 def _encoded_per_step(model: nn.Module) -> tuple[list[FP8Layer], list[FP8Experts]]:
@@ -112,6 +115,11 @@ def revert(model: nn.Module) -> None:
     """Give every FP8Layer of ``model`` its own class back, in place."""
     for linear in fp8_linears(model):
         in_place.revert(linear)
+    for module in model.modules():
+        known = _checked.pop(module, None)
+        call = None if known is None else known()
+        if call is not None and call is module._compiled_call_impl:
+            remove_compiled_call(call)
 
 
 def fp8_linears(model: nn.Module) -> list[FP8Layer]:

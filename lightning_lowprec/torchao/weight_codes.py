@@ -10,13 +10,14 @@ The first layer of a model that meets a changed weight has all changed weights o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torchao.float8.float8_utils import amax_to_scale
 
-from lightning_lowprec.conversion.steps import Seen, seen, watch
+from lightning_lowprec.conversion.steps import seen, watch
 from lightning_lowprec.numerics.encode import DTYPE, Encoded, encode, kernel_encodes
 from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.private.torch import local_tensor
@@ -26,8 +27,9 @@ from lightning_lowprec.private.torch import local_tensor
 class WeightCodes:
     """The codes of one weight, a matrix or a stack of them, which a layer keeps; no part of its state."""
 
-    def __init__(self, model: ModelCodes, layer: nn.Module, name: str) -> None:
+    def __init__(self, model: ModelCodes, layer: nn.Module, name: str, merged: Sequence[str] = ()) -> None:
         self.model = model
+        self._merged = merged  # the adapters that are in the weight; PEFT changes this list
         self._parameter: Tensor = getattr(layer, name)
         self.weight = local_tensor(self._parameter)
         """The Parameter; of a DTensor, the part that this rank has."""
@@ -37,7 +39,7 @@ class WeightCodes:
         self.is_read = True
         """Whether a product reads the codes; a layer whose products run in high precision needs none."""
         self.made: Encoded
-        self._seen: Seen | None = None
+        self._seen: tuple[int | str, ...] | None = None
 
     def layer(self) -> nn.Module | None:
         """Return the layer; None if the layer is gone, or has another weight."""
@@ -57,14 +59,21 @@ class WeightCodes:
 
     def is_stale(self, *, training: bool) -> bool:
         """Return whether the weight may have changed since it was encoded."""
-        return self._seen != seen(self.weight, training=training, steps=self._parameter.requires_grad)
+        now = seen(self.weight, training=training, steps=self._parameter.requires_grad)
+        return self._seen != (*now, *self._merged)
+
+    def forget(self) -> None:
+        """Have the next use encode the weight, in the same memory."""
+        if self._seen is not None:
+            self._seen = ()
 
     def prepare(self, *, training: bool) -> None:
         """Allocate memory where there is none, and note that the weight is encoded."""
         weight, matrix = self.weight, self.matrix()
         if self._seen is None or self.made.rows.shape != matrix.shape or self.made.rows.device != weight.device:
             self.made = Encoded(matrix)
-        self._seen = seen(weight, training=training, steps=self._parameter.requires_grad)
+        now = seen(weight, training=training, steps=self._parameter.requires_grad)
+        self._seen = (*now, *self._merged)
 
     def free(self) -> None:
         """Free the memory of the codes; the next use encodes the weight."""
@@ -93,9 +102,15 @@ class ModelCodes:
         self._power_of_2, self._kernel = power_of_2, kernel
         watch()
 
-    def add(self, layer: nn.Module, name: str = "weight") -> WeightCodes:
-        """Return the codes of a weight, for its layer to keep; the sides of its matrices are multiples of 16."""
-        codes = WeightCodes(self, layer, name)
+    def add(self, layer: nn.Module, name: str = "weight", merged: Sequence[str] = ()) -> WeightCodes:
+        """Return the codes of a weight, for its layer to keep.
+
+        Args:
+            layer: has the weight; the sides of its matrices are multiples of 16.
+            name: of the Parameter.
+            merged: the names of the adapters that were added to the weight; whoever adds one changes this list.
+        """
+        codes = WeightCodes(self, layer, name, merged)
         self._codes.append(weakref.ref(codes))
         return codes
 

@@ -316,10 +316,34 @@ def _demoted(rank, by_hand):
     return full(net), None if by_hand else monitor.demoter.demoted
 
 
+def plain_of_shards(rank):
+    """`plain` of a sharded model raises; the way out that the message names gives a whole model its weights."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from lightning_lowprec import plain
+
+    found = {}
+    for precision in ("fp8-hybrid", "msamp-o3"):
+        fabric = fabric_for(precision)
+        wrapped, optimizer = fabric.setup(model := Net(), adamw(model))
+        weights, _ = trained(fabric, wrapped, optimizer, rank, steps=2)
+        messages = []
+        for options in ({}, {"copy": True}):
+            with pytest.raises(RuntimeError, match="are sharded") as caught:
+                plain(wrapped, **options)
+            messages.append(str(caught.value))
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        fresh = Net(seed=1)
+        if rank == 0:
+            fresh.load_state_dict(state)
+        found[precision] = messages, weights, fresh.state_dict(), len(list(model.parameters()))
+    return found
+
+
 def worker(rank):
     parts = (
         optimizers, evaluation, scale_reductions, skipping, loading, variants, without_bias, llama_bytes, origins,
-        monitored, demoted,
+        monitored, demoted, plain_of_shards,
     )  # fmt: skip
     return {part.__name__: part(rank) for part in parts}
 
@@ -430,3 +454,14 @@ def test_ranks_demote_a_layer_together_and_as_by_hand(results):
     assert demoted == demoted_there == {"blocks.0.up": "bf16"}
     assert same(weights, by_hand)
     assert same(weights, others)
+
+
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
+def test_plain_of_a_sharded_model_names_a_way_out_that_works(results, precision):
+    messages, weights, fresh, count = results[0]["plain_of_shards"][precision]
+    for message in messages:
+        assert message.startswith(f"`plain(model)` needs whole weights, and {count} parameters of FSDPNet are sharded.")
+        assert (
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))" in message
+        )
+    assert same(weights, fresh)

@@ -124,7 +124,7 @@ def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
 
 def test_the_next_precision_and_plain_after_fit_take_the_head_back():
     module, _ = fit(HalfMixed("bf16", head="fp8"), epochs=1)
-    with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*revert_all"):
+    with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*plain"):
         L.Trainer(max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
     L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
     assert type(module.lm.lm_head) is nn.Linear

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.conversion.backends import revert_all
+from lightning_lowprec import plain
 from tests.precision.weights_left import QUIET, Net, fit
 
 STOCK = ["32-true", "bf16-mixed"]
@@ -20,13 +20,13 @@ def test_the_first_forward_of_a_layer_that_was_left_warns_once(name, title, stoc
     module = Net()
     fit(name, module)
     trainer = L.Trainer(precision=stock, **QUIET)
-    match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*revert_all\(model\)"
+    match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*lightning_lowprec.plain\(model\)"
     with pytest.warns(UserWarning, match=match) as caught:
         trainer.validate(module, verbose=False)
     assert len([warning for warning in caught if "are those of" in str(warning.message)]) == 1
     module(torch.randn(2, 32))  # warnings are errors: no second one
     assert not any(m._forward_pre_hooks for m in module.modules())
-    revert_all(module)
+    plain(module)
     trainer.validate(module, verbose=False)
 
 
@@ -60,11 +60,13 @@ def test_weights_that_masters_left_in_half_precision_are_named(stock):
     module = Net()
     fit("bf16-master", module)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=stock)
-    with pytest.warns(UserWarning, match=r"8 parameters of Net are torch.bfloat16 since.*`model.float\(\)`"):
+    with pytest.warns(
+        UserWarning, match=r"8 parameters of Net are torch.bfloat16 since.*`lightning_lowprec.plain\(model\)`"
+    ):
         fabric.setup(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fabric.setup(module.float())
+        fabric.setup(plain(module))
         L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(Net())
 
 
@@ -73,7 +75,9 @@ def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
     fit("msamp-o2", module)
     with (
         pytest.warns(UserWarning, match="those of MS-AMP"),
-        pytest.raises(RuntimeError, match=r"If the codes (come from|are of) an earlier run.*revert_all\(model\)"),
+        pytest.raises(
+            RuntimeError, match=r"If the codes (come from|are of) an earlier run.*lightning_lowprec.plain\(model\)"
+        ),
     ):
         fit("32-true", module)
 

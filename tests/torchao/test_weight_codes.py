@@ -4,6 +4,7 @@ import copy
 import io
 
 import lightning as L
+import peft
 import pytest
 import torch
 from torch import nn
@@ -239,3 +240,44 @@ def test_row_scales_are_encoded_at_every_product(recipe):
 def test_an_unknown_choice():
     with pytest.raises(ValueError, match="weight_codes"):
         FP8TorchAO(weight_codes="per_epoch")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_adapters_that_peft_merges_during_evaluation_are_encoded(compiled):
+    """PEFT adds them by `weight.data +=`, which changes no version, and the mode stays evaluation."""
+    outputs = {}
+    for codes in ("per_step", "per_gemm"):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["blocks.0.0", "blocks.1.0"], init_lora_weights=False)
+        tuned = peft.get_peft_model(Net(), config)
+        tuned.add_adapter("second", config)
+        options = {"compile": {"backend": "eager"}} if compiled else {}
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO(weight_codes=codes, **options))
+        fabric.setup(tuned)
+        tuned.eval()
+        found = outputs[codes] = [tuned(X)]
+        for change in (
+            tuned.merge_adapter,
+            tuned.unmerge_adapter,
+            lambda: tuned.merge_adapter(["second"]),  # noqa: B023
+            tuned.unmerge_adapter,
+            tuned.merge_and_unload,
+        ):
+            kept = change() or tuned
+            found.append(kept(X))
+    assert not torch.equal(outputs["per_gemm"][0], outputs["per_gemm"][1])
+    assert all(map(torch.equal, outputs["per_step"], outputs["per_gemm"]))
+
+
+@torch.no_grad()
+def test_eval_encodes_again_after_a_write_that_changes_no_version():
+    outputs = []
+    for codes in ("per_step", "per_gemm"):
+        _, net, model, _ = set_up(codes)
+        net.eval()
+        model(X)
+        net.blocks[0][0].weight.data.mul_(1.5)
+        net.eval()
+        outputs.append(model(X))
+    assert torch.equal(*outputs)

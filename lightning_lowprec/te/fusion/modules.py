@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.roles import RoleModule, take_role
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _no_values(asked: str) -> str:
     return f"The output of a fused norm has no values of its own, and {asked} was asked of it. {UNFUSE}"
 
 
-class FusedModule(RoleModule):
+class FusedModule(PlainFirst, RoleModule):
     """A module that computes as a part of one call; its class was changed in place."""
 
     def extra_repr(self) -> str:

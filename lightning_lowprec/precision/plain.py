@@ -1,0 +1,136 @@
+"""Give a model back as it was before a precision set it up: torch's own layers, and weights that are plain tensors.
+
+Trainer, Fabric                 plain(model)
+FP8Linear, codes, masters  ->   nn.Linear, float32 values of the same Parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Final
+
+from lightning.fabric import is_wrapped
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.masters.float32_weights import Float32Weights
+from lightning_lowprec.masters.half_weights import is_marked, mark, unmark
+from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.precision import left_over
+from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
+
+_GATHER: Final = (
+    "Build the model anew and load the whole state dict, which is plain under every precision: on all ranks `state ="
+    " get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, of"
+    " torch.distributed.checkpoint.state_dict; then on rank 0 `fresh.load_state_dict(state)`"
+)
+
+
+def plain(model: Module, *, copy: bool = False) -> Module:
+    """Give ``model`` torch's own layers and plain weights back, from whatever precision it was trained in.
+
+    The modules, Parameters, gradients, hooks, ties, frozen flags and train or eval mode stay. Weights that a precision
+    has made half precision become float32 with the values of their masters, if their optimizer still exists, else with
+    their rounded values. Weights that are kept as codes become float32. Weights that were half precision before the
+    precision came, and did not train, stay. Optimizers that hold these weights go on as plain optimizers.
+
+    Blocks that a plugin compiled are not compiled any more; what the user compiled stays, and is compiled again at the
+    next call.
+
+    Args:
+        model: a module, LightningModule or ``transformers`` model; wrapped by Fabric, DDP or ``torch.compile`` too.
+        copy: leave ``model`` as it is, to train on, and return a plain deep copy.
+
+    Returns:
+        The module without wrappers, or its copy. A wrapper of DDP is of no use after a change in place.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        RuntimeError: the model is sharded (FSDP, FSDP2, tensor parallel), or is a part of what an optimizer with
+            masters or codes trains; the message says what to do.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"`model` is a {type(model).__name__}; expected a torch.nn.Module.")
+    module = unwrapped(model)
+    _refuse_sharded(module)
+    optimizers = _changed_optimizers(module)
+    if not copy:
+        _refuse_part(module, optimizers)
+    masters = existing_masters(module.parameters())
+    if copy:
+        module, masters = _copied(module, masters)
+    take_back(module)
+    weights = Float32Weights()
+    weights.undo_cast(module, masters)
+    for optimizer in () if copy else optimizers:
+        backends.revert_optimizer(optimizer)
+        weights.follow(optimizer)
+    for parameter in module.parameters():
+        unmark(parameter)
+    return module
+
+
+def unwrapped(model: Module) -> Module:
+    """Return the user's module inside of wrappers of Fabric, DDP and ``torch.compile``."""
+    inner: Any = without_compiled_wrapper(model)
+    if is_wrapped(inner) or isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
+
+
+def take_back(module: Module) -> None:
+    """Give ``module`` torch's own layers and functions back, in place; half-precision weights stay."""
+    left_over.forget(module)
+    backends.revert_all(module)
+    for part in module.modules():
+        undo_compile(part)
+
+
+def _refuse_sharded(module: Module) -> None:
+    sharded = [fqn for fqn, p in module.named_parameters() if isinstance(p, DTensor)]
+    wrappers = (FSDPModule, FullyShardedDataParallel)
+    if sharded or any(isinstance(part, wrappers) for part in module.modules()):
+        which = f"{len(sharded)} parameters of {type(module).__name__} are sharded" if sharded else "FSDP has the model"
+        raise RuntimeError(f"`plain(model)` needs whole weights, and {which}. {_GATHER}.")
+
+
+def _copied(module: Module, masters: Mapping[int, Tensor]) -> tuple[Module, dict[int, Tensor]]:
+    """Return a deep copy, whose parameters know again which dtype they got by a precision, and its masters."""
+    made = deepcopy(module)
+    pairs = list(zip(module.parameters(), made.parameters(), strict=True))
+    for parameter, copied in pairs:
+        if is_marked(parameter):
+            mark(copied)
+    return made, {id(copied): masters[id(p)] for p, copied in pairs if id(p) in masters}
+
+
+def _changed_optimizers(module: Module) -> list[Optimizer]:
+    """Return the optimizers of parameters of ``module`` that have masters, or that a backend has changed."""
+    own = {id(p) for p in module.parameters()}
+    changed = {id(o): o for o in (*backends.changed_optimizers(), *optimizers_with_masters())}
+    return [o for o in changed.values() if any(id(p) in own for p in parameters_of(o))]
+
+
+def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
+    """Raise if an optimizer has masters or codes of other parameters too: it cannot be plain for a part of them."""
+    own = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        others = [p for p in parameters_of(optimizer) if id(p) not in own and _is_changed(p)]
+        if others:
+            raise RuntimeError(
+                f"`plain(model)` got a {type(module).__name__}, and {type(optimizer).__name__} trains it together with"
+                f" {len(others)} parameters outside of it that are half precision or codes. Call `plain` with the whole"
+                " model that the optimizer trains, or make a plain copy of the part: `plain(part, copy=True)`."
+            )
+
+
+def _is_changed(parameter: Tensor) -> bool:
+    return (is_marked(parameter) and parameter.dtype in HALF_DTYPES) or backends.keeps_master(parameter)

@@ -1,0 +1,180 @@
+"""Tools that know torch's own layers: on a plain model they work; on layers of a backend they name `plain(model)`."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import quantize_dynamic
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
+from tests.precision.weights_left import Net, fit
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+PLUGINS = {
+    "torchao": FP8TorchAO,
+    "msamp-o3": lambda: MSAMP("O3"),
+    "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder"),
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.jit, torch.ao and their own insides
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:.*(to_torchscript|isinstance.treespec, LeafSpec|torch.quantize_per_tensor).*"),
+]
+LOAD = """
+import pickle, sys
+model, x = pickle.load(open(sys.argv[1], "rb"))
+assert not [name for name in sys.modules if name.startswith(("lightning_lowprec", "torchao"))]
+print(sum(model(x).flatten().tolist()))
+"""
+"""Unpickles a model in a process that has never heard of this package."""
+
+
+def sequential(net):
+    """The layers of a Net as a module of torch."""
+    return nn.Sequential(net.first, nn.ReLU(), net.second, net.norm, net.head)
+
+
+def exported(net, folder):
+    return torch.export.export(net, (X,)).module()(X)
+
+
+def onnx(net, folder):
+    return run_onnx(torch.onnx.export(net, (X,), dynamo=True, verbose=False).model_proto)
+
+
+def to_onnx(net, folder):
+    import onnx
+
+    net.to_onnx(folder / "net.onnx", X, dynamo=True, verbose=False)
+    return run_onnx(onnx.load(folder / "net.onnx"))
+
+
+def run_onnx(proto):
+    from onnx.reference import ReferenceEvaluator
+
+    (output,) = ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: X.numpy()})
+    return torch.from_numpy(output)
+
+
+def traced(net, folder):
+    return torch.jit.trace(sequential(net), X)(X)
+
+
+def scripted(net, folder):
+    return torch.jit.script(sequential(net))(X)
+
+
+def to_torchscript(net, folder):
+    return net.to_torchscript(folder / "net.pt", method="trace", example_inputs=X)(X)
+
+
+EXACT = {f.__name__: f for f in (exported, onnx, to_onnx, traced, scripted, to_torchscript)}
+
+
+def int8_weights(net, folder):
+    quantize_(net, Int8WeightOnlyConfig())
+    return net(X)
+
+
+def dynamic_int8(net, folder):
+    return quantize_dynamic(net, {nn.Linear})(X)
+
+
+ROUNDING = {f.__name__: f for f in (int8_weights, dynamic_int8)}
+TOOLS = EXACT | ROUNDING
+
+
+@pytest.fixture(scope="module", params=PLUGINS)
+def trained(request):
+    net = Net()
+    trainer = fit(PLUGINS[request.param](), net)
+    return net.eval(), trainer
+
+
+@pytest.fixture
+def net(trained):
+    return plain(trained[0], copy=True)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@torch.no_grad()
+def test_every_tool_takes_the_plain_model(net, tool, tmp_path):
+    expected = net(X)
+    found = TOOLS[tool](net, tmp_path)
+    if tool in EXACT:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert 0 < (found - expected).norm() / expected.norm() < 0.05
+
+
+@torch.no_grad()
+def test_compiled_and_copied(net):
+    expected = net(X)
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(X), expected)
+    copied = copy.deepcopy(net)
+    assert torch.equal(copied(X), expected)
+    assert [type(m) for m in copied.modules()] == [type(m) for m in Net().modules()]
+
+
+def test_a_pickle_needs_torch_alone(tmp_path):
+    expected, files = [], []
+    for name, make in PLUGINS.items():
+        net = Net()
+        trainer = fit(make(), net)
+        model = sequential(plain(net)).eval()
+        files.append(tmp_path / name)
+        files[-1].write_bytes(pickle.dumps((model, X)))
+        expected.append(sum(model(X).flatten().tolist()))
+        assert trainer
+    # one process for all: the import of torch is what takes the time
+    script = "import sys\nfiles = sys.argv[1:]\nfor file in files:\n    sys.argv[1] = file\n" + "".join(
+        f"    {line}\n" for line in LOAD.strip().splitlines()
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, files)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [float(line) for line in done.stdout.split()] == pytest.approx(expected)
+
+
+FP8 = {name: PLUGINS[name] for name in ("torchao", "msamp-o3")}
+
+
+@pytest.fixture(scope="module", params=FP8)
+def in_fp8(request):
+    net = Net()
+    trainer = fit(FP8[request.param](), net)
+    return net.eval(), trainer
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@torch.no_grad()
+def test_on_fp8_layers_every_tool_names_plain(in_fp8, tool, tmp_path, capsys):
+    net = copy.deepcopy(in_fp8[0])
+    before = {fqn: (type(m), type(getattr(m, "weight", None))) for fqn, m in net.named_modules()}
+    with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
+        TOOLS[tool](net, tmp_path)
+    assert {fqn: (type(m), type(getattr(m, "weight", None))) for fqn, m in net.named_modules()} == before
+    net(X)
+
+
+@torch.no_grad()
+def test_compilers_and_copies_take_fp8_layers(in_fp8):
+    net, _ = in_fp8
+    expected = net(X)
+    for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.compile(net, backend="aot_eager")):
+        torch.testing.assert_close(made(X), expected)
+
+
+def test_tools_take_fp8_layers_that_compute_plainly_in_evaluation(tmp_path):
+    net = Net()
+    fit(FP8TorchAO(fp8_eval=False), net)
+    net.eval()
+    same = plain(net, copy=True)
+    for tool in (exported, traced, onnx):
+        torch.testing.assert_close(tool(net, tmp_path), same(X), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,101 @@
+"""`plain(model)` of models with layers of Transformer Engine, and the tools that such layers refuse."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import quantize_dynamic
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from lightning_lowprec import FP8TE, plain
+from lightning_lowprec.te.fp8_weight import Fp8Weight
+from lightning_lowprec.te.fusion import fuse
+from lightning_lowprec.te.layer import TELayer
+from tests.precision.weights_left import exact_weights, same_bits
+from tests.te.decoders import linears, make
+from tests.te.reference import current_scaling
+from tests.te.subjects import Net, fabric_for
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+def seen(model):
+    return [(type(m), vars(m).keys()) for m in model.modules()], [
+        (id(p), type(p.data), p.dtype, p.requires_grad, vars(p).keys()) for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "remainder"}], ids=["float32", "remainder"])
+def test_the_model_is_the_one_before_with_the_trained_values(options, reference_te):
+    model = Net()
+    before = seen(model)
+    fabric = fabric_for(FP8TE(current_scaling(), norms=False, **options))
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(wrapped(X).square().mean())
+    optimizer.step()
+    expected = exact_weights(model)
+    made = plain(wrapped, copy=True)
+    assert isinstance(model.blocks[0][1], TELayer), "the model itself is as it was"
+    assert plain(wrapped) is model
+    assert seen(model) == before
+    for plain_model in (model, made):
+        assert same_bits({fqn: p.detach() for fqn, p in plain_model.named_parameters()}, expected)
+    program = torch.export.export(model, (X,))
+    torch.testing.assert_close(program.module()(X), model(X))
+
+
+def test_frozen_weights_in_fp8_alone_are_values_again(pretend_gpu):
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    before = seen(model)
+    fabric_for(FP8TE("current", fp8_params=True)).setup(model)
+    weight = model.blocks[0][1].weight
+    assert isinstance(weight, Fp8Weight)
+    values = weight.values()
+    made = plain(model, copy=True)
+    assert isinstance(model.blocks[0][1].weight, Fp8Weight), "the model itself is as it was"
+    assert seen(plain(model)) == before
+    for plain_model in (model, made):
+        assert torch.equal(plain_model.blocks[0][1].weight, values)
+
+
+def test_norms_and_fused_layers(pretend_gpu):
+    model = make("llama")
+    before, expected = seen(model), copy.deepcopy(model.state_dict())
+    assert "norm+" in fuse(model, may_convert=linears(model)).summary()
+    assert plain(model) is model
+    assert seen(model) == before
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
+    model = Net()
+    before = seen(model)
+    fabric_for(FP8TE("current")).setup(model)
+    assert type(model.blocks[0][0]) is not nn.LayerNorm
+    assert seen(plain(model)) == before
+
+
+TOOLS = {
+    "export": lambda net: torch.export.export(net, (X,)),
+    "trace": lambda net: torch.jit.trace(net, X),
+    "script": torch.jit.script,
+    "quantize_": lambda net: quantize_(net, Int8WeightOnlyConfig()),
+    "quantize_dynamic": lambda net: quantize_dynamic(net, {nn.Linear}),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tools_name_plain(tool, reference_te):
+    model = Net()
+    fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)(X)
+    with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
+        TOOLS[tool](model.eval())
+
+
+@pytest.mark.parametrize("tool", ["export", "trace", "script", "quantize_dynamic"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_norms_name_plain(tool, pretend_gpu):
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
+    fabric_for(FP8TE("current")).setup(model)
+    with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
+        TOOLS[tool](model[:1].eval())
