@@ -1,4 +1,6 @@
-"""Compare an exported folder with its checkpoint: both models by transformers, one after the other, in float32.
+"""Compare an exported folder with its checkpoint: both models run by transformers on CPU, one after the other.
+
+The checkpoint runs in float32, the folder as transformers loads it.
 
 The reference continues a prompt greedily. The folder's model then reads the text and this continuation once, so both
 models see the same tokens at every place.
@@ -122,7 +124,7 @@ def check(skeleton: Any, source: Source, out: Path, bounds: Bounds) -> Result:
             f"`--check` takes causal language models, and {type(skeleton).__name__} is none; leave it out."
         )
     reference = _measure_reference(skeleton, source, _tokens(out, bounds, skeleton.config))
-    served = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    served = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
     with torch.no_grad():
         logits = served(reference.text).logits[0].float()
         chosen = served(reference.greedy).logits[0].argmax(-1)

@@ -1,58 +1,60 @@
-"""Read the tensors of a checkpoint file, some rows at a time: files of ``torch.save``, safetensors, folders of those.
+"""Read the tensors of a checkpoint file some rows at a time: files of ``torch.save``, safetensors, folders of those.
 
-Files are mapped into memory. Pages that were read count as memory of the process, so a file is mapped anew after every
-:data:`WINDOW` bytes.
+Only the rows that are asked for are read. (To map a file into memory needs free memory for the whole file, on some
+machines, and pages that were read count as memory of the process.)
 """
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2 import torch_file
+from lightning_lowprec.private.torch_files import place_of, without_values
 from lightning_lowprec.serving.safetensors_file import DTYPES
 from lightning_lowprec.serving.shards import INDEX
 from lightning_lowprec.serving.source import Shape, Source
 from lightning_lowprec.tools.stored_weights import WEIGHT_KEYS, find_weights, unreadable
 
-WINDOW: Final = 256 * 1024**2
+_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+_LENGTH: Final = 8  # bytes before a header of safetensors
 
 
-class MappedFiles(Source):
-    """Tensors that are read from mapped memory."""
+class Place(NamedTuple):
+    """A contiguous tensor in a file."""
 
-    def __init__(self) -> None:
-        self._read = 0
+    file: Path
+    at: int
+    """The first byte."""
+    shape: Shape
 
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        if self._read > WINDOW:
-            self._reopen()
-            self._read = 0
-        tensor = self._tensor(name)
-        part = tensor[start:stop] if tensor.dim() else tensor.reshape(1)
-        self._read += part.numel() * part.element_size()
-        return part
 
-    @abstractmethod
-    def _reopen(self) -> None:
-        """Give the mapped memory back."""
+def read_rows(place: Place, start: int, stop: int) -> Tensor:
+    """Return ``tensor[start:stop]``; a tensor without dimensions is one row.
 
-    @abstractmethod
-    def _tensor(self, name: str) -> Tensor:
-        """Return a tensor in mapped memory."""
+    Raises:
+        ValueError: the file is too short.
+    """
+    size, dtype = place.shape
+    rows = torch.empty((stop - start, *size[1:]), dtype=dtype)
+    content: Any = rows.reshape(-1).view(torch.uint8).numpy()
+    row = content.nbytes // max(1, stop - start)
+    with place.file.open("rb") as stream:
+        stream.seek(place.at + start * row)
+        if stream.readinto(memoryview(content)) != content.nbytes:
+            raise ValueError(f"{str(place.file)!r} is damaged: it ends within a tensor. Load another checkpoint.")
+    return rows
 
 
 @final
-class TorchFile(MappedFiles):
+class TorchFile(Source):
     """A file of the Trainer, of ``fabric.save`` or of ``torch.save``.
 
     Args:
@@ -65,37 +67,43 @@ class TorchFile(MappedFiles):
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
-        super().__init__()
-        self._path, self._key = path, key
         torch_file.check_records(path)
-        self.content = torch_file.read(path, None, map_location="meta")
-        """The whole checkpoint, whose tensors are on the meta device."""
-        self._shapes = {n: Shape(t.shape, t.dtype) for n, t in find_weights(self.content, key).items()}
-        if not self._shapes:
+        with without_values():
+            self.content = torch_file.read(path, None, mmap=False)
+            """The whole checkpoint, whose tensors have no values."""
+        self._path = path
+        self._tensors = find_weights(self.content, key)
+        if not self._tensors:
             keys = ", ".join(map(repr, self.content)) if isinstance(self.content, Mapping) else "no keys"
             raise ValueError(
                 f"{str(path)!r} holds no weights under {key or ' or '.join(WEIGHT_KEYS)!r}; it has: {keys}. Name the"
                 " right one with `--key`."
             )
-        self._weights: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        if any(place_of(tensor) is None for tensor in self._tensors.values()):  # torch's format of before 1.6
+            self._whole = find_weights(torch_file.read(path, None), key)
 
     @override
     def shapes(self) -> Mapping[str, Shape]:
-        return self._shapes
+        return {name: Shape(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
 
     @override
-    def _reopen(self) -> None:
-        self._weights = {}
-
-    @override
-    def _tensor(self, name: str) -> Tensor:
-        if not self._weights:
-            self._weights = find_weights(torch_file.read(self._path, None), self._key)
-        return self._weights[name]
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        tensor, whole = self._tensors[name], self._whole.get(name)
+        if whole is not None:
+            return whole[start:stop] if whole.dim() else whole.reshape(1)
+        place = place_of(tensor)
+        assert place is not None
+        if tensor.is_contiguous():
+            at = place + int(tensor.storage_offset()) * tensor.element_size()
+            return read_rows(Place(self._path, at, Shape(tensor.shape, tensor.dtype)), start, stop)
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        stored = read_rows(Place(self._path, place, Shape(torch.Size([count]), tensor.dtype)), 0, count)
+        return stored.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[start:stop]
 
 
 @final
-class SafetensorsFiles(MappedFiles):
+class SafetensorsFiles(Source):
     """A file of safetensors, or a folder with several and their index.
 
     Args:
@@ -106,49 +114,47 @@ class SafetensorsFiles(MappedFiles):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._open_files: dict[Path, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        self._shapes: dict[str, Shape] = {}
-        for file in _files(path):
-            opened = self._opened(file)
-            for name in opened.keys():  # noqa: SIM118
-                self._file_of[name] = file
-                part = opened.get_slice(name)
-                self._shapes[name] = Shape(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
-        self._reopen()
+        self._places = {name: place for file in _files(path) for name, place in _places(file).items()}
 
     @override
     def shapes(self) -> Mapping[str, Shape]:
-        return self._shapes
+        return {name: place.shape for name, place in self._places.items()}
 
     @override
-    def _reopen(self) -> None:
-        self._open_files = {}
-
-    @override
-    def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened(self._file_of[name]).get_tensor(name)
-        return tensor
-
-    def _opened(self, file: Path) -> Any:
-        if file not in self._open_files:
-            safetensors = require("safetensors", "a safetensors checkpoint")
-            try:
-                self._open_files[file] = safetensors.safe_open(file, framework="pt")
-            except safetensors.SafetensorError as error:
-                raise unreadable(file, error) from error
-        return self._open_files[file]
-
-
-_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return read_rows(self._places[name], start, stop)
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     index = path / INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [path / name for name in names]
-    return [path / "model.safetensors"]
+    if not index.is_file():
+        return [path / "model.safetensors"]
+    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _places(file: Path) -> dict[str, Place]:
+    """Return where the tensors of a file of safetensors lie; `safetensors_file.py` draws the format."""
+    if not file.is_file():
+        raise ValueError(f"{str(file)!r} is missing; expected a file of safetensors.")
+    total = os.path.getsize(file)
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH), "little")
+            if length > total:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        found = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            shape = Shape(torch.Size(entry["shape"]), _DTYPES[entry["dtype"]])
+            begin = _LENGTH + length + first
+            if last - first != shape.size.numel() * shape.dtype.itemsize or begin + last - first > total:
+                raise ValueError(f"{name!r} does not fit into the file")
+            found[name] = Place(file, begin, shape)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise unreadable(file, error) from error
+    return found
