@@ -1,6 +1,7 @@
 """`lowprec export --format`: from checkpoints to folders, `--check`, and what is refused."""
 
 import json
+import math
 import os
 import re
 import warnings
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
@@ -87,15 +88,29 @@ def test_every_form_of_a_checkpoint_becomes_what_the_live_model_becomes(trained,
     assert json.loads((tmp_path / "out" / "lowprec_export.json").read_text())["codes_of_the_last_step"] == 7
 
 
+def measured_by_hand(folder, out):
+    """SNR of the logits, equal greedy tokens and perplexities of 128 tokens, by transformers' own `generate`."""
+    tokens = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))
+    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "model")).eval()
+    reference.load_state_dict(torch.load(folder / "fabric.ckpt")["model"])
+    served = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+    with torch.no_grad():
+        texts = [model(tokens).logits[0].float() for model in (reference, served)]
+        greedy = reference.generate(tokens[:, :32], max_new_tokens=256, min_new_tokens=256, do_sample=False)
+        chosen = served(greedy).logits[0].argmax(-1)
+    noise, signal = (texts[1] - texts[0]).square().sum(), texts[0].square().sum()
+    losses = [torch.nn.functional.cross_entropy(text[:-1], tokens[0, 1:]).item() for text in texts]
+    return 10 * torch.log10(signal / noise).item(), (chosen[31:-1] == greedy[0, 32:]).sum().item(), losses
+
+
 def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_path, capsys):
     assert export(trained, "trainer.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 0
     said = capsys.readouterr().out
-    snr = float(re.search(r"logits ([\d.]+) dB", said)[1])
-    assert 20 < snr < 40  # e4m3 weights, exact activations
-    share, of = re.search(r"(\d+) of (\d+) greedy tokens are the same", said).groups()
-    assert int(of) == 256
-    assert int(share) > 0.8 * 256
-    assert re.search(r"perplexity [\d.e+]+, the checkpoint's [\d.e+]+ \([+-][\d.]+ %\)", said)
+    snr, same, (before, after) = measured_by_hand(trained, tmp_path / "out")
+    assert f"logits {snr:.1f} dB from the checkpoint's" in said
+    assert f"{same} of 256 greedy tokens are the same" in said
+    found = re.search(r"perplexity ([\d.e+]+), the checkpoint's ([\d.e+]+) \(", said).groups()
+    assert [float(value) for value in found] == pytest.approx([math.exp(after), math.exp(before)], rel=1e-3)
     bounds = ["--check", f"--min_snr={snr + 1}", "--max_perplexity=1e-9"]
     assert export(trained, "trainer.ckpt", tmp_path / "strict", *bounds, format="hf-fp8-block") == 1
     said = capsys.readouterr().out
@@ -189,8 +204,8 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
 
 
 def test_memory_is_that_of_some_rows_and_not_of_a_tensor(tmp_path):
-    """The largest tensor has 819 MB; its file has holes in place of zeros."""
-    config = LlamaConfig(**{**SIZES, "vocab_size": 200_000, "hidden_size": 1024, "tie_word_embeddings": True})
+    """The largest tensor has 410 MB; its file has holes in place of zeros."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": 100_000, "hidden_size": 1024, "tie_word_embeddings": True})
     config.save_pretrained(tmp_path / "model")
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -210,5 +225,5 @@ print("GREW", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     ended = python("-c", code, cwd=tmp_path, environ={**os.environ, "PYTHONPATH": str(ROOT)})
     assert ended.returncode == 0, ended.stderr
-    assert max(tensor.size for tensor in stored) > 0.8e9
-    assert int(re.search(r"GREW (\d+)", ended.stdout)[1]) * 1024 < 0.3e9
+    assert max(tensor.size for tensor in stored) > 0.4e9
+    assert int(re.search(r"GREW (\d+)", ended.stdout)[1]) * 1024 < 0.25e9
