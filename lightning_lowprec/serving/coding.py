@@ -76,6 +76,8 @@ def coded(
     rounding: WeightRounding | None,
     amax: Tensor | None,
     tally: Tally,
+    *,
+    checks: bool,
 ) -> Iterator[tuple[Literal["codes", "scales"], Tensor]]:
     """Yield the codes and the reciprocal scales of a weight, some rows at a time.
 
@@ -86,15 +88,16 @@ def coded(
         rounding: of the forward; None: the weight had none.
         amax: [1, 1], of the whole weight, if the rounding has one scale.
         tally: is filled.
+        checks: whether values are checked, for which the device is waited for.
 
     Raises:
-        ValueError: a value is NaN or inf.
+        ValueError: a value is NaN or inf (``checks``).
     """
     same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
     for start in _starts(shape):
         values = rows(start, min(start + step_of(shape), shape[0]))
         own = amax_grid(values, scale_per)
-        if not bool(own.isfinite().all()):
+        if checks and bool(own.isfinite().logical_not().any()):
             raise ValueError("it holds NaN or inf")
         if rounding is None:
             grid = nearest_scale(own)
@@ -105,7 +108,7 @@ def coded(
             grid = rounding.scale_of(own)
         stored = codes(values, grid)
         inverse = grid.reciprocal()
-        if rounding is not None and not same:
+        if checks and rounding is not None and not same:
             _compare(values, stored, inverse, rounding, tally)
         yield "codes", stored
         yield "scales", inverse

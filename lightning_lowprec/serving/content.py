@@ -51,6 +51,8 @@ class Content:
         format: the format.
         dtype: of floating-point tensors without codes; None: as they are.
         weights_only: whether the server reads weights only in FP8.
+        checks: whether NaN and inf raise, and other codes than the run's are compared; for both, the device is waited
+            for.
     """
 
     source: Source
@@ -59,6 +61,7 @@ class Content:
     format: Format
     dtype: torch.dtype | None
     weights_only: bool = False
+    checks: bool = False
     tally: Tally = field(default_factory=Tally)
     kept: dict[str, str] = field(default_factory=dict)
     """The linear layers in high precision, and the reasons."""
@@ -178,7 +181,8 @@ class Content:
             amax = largest(rows, shape)
         codes, scales = self.format.names(target.name)
         names = {"codes": codes, "scales": scales}
-        for kind, part in coded(rows, shape, self.format.scale_per, rounding, amax, self.tally):
+        scale_per, tally = self.format.scale_per, self.tally
+        for kind, part in coded(rows, shape, scale_per, rounding, amax, tally, checks=self.checks):
             yield names[kind], part
 
     def _rounding(self, group: Group) -> WeightRounding | None:

@@ -231,6 +231,7 @@ def write(
         format=find(options.format),
         dtype=DTYPES[options.dtype],
         weights_only=options.weights_only,
+        checks=True,
     )
     if choice.roundings and not content.coded:
         reasons = "; ".join(sorted(set(content.kept.values())))

@@ -27,7 +27,7 @@ def fp8_state(
 
     One tensor is made at a time, on the device of the model, so there is no second copy of the model. Of a sharded
     model, each tensor is gathered when its turn comes: all ranks iterate to the end, and every rank gets whole tensors.
-    Do not change the weights while you iterate.
+    Do not change the weights while you iterate. The device is not waited for, so NaN and inf are handed on.
 
     Args:
         model: as for ``export``; a module without a model of transformers keeps its own names.
@@ -36,7 +36,7 @@ def fp8_state(
         merge_adapters: add a LoRA adapter to the weights; else the adapter is left out.
 
     Raises:
-        ValueError: an option is not valid, no layer is converted, or a weight holds NaN or inf.
+        ValueError: an option is not valid, or no layer is converted.
     """
     inner = served_model(model) if any(map(is_model, model.modules())) else model
     layout = find(format)

@@ -24,16 +24,14 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
     if isinstance(getattr(layer, "weight", None), FrozenWeight):
         return {"weight": _STORED}
     from lightning_lowprec.te.linear import TELinear
+    from lightning_lowprec.te.switch import recipe_of_forward
 
-    if not isinstance(layer, TELinear):
-        return {}
-    recipe: Any = layer.own_recipe if layer.own_recipe is not None else layer.fp8_meta.get("recipe")
-    rounding = _of_recipe(recipe)
+    rounding = _of_recipe(recipe_of_forward(layer)) if isinstance(layer, TELinear) else None
     return {} if rounding is None else {"weight": rounding}
 
 
 def _of_recipe(recipe: Any) -> WeightRounding | None:
-    if recipe is None or isinstance(recipe, str):
+    if recipe is None:
         return None
     if recipe.delayed():
         return OF_KIND["delayed"]

@@ -146,6 +146,19 @@ def test_a_run_without_fp8_gets_the_formats_own_scales(trained, tmp_path, capsys
     assert torch.equal(tensors(tmp_path / "out")[f"{name}_scale"], scale.reciprocal())
 
 
+def test_blocks_of_transformer_engine_have_the_scales_that_it_trained_with(trained, tmp_path, capsys):
+    options = (trained, "plain.safetensors", tmp_path / "out")
+    assert export(*options, format="hf-fp8-block", precision="fp8-block") == 0, capsys.readouterr().err
+    assert "7 weights: the codes are those of the last step" in capsys.readouterr().out
+    weight, name = llama_weight(trained), "model.layers.0.mlp.up_proj.weight"  # [256, 128]: two blocks
+    amax = weight.reshape(2, 128, 128).abs().amax((1, 2)).double()
+    scale = torch.exp2(torch.floor(torch.log2(448 / amax))).float()  # Float8BlockScaling: powers of two
+    stored = tensors(tmp_path / "out")
+    assert torch.equal(stored[f"{name}_scale_inv"], scale.reciprocal().reshape(2, 1))
+    codes = (weight * scale.repeat_interleave(128)[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(stored[name].view(torch.uint8), codes.view(torch.uint8))
+
+
 def llama_weight(folder):
     return torch.load(folder / "fabric.ckpt")["model"]["model.layers.0.mlp.up_proj.weight"]
 

@@ -27,7 +27,7 @@ _DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _LENGTH: Final = 8  # bytes before a header of safetensors
 
 
-class Place(NamedTuple):
+class StoredRows(NamedTuple):
     """A contiguous tensor in a file."""
 
     file: Path
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     shape: Shape
 
 
-def read_rows(place: Place, start: int, stop: int) -> Tensor:
+def read_rows(place: StoredRows, start: int, stop: int) -> Tensor:
     """Return ``tensor[start:stop]``; a tensor without dimensions is one row.
 
     Raises:
@@ -96,9 +96,9 @@ class TorchFile(Source):
         assert place is not None
         if tensor.is_contiguous():
             at = place + int(tensor.storage_offset()) * tensor.element_size()
-            return read_rows(Place(self._path, at, Shape(tensor.shape, tensor.dtype)), start, stop)
+            return read_rows(StoredRows(self._path, at, Shape(tensor.shape, tensor.dtype)), start, stop)
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        stored = read_rows(Place(self._path, place, Shape(torch.Size([count]), tensor.dtype)), 0, count)
+        stored = read_rows(StoredRows(self._path, place, Shape(torch.Size([count]), tensor.dtype)), 0, count)
         return stored.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[start:stop]
 
 
@@ -134,7 +134,7 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
-def _places(file: Path) -> dict[str, Place]:
+def _places(file: Path) -> dict[str, StoredRows]:
     """Return where the tensors of a file of safetensors lie; `safetensors_file.py` draws the format."""
     if not file.is_file():
         raise ValueError(f"{str(file)!r} is missing; expected a file of safetensors.")
@@ -154,7 +154,7 @@ def _places(file: Path) -> dict[str, Place]:
             begin = _LENGTH + length + first
             if last - first != shape.size.numel() * shape.dtype.itemsize or begin + last - first > total:
                 raise ValueError(f"{name!r} does not fit into the file")
-            found[name] = Place(file, begin, shape)
+            found[name] = StoredRows(file, begin, shape)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable(file, error) from error
     return found
