@@ -74,6 +74,7 @@ def _wrap(plugin: LowPrecision, engine: ZeroEngine, strategy: Any) -> None:
         strategy.init_deepspeed = partial(_initialize, engine, strategy, strategy.init_deepspeed)
     else:
         strategy.setup_module = partial(_set_up_module, engine, strategy.setup_module)
+        strategy.config.setdefault("gradient_clipping", 0.0)  # else DeepSpeed clips at 1.0; the Trainer sets it itself
         joint = strategy.setup_module_and_optimizers
         strategy.setup_module_and_optimizers = partial(_set_up, plugin, engine, joint)
     strategy.load_checkpoint = partial(_load, strategy.load_checkpoint)

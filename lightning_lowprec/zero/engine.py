@@ -72,15 +72,22 @@ class ZeroEngine(Engine):
     def optimizer_step(
         self, optimizer: Any, model: LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
-        """Call the engine, as Lightning's own plugins do; in Fabric ``optimizer`` is the engine."""
+        """Call the engine, which counts micro-batches and skipped steps.
+
+        Lightning's Fabric passes ZeRO's optimizer, whose own ``step`` would count neither.
+        """
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(
+                f"{self.name}: no engine is there to step. Set model and optimizer up together: `fabric.setup(model,"
+                " optimizer)`."
+            )
         if model is None:
-            output = optimizer.step(**kwargs)
+            output = engine.step(**kwargs)
         else:
             lightnings: Any = TrainerDeepSpeed
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
-        engine = self._engine()
-        steps = self._steps if engine is None else engine.global_steps
-        self._ended_step, self._steps = steps != self._steps, steps
+        self._ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
 
     def _enter(self, module: Module, args: Any) -> None:
