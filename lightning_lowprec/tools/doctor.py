@@ -23,6 +23,7 @@ from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
+from lightning_lowprec.private import deepspeed as deepspeed_names
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
@@ -32,7 +33,14 @@ from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools import hardware_text
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 
-LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
+LIBRARIES = (
+    torch_names,
+    lightning_names,
+    torchao_names,
+    transformer_engine_names,
+    transformers_names,
+    deepspeed_names,
+)
 """For each library, the file that knows which of the library's private names this package uses."""
 
 

@@ -26,6 +26,8 @@ def allow() -> None:
     FabricDeepSpeed.setup_environment = FabricDDP.setup_environment
     DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
     for accelerator in (FabricCPU, CPUAccelerator):
-        accelerator.get_parallel_devices = staticmethod(lambda devices: [torch.device("cpu", i) for i in range(devices)])
+        accelerator.get_parallel_devices = staticmethod(
+            lambda devices: [torch.device("cpu", i) for i in range(devices)]
+        )
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks oneDNN; torch computes fp16 on any CPU
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
