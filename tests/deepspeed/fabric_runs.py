@@ -101,7 +101,7 @@ def resumed(stage, folder):
 
 
 def kept_by_backward():
-    """The tensors that the backward of ZeRO-3 keeps in the memory of gathered weights, and the codes that layers keep."""
+    """The tensors in memory of gathered weights that the backward of ZeRO-3 keeps, and the codes that layers keep."""
     fabric = fabric_of("deepspeed_stage_3", precision="fp8-tensorwise")
     model, _ = started(fabric)
     layers = [module for module in model.modules() if type(module).__name__ == "FP8Linear"]

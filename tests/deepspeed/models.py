@@ -6,7 +6,7 @@ WIDTH, VOCABULARY = 32, 32
 
 
 class Net(nn.Module):
-    """A block whose layers convert, and a head that stays; weights are bf16 values, as ZeRO's masters start from them."""
+    """A block whose layers convert, and a head that stays; weights are bf16 values: ZeRO's masters start from these."""
 
     def __init__(self) -> None:
         super().__init__()
