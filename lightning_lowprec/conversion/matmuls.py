@@ -74,14 +74,15 @@ def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
 def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     name = type(module).__name__
     weight = module._parameters.get("weight")
-    shape: tuple[int, ...] = () if weight is None else whole_shape(weight)
     if isinstance(module, nn.Linear):
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
         return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
-    if name == "Conv1D" and len(shape) == 2:  # another copy of GPT-2's: weight is [in, out]
+    if (
+        name == "Conv1D" and weight is not None and len(shape := whole_shape(weight)) == 2
+    ):  # another copy of GPT-2's: weight is [in, out]
         return [Matmul(fqn=fqn, kind=CONV1D, in_features=shape[0], out_features=shape[1])]
-    if name.endswith("Router") and len(shape) == 2:
+    if name.endswith("Router") and weight is not None and len(shape := whole_shape(weight)) == 2:
         return [Matmul(fqn=fqn, kind="router", in_features=shape[1], out_features=shape[0])]
     if "expert" not in fqn.rpartition(".")[2].lower() and not is_stack(module):
         return []
