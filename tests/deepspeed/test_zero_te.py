@@ -40,11 +40,11 @@ def losses(strategy, **how):
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_trains_as_one_device_with_float32_masters(on_the_cpu, stage):
+def test_zero_trains_as_one_device_with_float32_masters(on_the_cpu):
     expected = losses("auto", plugins=FP8TE(reference.current_scaling(), norms=False, master_weights=True))
-    assert losses(f"deepspeed_stage_{stage}", plugins=FP8TE(reference.current_scaling(), norms=False)) == expected
     assert expected[-1] < expected[0]
+    for stage in (1, 2):  # in one test: DeepSpeed keeps process groups, which end with a test
+        assert losses(f"deepspeed_stage_{stage}", plugins=FP8TE(reference.current_scaling(), norms=False)) == expected
 
 
 def test_zero_3_and_fusion_are_refused(on_the_cpu):
