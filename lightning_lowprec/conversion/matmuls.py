@@ -78,9 +78,8 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
         return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
-    if (
-        name == "Conv1D" and weight is not None and len(shape := whole_shape(weight)) == 2
-    ):  # another copy of GPT-2's: weight is [in, out]
+    # another copy of GPT-2's: weight is [in, out]
+    if name == "Conv1D" and weight is not None and len(shape := whole_shape(weight)) == 2:
         return [Matmul(fqn=fqn, kind=CONV1D, in_features=shape[0], out_features=shape[1])]
     if name.endswith("Router") and weight is not None and len(shape := whole_shape(weight)) == 2:
         return [Matmul(fqn=fqn, kind="router", in_features=shape[1], out_features=shape[0])]

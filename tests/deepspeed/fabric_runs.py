@@ -1,6 +1,7 @@
 """Runs of two ranks in Fabric, under DDP and ZeRO."""
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import deepspeed
 import lightning as L
@@ -23,6 +24,8 @@ NAMES = [
     "fp8-tensorwise-fp16",
     "fp8-e4m3-torchao-fp16",
 ]
+
+FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
 
 
 def reference(name):
@@ -76,6 +79,29 @@ def trained(strategy, **how):
     fabric = fabric_of(strategy, **how)
     model, optimizer = started(fabric)
     losses = steps(fabric, model, optimizer, batches(STEPS, fabric.global_rank))
+    return {"losses": losses, "weights": weights(model)}
+
+
+def mixture(strategy, **how):
+    """Two steps of a small Mixtral, whose stacked experts are one Parameter of three dimensions."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    fabric = fabric_of(strategy, **how)
+    torch.manual_seed(0)
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(p.bfloat16())
+    model, optimizer = fabric.setup(net, optimizer_of(net))
+    losses = []
+    for batch in batches(2, fabric.global_rank):
+        loss = model(input_ids=batch, labels=batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return {"losses": losses, "weights": weights(model)}
 
 
@@ -140,7 +166,8 @@ def overflow():
 def main(folder):
     seen = {"reference": {name: trained("ddp", plugins=reference(name)) for name in NAMES}}
     for stage in (1, 2, 3):  # stage 3 last: DeepSpeed replaces F.linear for the rest of the process
-        seen[stage] = {name: trained(f"deepspeed_stage_{stage}", precision=name) for name in NAMES}
+        names = FEW if stage == 1 else NAMES
+        seen[stage] = {name: trained(f"deepspeed_stage_{stage}", precision=name) for name in names}
         seen["resumed", stage] = resumed(stage, f"{folder}/{stage}")
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
@@ -148,6 +175,9 @@ def main(folder):
         "zero_allow_untested_optimizer": True,
     }
     seen["offload"] = trained(DeepSpeedStrategy(config=config), precision="fp8-tensorwise")
+    if find_spec("transformers"):
+        seen["mixtures"] = [mixture("ddp", plugins=lp.FP8TorchAO(master_weights=True))]
+        seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-tensorwise") for stage in (2, 3)]
     seen["kept"] = kept_by_backward()
     seen["overflow"] = overflow()
     return seen
