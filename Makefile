@@ -6,6 +6,8 @@ TE := .venv-te
 TE_VERSION := 2.20.2
 TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate matplotlib \
 	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+DEEPSPEED := .site-deepspeed
+DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -16,7 +18,7 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-ledger ledger rehearse bench clean
+.PHONY: help demo test check format test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +27,7 @@ help:
 	@echo "make check       lint and types"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
+	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    the GPU lane and the slowest of tests/gpu, on a GPU that computes nothing (20 minutes)"
@@ -52,6 +55,13 @@ $(TE)/.installed: pyproject.toml constraints-te.txt tools/te_extension.py
 	@$(PYTHON) -m venv $(TE)
 	@$(TE)/bin/python $(PIP_INSTALL) -c constraints-te.txt -e '.[test,hf]' transformer-engine==$(TE_VERSION) transformer-engine-cu13 $(TE_NEEDS)
 	@wheel=$$($(TE)/bin/python tools/te_extension.py $(TE_VERSION)) && $(TE)/bin/python $(PIP_INSTALL) --no-deps "$$wheel"
+	@touch $@
+
+# beside the ordinary environment, not in it: an installed DeepSpeed changes Lightning, accelerate and transformers
+$(DEEPSPEED)/.installed: $(VENV)/.installed
+	@echo "Setting up $(DEEPSPEED) ..."
+	@rm -rf $(DEEPSPEED)
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target $(DEEPSPEED) $(DEEPSPEED_NEEDS)
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -82,6 +92,12 @@ test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/test_migration.py tests/benchmarks/test_gpu_lane_te.py
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
 
+test-deepspeed: $(DEEPSPEED)/.installed
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu $(RUN)/python -m pytest tests/deepspeed
+	@if [ -e $(TE)/.installed ]; then PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
+	$(TE)/bin/python -m pytest tests/deepspeed/test_zero_te.py; \
+	else echo "left out: tests/deepspeed/test_zero_te.py, which needs the environment of make test-te"; fi
+
 test-ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger tests/gpu $(COMPILING:%=--ignore %)
 
@@ -102,4 +118,4 @@ bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(TE) .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -64,6 +64,7 @@ from lightning_lowprec.strategies import (
     is_fsdp2,
     resolve_strategy,
 )
+from lightning_lowprec.zero.bind import DEEPSPEED, bind
 
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
 """The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
@@ -199,6 +200,9 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
+            if isinstance(self.strategy, DEEPSPEED):
+                bind(plugin, self.strategy)
+                return
             if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
                 return
             if isinstance(self.strategy, SHARDED):

@@ -17,6 +17,8 @@ from lightning_lowprec.fsdp2.from_fsdp import FSDP1
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
+from lightning_lowprec.zero.bind import DEEPSPEED
+from lightning_lowprec.zero.choice import check_plugin
 
 OURS: Final = (FabricFSDP2Strategy, FSDP2Strategy)
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
@@ -71,21 +73,21 @@ SHARDED = (fabric.ModelParallelStrategy, trainer.ModelParallelStrategy)
 """Of these, ours shard by themselves; under Lightning's own, ``parallelize`` does our part in the user's code."""
 SUPPORTED = (
     *SHARDED,
+    *DEEPSPEED,
     fabric.DDPStrategy,
     fabric.SingleDeviceStrategy,
     trainer.DDPStrategy,
     trainer.SingleDeviceStrategy,
 )
 UNSUPPORTED = (  # some of Lightning's derive from the ones above
-    fabric.DeepSpeedStrategy,
     fabric.SingleDeviceXLAStrategy,
     fabric.XLAStrategy,
-    trainer.DeepSpeedStrategy,
     trainer.SingleDeviceXLAStrategy,
     trainer.XLAStrategy,
 )
 UNSHARDED = "one device, 'ddp' and its variants (ddp_spawn, ddp_fork, ddp_notebook, ddp_find_unused_parameters_true)"
-SHARDED_TOO = ", 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
+FSDP2_TOO = ", 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
+SHARDED_TOO = f"{FSDP2_TOO}, or 'deepspeed_stage_1', '_2' and '_3'"
 
 
 def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
@@ -98,7 +100,8 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
         registry: Lightning's registry, name -> ``{"strategy": class, ...}``.
 
     Raises:
-        ValueError: the strategy is none of ``SUPPORTED``, or one of ``UNSUPPORTED``.
+        ValueError: the strategy is none of ``SUPPORTED``, or one of ``UNSUPPORTED``, or DeepSpeed has no equal of an
+            option of the plugin.
     """
     if isinstance(strategy, str):
         name = strategy.lower()
@@ -107,12 +110,20 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
         cls = registry[name]["strategy"]
     else:
         name, cls = type(strategy).__name__, type(strategy)
-    whole = plugin.keeps_codes and not plugin.shards_codes
-    unsupported = (*UNSUPPORTED, *SHARDED) if whole else UNSUPPORTED
+    codes = plugin.keeps_codes
+    whole = codes and not plugin.shards_codes
+    unsupported = (*UNSUPPORTED, *(SHARDED if whole else ()), *(DEEPSPEED if codes else ()))
     if not issubclass(cls, SUPPORTED) or issubclass(cls, unsupported):
-        works = UNSHARDED + ("; under 'fsdp2', 'msamp-o3' does" if whole else SHARDED_TOO)
+        works = UNSHARDED + ("; under 'fsdp2', 'msamp-o3' does" if whole else FSDP2_TOO if codes else SHARDED_TOO)
         raise ValueError(
             f"`precision={plugin.precision!r}` does not run under `strategy={name!r}` yet. It runs under {works}."
+        )
+    if issubclass(cls, DEEPSPEED):
+        check_plugin(plugin, name)
+    elif plugin.engine is not None:
+        raise ValueError(
+            f"`{plugin}` has left its options to {plugin.engine.name}, in an earlier Trainer or Fabric. Make a new"
+            f" plugin for `strategy={name!r}`."
         )
 
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"masters"},
     {"precision"},
     {"torchao", "te", "msamp"},
-    {"fsdp2", "callbacks"},
+    {"fsdp2", "zero", "callbacks"},
     {"names", "registration", "recipes", "strategies", "from_accelerate"},
     {"serving"},
     {"tools"},

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.private import transformers
+from lightning_lowprec.private.deepspeed import whole_shape
 
 STACKED: Final = "stacked experts"
 """The kind of a Parameter of three dimensions that holds one matrix per expert."""
@@ -51,7 +52,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def sizes_of_conv1d(module: nn.Module) -> dict[str, int]:
     """Return the sizes of a ``Conv1D`` as a Linear calls them."""
-    rows, columns = cast(Tensor, module.weight).shape
+    rows, columns = whole_shape(cast(Tensor, module.weight))
     return {"in_features": rows, "out_features": columns}
 
 
@@ -77,10 +78,11 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
         return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
-    if name == "Conv1D" and weight is not None and weight.dim() == 2:  # another copy of GPT-2's: weight is [in, out]
-        return [Matmul(fqn=fqn, kind=CONV1D, in_features=weight.shape[0], out_features=weight.shape[1])]
-    if name.endswith("Router") and weight is not None and weight.dim() == 2:
-        return [Matmul(fqn=fqn, kind="router", in_features=weight.shape[1], out_features=weight.shape[0])]
+    # another copy of GPT-2's: weight is [in, out]
+    if name == "Conv1D" and weight is not None and len(shape := whole_shape(weight)) == 2:
+        return [Matmul(fqn=fqn, kind=CONV1D, in_features=shape[0], out_features=shape[1])]
+    if name.endswith("Router") and weight is not None and len(shape := whole_shape(weight)) == 2:
+        return [Matmul(fqn=fqn, kind="router", in_features=shape[1], out_features=shape[0])]
     if "expert" not in fqn.rpartition(".")[2].lower() and not is_stack(module):
         return []
     first, second = (1, 2) if getattr(module, "is_transposed", False) else (2, 1)
@@ -91,11 +93,11 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
         Matmul(
             fqn=f"{fqn}.{parameter}",
             kind=STACKED,
-            in_features=p.shape[first],
-            out_features=p.shape[second],
-            per_token=float(top_k or p.shape[0]),
-            stored=p.shape[0],
+            in_features=sizes[first],
+            out_features=sizes[second],
+            per_token=float(top_k or sizes[0]),
+            stored=sizes[0],
         )
         for parameter, p in module._parameters.items()
-        if p is not None and p.dim() == 3
+        if p is not None and len(sizes := whole_shape(p)) == 3
     ]

@@ -16,6 +16,7 @@ from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.sorted_experts import difference, is_sorted_stack
 from lightning_lowprec.private import transformers
+from lightning_lowprec.private.deepspeed import whole_shape
 from lightning_lowprec.private.transformers import has_parallel_forward
 
 FEATURE_ALIGNMENT = 16
@@ -103,7 +104,7 @@ def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> s
         return "its forward is replaced on the instance"
     if weight.dtype not in LINEAR_DTYPES:
         return f"weights of {weight.dtype}"
-    if any(size % alignment for size in weight.shape[1:]):
+    if any(size % alignment for size in whole_shape(weight)[1:]):
         return f"features are no multiples of {alignment}"
     return None
 

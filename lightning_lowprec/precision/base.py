@@ -38,8 +38,9 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import float32_products, left_over, refusals, state, step
+from lightning_lowprec.precision import first_step, float32_products, left_over, refusals, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
+from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
 from lightning_lowprec.precision.heads import replace_heads
 from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
@@ -77,6 +78,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether FSDP2 can shard these codes."""
     phases: ScheduledPhases | None = None
     """The option ``schedule``: the phases that the layers follow."""
+    engine: Engine | None = None
+    """Runs backward passes and steps, and has the masters and the loss scale, in place of the plugin (DeepSpeed)."""
     reduce_dtype: torch.dtype | None = None
     """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
@@ -113,7 +116,8 @@ class LowPrecision(TrainerPrecision, ABC):
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped, because a gradient was not finite."""
-        return 0 if self.scaler is None else self.scaler.skipped_steps
+        counts = self.scaler or self.engine
+        return 0 if counts is None else counts.skipped_steps
 
     @property
     def peak_rate_dtype(self) -> torch.dtype:
@@ -143,6 +147,10 @@ class LowPrecision(TrainerPrecision, ABC):
             options: the ``ShardOptions``.
         """
         return f"`precision={self.precision!r}` has no FP8 weights"
+
+    def engine_refusal(self, engine: Engine) -> str | None:
+        """Return why this precision does not run by an engine, as the end of a sentence; None if it does."""
+        return None
 
     def sharded_identity(self) -> tuple[Any, ...]:
         """Return everything about this precision that sharding builds into a model.
@@ -202,7 +210,8 @@ class LowPrecision(TrainerPrecision, ABC):
             follow_autocast(module)
             if self.masters is not None:
                 self._set_dtypes(module)
-            self._half_weights = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
+            casts = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
+            self._half_weights = casts or self.engine is not None
             prepared.append((module, device))
         for optimizer in self.optimizers.known:
             self._prepare_weights_of(optimizer)
@@ -240,11 +249,7 @@ class LowPrecision(TrainerPrecision, ABC):
         Args:
             reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
         """
-        if self.plain_after_fit:
-            raise ValueError(
-                "`plain_after_fit=True` is not possible under FSDP2, which leaves a model sharded. Leave it out, and"
-                " load a checkpoint into a fresh model."
-            )
+        refusals.refuse_plain_after_fit(self.plain_after_fit, "FSDP2")
         self.modules.bind_fsdp2()
         self.optimizers.reshard = reshard
         masters = None if self.masters is None else self.masters.under_fsdp2()
@@ -259,6 +264,12 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.masters is not None:
             self._cast_to_half(module)
             self._half_weights = True
+
+    def bind_engine(self, engine: Engine) -> None:
+        """Leave backward passes, steps, half-precision weights, masters and the loss scale to an engine."""
+        refusals.refuse_plain_after_fit(self.plain_after_fit, engine.name)
+        self.engine = engine
+        self.scaler = self.masters = self.weights = None
 
     # ---- set-up of optimizers
 
@@ -291,27 +302,9 @@ class LowPrecision(TrainerPrecision, ABC):
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         self.see_module(model)
         self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        if self._will_train:  # else the optimizers are those of an earlier fit, perhaps of another model
-            if self.masters is not None:
-                refusals.check_trainer(model, optimizers, self.masters.config, self.precision)
-            for optimizer in optimizers:
-                self._prepare_optimizer(optimizer)
-            if self.masters is not None:
-                self.masters.drop_originals()
-            self._check_optimizers(optimizers)
-        self.modules.note_check()
+        if self.engine is None:  # else DeepSpeed's optimizers are not known yet
+            first_step.in_trainer(self, model, optimizers, will_train=self._will_train)
         return super().connect(model, optimizers, lr_schedulers)
-
-    def _before_first_step(self, optimizer: Optimizer) -> None:
-        """Check and prepare in Fabric before the first step after a set-up of modules."""
-        if self.optimizers.any_added:
-            self._check_optimizers([*self.optimizers.known, optimizer])
-        self._prepare_weights_of(optimizer)  # with `plugins=`, the optimizer was not known before
-        if self.masters is not None:
-            refusals.refuse_uncast(self.modules.sharded, self.precision)
-            self.masters.gradients.check_reduced()
-            self.masters.drop_originals()
-        self.modules.note_check()
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
@@ -332,7 +325,8 @@ class LowPrecision(TrainerPrecision, ABC):
         device = self._known_device()
         if self.phases is not None:
             self.phases.follow(self)
-        autocast = torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not self._in_trainer)
+        own = self.engine is None  # an engine enters autocast itself
+        autocast = torch.autocast(device.type, self.autocast_dtype, own, cache_enabled=not self._in_trainer)
         return float32_products.watched(self, autocast) if self.modules.watched_forwards else autocast
 
     @override
@@ -362,6 +356,8 @@ class LowPrecision(TrainerPrecision, ABC):
     @property
     def backward(self) -> Callable[..., None]:
         """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only if the override is needed."""
+        if self.engine is not None:
+            return self.engine.backward
         accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
@@ -392,8 +388,10 @@ class LowPrecision(TrainerPrecision, ABC):
         **kwargs: Any,
     ) -> Any:
         """Step. With loss scaling: run the closure, unscale, let the Trainer clip, step if all gradients are finite."""
+        if self.engine is not None:
+            return self.engine.optimizer_step(optimizer, model, closure, **kwargs)
         if self.modules.need_check:
-            self._before_first_step(optimizer)
+            first_step.in_fabric(self, optimizer)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -419,6 +417,8 @@ class LowPrecision(TrainerPrecision, ABC):
     ) -> None:
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.engine is not None:  # clips in its step
+            return
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
@@ -432,8 +432,7 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale if both runs scale the loss; else drop the stored scale and log a line."""
-        if self.backend_is_chosen and self.backend is not None:
-            state.check_resumes(self.precision, self.backend, state_dict)
+        state.check_backend(self, state_dict)
         state.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override

@@ -107,6 +107,14 @@ class HalfMixed(LowPrecision):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
+        self.decide(device)
+
+    def decide(self, device: torch.device) -> None:
+        """Choose the dtype of ``"auto"`` for a device, and say which; with fp16 the loss is scaled.
+
+        Raises:
+            RuntimeError: the form of the masters needs bf16, and the device has none.
+        """
         if self._dtype is not None:
             return
         rank_zero_info(f"{self.precision}: {self.how(device)}.")

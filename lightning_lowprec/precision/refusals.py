@@ -75,6 +75,23 @@ def refuse_sharded(module: Module, precision: str) -> None:
         )
 
 
+def refuse_plain_after_fit(wanted: bool, where: str) -> None:
+    """Raise if the model shall be handed back plain by a strategy that leaves it sharded.
+
+    Args:
+        wanted: the option ``plain_after_fit``.
+        where: the strategy: ``"FSDP2"``.
+
+    Raises:
+        ValueError: the option is on.
+    """
+    if wanted:
+        raise ValueError(
+            f"`plain_after_fit=True` is not possible under {where}, which leaves a model sharded. Leave it out, and"
+            " load a checkpoint into a fresh model."
+        )
+
+
 def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> None:
     """Raise if steps would be skipped whose updates are made during the backward pass.
 

@@ -88,6 +88,12 @@ def check_ranks_agree(precision: str, backend: str) -> None:
         )
 
 
+def check_backend(plugin: Any, state: Mapping[str, Any]) -> None:
+    """Raise if a plugin whose backend was chosen for a name loads the state of another backend; see below."""
+    if plugin.backend_is_chosen and plugin.backend is not None:
+        check_resumes(plugin.precision, plugin.backend, state)
+
+
 def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> None:
     """Raise if a checkpoint was trained by another backend than the one that ``precision`` means here.
 

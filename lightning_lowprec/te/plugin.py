@@ -20,6 +20,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
+from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     FP8Choices,
@@ -260,6 +261,15 @@ class FP8TE(Scheduled):
         return None
 
     @override
+    def engine_refusal(self, engine: Engine) -> str | None:
+        """Transformer Engine keeps weights from forward to backward; fused layers move them in memory."""
+        if engine.frees_weights:
+            return "Transformer Engine keeps weights from forward to backward. Use stage 1 or 2, or 'fp8-tensorwise'"
+        if self.fuse:
+            return "`fuse='auto'` places weights beside each other in memory, and so does ZeRO. Leave `fuse` out"
+        return None
+
+    @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         schedule = None if self.phases is None else self.phases.schedule
@@ -376,7 +386,8 @@ class FP8TE(Scheduled):
         """Step; then renew the delayed scales of gradients, or restore all delayed scales if the step was skipped."""
         skipped = self.skipped_steps
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self.scales is not None and self._in_fp8:
+        ended = self.engine is None or self.engine.ended_step  # DeepSpeed counts micro-batches itself
+        if self.scales is not None and self._in_fp8 and ended:
             self.scales.after_step(skipped=self.skipped_steps > skipped)
         return output
 

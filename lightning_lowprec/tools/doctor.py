@@ -23,6 +23,7 @@ from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
+from lightning_lowprec.private import deepspeed as deepspeed_names
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torch_files as torch_files_names
@@ -42,6 +43,7 @@ LIBRARIES = (
     transformer_engine_names,
     transformers_names,
     published_names,
+    deepspeed_names,
 )
 """For each library, the file that knows which of the library's private names this package uses."""
 

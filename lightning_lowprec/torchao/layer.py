@@ -18,6 +18,7 @@ Importing this module imports torchao (about 3 s).
 from __future__ import annotations
 
 from abc import abstractmethod
+from types import SimpleNamespace
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -77,6 +78,34 @@ class _MatmulWithoutBias(matmul_with_hp_or_float8_args):
 
 @final
 @torch.compiler.allow_in_graph
+class _MatmulOfFreed(matmul_with_hp_or_float8_args):
+    """:class:`_MatmulWithoutBias` for a weight whose memory is freed between forward and backward (ZeRO-3).
+
+    torchao keeps a view of the weight for the backward, which would keep the memory of every gathered weight. Here the
+    Parameter itself is kept. The backward reads the values that were gathered again for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, mm_config: LinearMMConfig, config: Any) -> Tensor:
+        """Multiply: [*, K] any float, [N, K], torchao's options -> [*, N]."""
+        output: Tensor = matmul_with_hp_or_float8_args.forward(ctx, input, weight.t(), mm_config, config)
+        ctx.save_for_backward(input, weight)
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of input and weight, each in the dtype of ``grad_output``."""
+        input, weight = ctx.saved_tensors
+        kept = SimpleNamespace(
+            saved_tensors=(input, weight.t()), config=ctx.config, linear_mm_config=ctx.linear_mm_config
+        )
+        grad_input, grad_weight_t, *_ = _Matmul.backward(kept, grad_output)
+        assert grad_weight_t is not None
+        return grad_input, grad_weight_t.t(), None, None
+
+
+@final
+@torch.compiler.allow_in_graph
 class _MatmulInByOut(matmul_with_hp_or_float8_args):
     """:class:`_Matmul` for a weight that is stored as [K, N], whose gradient has the same layout."""
 
@@ -114,6 +143,8 @@ class FP8Layer(PlainFirst):
     """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
     saves_codes: bool
     """Whether the codes of the input are kept for the backward, in place of the input."""
+    weight_is_freed: bool
+    """Whether the memory of the weight is freed between forward and backward (ZeRO-3)."""
     encoded_per_step: bool
     """Whether the weight, or FSDP2's shards of it, are encoded once per optimizer step, or at every use."""
     settings: Settings | None
@@ -152,9 +183,13 @@ class FP8Layer(PlainFirst):
         if self.saves_codes:
             output = self._saving_codes(given, rows, codes)
         elif codes is None:
-            matmul = _MatmulInByOut if self.in_by_out else _Matmul if self.bias is not None else _MatmulWithoutBias
-            weight_t = self.weight if self.in_by_out else self.weight.t()
-            output = matmul.apply(rows, weight_t, self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
+            matmul: Any = _MatmulInByOut if self.in_by_out else _Matmul
+            weight = self.weight if self.in_by_out else self.weight.t()
+            if self.weight_is_freed and not self.in_by_out:
+                matmul, weight = _MatmulOfFreed, self.weight
+            elif self.bias is None and not self.in_by_out:
+                matmul = _MatmulWithoutBias
+            output = matmul.apply(rows, weight, self.linear_mm_config, self.config)
         else:
             output = self._with_codes(rows, codes)
         if self.bias is not None:

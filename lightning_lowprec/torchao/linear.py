@@ -54,7 +54,8 @@ def convert(
 
 def configure(linear: nn.Module, settings: LayerSettings, *, fp8_eval: bool) -> None:
     """Make a Linear or Conv1D an FP8Layer with these settings, in place."""
-    own = {"fp8_eval": fp8_eval, "weight_codes": None, "phase_gemms": NO_GEMM, **settings.attributes()}
+    own = {"fp8_eval": fp8_eval, "weight_codes": None, "weight_is_freed": False, "phase_gemms": NO_GEMM}
+    own |= settings.attributes()
     if not is_conv1d(linear):
         in_place.become(linear, FP8Linear, own)
         return
@@ -87,6 +88,12 @@ def keep_codes(model: nn.Module) -> None:
             _checked[compiled] = weakref.ref(compiled._compiled_call_impl)
         for kept in itertools.chain.from_iterable(layer.all_codes() for layer in inside):
             kept.checked_outside = True
+
+
+def note_freed(model: nn.Module) -> None:
+    """Note that the memory of the weights is freed between forward and backward: no layer keeps it, or codes."""
+    for layer in fp8_linears(model):
+        layer.weight_is_freed = True
 
 
 def check_codes(layers: Sequence[FP8Layer | FP8Experts]) -> None:

@@ -23,6 +23,7 @@ from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
+from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     EmulationChoices,
@@ -248,6 +249,15 @@ class FP8TorchAO(Scheduled):
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
     @override
+    def engine_refusal(self, engine: Engine) -> str | None:
+        """Neither codes of weights nor compiled blocks outlive weights that are freed."""
+        if not engine.frees_weights:
+            return None
+        if self.compile not in ("auto", False):
+            return f"`compile={self.compile!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
+        return None
+
+    @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
@@ -277,9 +287,16 @@ class FP8TorchAO(Scheduled):
         with unchanged(module):
             linear.convert(module, plan.linears, settings, fp8_eval=self.fp8_eval)
             experts.convert(module, plan.stacked, settings, fp8_eval=self.fp8_eval)
-        if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
+        halves = self.masters is not None or self.engine is not None
+        if halves or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
-        if plan.converted:
+        if self.engine is not None and self.engine.frees_weights:
+            linear.note_freed(module)
+            rank_zero_info(
+                f"{self.precision}: {self.engine.name} frees weights after each use: FP8 encodes them at every product,"
+                " and no block is compiled."
+            )
+        elif plan.converted:
             self._compile(module, device)
             if self.weight_codes == "per_step":
                 linear.keep_codes(module)

@@ -1,0 +1,60 @@
+"""Private names of DeepSpeed, and of Lightning's strategy for it. DeepSpeed is imported inside the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version as installed_version
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from lightning_lowprec.private.names import missing
+
+OLDEST: Final = "0.19.8"
+"""The oldest DeepSpeed that was run. Older ones cast buffers (rotary tables) to half precision too."""
+_WHOLE_SHAPE: Final = "ds_shape"
+"""Attribute of a parameter that ZeRO-3 has cut: the shape of the whole parameter."""
+_INITIALIZE: Final = "_setup_model_and_optimizer"
+"""Method of the Trainer's DeepSpeedStrategy: gives model, optimizer and scheduler to ``deepspeed.initialize``."""
+
+
+def moved() -> list[str]:
+    """Return the private names that the installed DeepSpeed or Lightning no longer has; [] without DeepSpeed."""
+    if find_spec("deepspeed") is None:
+        return []
+    return missing([f"lightning.pytorch.strategies.deepspeed.DeepSpeedStrategy.{_INITIALIZE}"])
+
+
+def check() -> None:
+    """Raise ImportError if this DeepSpeed is older than what was run, or if a private name has moved."""
+    found = installed_version("deepspeed")
+    if Version(found) < Version(OLDEST):
+        raise ImportError(
+            f"deepspeed {found} is older than {OLDEST}, the oldest that lightning_lowprec was run with:"
+            f" `pip install 'deepspeed>={OLDEST}'`."
+        )
+    if lost := moved():
+        raise ImportError(
+            f"deepspeed {found} with this Lightning has moved {', '.join(lost)}, which lightning_lowprec uses."
+            f" Install a supported version: `pip install 'lightning-lowprec[deepspeed]'`."
+        )
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter, also where ZeRO-3 has cut the parameter over the ranks and left it empty."""
+    shape: torch.Size = getattr(parameter, _WHOLE_SHAPE, parameter.shape)
+    return shape
+
+
+def before_initialize(strategy: Any, check: Callable[[Any, Any], None]) -> None:
+    """Let a Trainer's DeepSpeedStrategy call ``check(model, optimizer)`` before ``deepspeed.initialize``."""
+    initialize = getattr(strategy, _INITIALIZE)
+
+    def checked(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        check(model, optimizer)
+        return initialize(model, optimizer, *args, **kwargs)
+
+    setattr(strategy, _INITIALIZE, checked)

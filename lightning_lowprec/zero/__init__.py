@@ -1,0 +1,1 @@
+"""Low precision under DeepSpeed's ZeRO: configuration, conversion before ``initialize``, refusals."""

@@ -1,0 +1,183 @@
+"""Runs of two ranks in Fabric, under DDP and ZeRO."""
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import deepspeed
+import lightning as L
+import torch
+from lightning.fabric.strategies import DeepSpeedStrategy
+
+import lightning_lowprec as lp
+from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
+
+STEPS = 4
+NAMES = [
+    "bf16-master",
+    "half-auto",
+    "fp8-hybrid",
+    "fp8-tensorwise",
+    "fp8-e4m3-torchao",
+    "fp8-rowwise",
+    "fp8-rowwise-gw-hp",
+    "fp16-master",
+    "fp8-tensorwise-fp16",
+    "fp8-e4m3-torchao-fp16",
+]
+
+FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
+
+
+def reference(name):
+    """The same arithmetic without ZeRO: half-precision weights with float32 masters, under DDP."""
+    plugins = {
+        "bf16-master": lambda: lp.HalfMixed("bf16", master_weights=True),
+        "half-auto": lambda: lp.HalfMixed("auto", master_weights=True),
+        "fp16-master": lambda: lp.HalfMixed("fp16", master_weights=True),
+        "fp8-hybrid": lambda: lp.FP8TorchAO(master_weights=True),
+        "fp8-tensorwise": lambda: lp.FP8TorchAO(master_weights=True),
+        "fp8-e4m3-torchao": lambda: lp.FP8TorchAO(fp8_format="e4m3", master_weights=True),
+        "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
+        "fp8-rowwise-gw-hp": lambda: lp.FP8TorchAO("rowwise_with_gw_hp", master_weights=True),
+        "fp8-tensorwise-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
+        "fp8-e4m3-torchao-fp16": lambda: lp.FP8TorchAO(fp8_format="e4m3", base="fp16", master_weights=True),
+    }
+    return plugins[name]()
+
+
+def fabric_of(strategy, **how):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, **how)
+    fabric.launch()
+    return fabric
+
+
+def started(fabric):
+    net = Net()
+    return fabric.setup(net, optimizer_of(net))
+
+
+def steps(fabric, model, optimizer, tokens):
+    losses = []
+    for batch in tokens:
+        loss = loss_of(model(batch), batch)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    module = model.module
+    module = getattr(module, "module", module)
+    cut = any(hasattr(p, "ds_id") for p in module.parameters())
+    with deepspeed.zero.GatheredParameters(list(module.parameters())) if cut else nullcontext():
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def trained(strategy, **how):
+    fabric = fabric_of(strategy, **how)
+    model, optimizer = started(fabric)
+    losses = steps(fabric, model, optimizer, batches(STEPS, fabric.global_rank))
+    return {"losses": losses, "weights": weights(model)}
+
+
+def mixture(strategy, **how):
+    """Two steps of a small Mixtral, whose stacked experts are one Parameter of three dimensions."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    fabric = fabric_of(strategy, **how)
+    torch.manual_seed(0)
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(p.bfloat16())
+    model, optimizer = fabric.setup(net, optimizer_of(net))
+    losses = []
+    for batch in batches(2, fabric.global_rank):
+        loss = model(input_ids=batch, labels=batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": weights(model)}
+
+
+def resumed(stage, folder):
+    """Train, save in the middle, go on; load into a new engine and into the old one, and go on from there."""
+    name = "fp8-tensorwise"
+    fabric = fabric_of(f"deepspeed_stage_{stage}", precision=name)
+    tokens = batches(2 * STEPS, fabric.global_rank)
+    model, optimizer = started(fabric)
+    steps(fabric, model, optimizer, tokens[:STEPS])
+    fabric.save(folder, {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision})
+    saved = weights(model)
+    straight = steps(fabric, model, optimizer, tokens[STEPS:])
+    again = fabric_of(f"deepspeed_stage_{stage}", precision=name)
+    other, its_optimizer = started(again)
+    state = {"model": other, "optimizer": its_optimizer, "precision": again.strategy.precision}
+    again.load(folder, state)
+    loaded = weights(other)
+    in_new = steps(again, other, its_optimizer, tokens[STEPS:])
+    fabric.load(folder, {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision})
+    in_old = steps(fabric, model, optimizer, tokens[STEPS:])
+    return {"saved": saved, "loaded": loaded, "straight": straight, "in_new": in_new, "in_old": in_old}
+
+
+def kept_by_backward():
+    """The tensors in memory of gathered weights that the backward of ZeRO-3 keeps, and the codes that layers keep."""
+    fabric = fabric_of("deepspeed_stage_3", precision="fp8-tensorwise")
+    model, _ = started(fabric)
+    layers = [module for module in model.modules() if type(module).__name__ == "FP8Linear"]
+    shapes = {tuple(layer.weight.ds_shape) for layer in layers}
+    places, kept = set(), []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda m, _: places.add(m.weight.untyped_storage().data_ptr()))
+
+    def note(tensor):
+        shape = tuple(tensor.shape)  # other tensors take memory that was freed
+        of_weight = shape in shapes or shape[::-1] in shapes
+        if not isinstance(tensor, torch.nn.Parameter) and of_weight and tensor.untyped_storage().data_ptr() in places:
+            kept.append(shape)
+        return tensor
+
+    batch = batches(1, 0)[0]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(batch)
+    return {"kept": kept, "codes": [layer.weight_codes for layer in layers], "layers": len(layers)}
+
+
+def overflow():
+    """fp16: a batch whose loss overflows is skipped by DeepSpeed, and its scale halves after the hysteresis."""
+    plugin = lp.HalfMixed("fp16", loss_scale=lp.LossScale(initial=2.0**8, growth_interval=2, hysteresis=1))
+    fabric = fabric_of("deepspeed_stage_2", plugins=plugin)
+    model, optimizer = started(fabric)
+    seen = []
+    for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
+        batch = batches(1, 0)[0]
+        fabric.backward(loss_of(model(batch), batch) * factor)
+        optimizer.step()
+        seen.append((fabric.strategy.model.optimizer.loss_scale, plugin.skipped_steps))
+    return seen
+
+
+def main(folder):
+    seen = {"reference": {name: trained("ddp", plugins=reference(name)) for name in NAMES}}
+    for stage in (1, 2, 3):  # stage 3 last: DeepSpeed replaces F.linear for the rest of the process
+        names = FEW if stage == 1 else NAMES
+        seen[stage] = {name: trained(f"deepspeed_stage_{stage}", precision=name) for name in names}
+        seen["resumed", stage] = resumed(stage, f"{folder}/{stage}")
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    seen["offload"] = trained(DeepSpeedStrategy(config=config), precision="fp8-tensorwise")
+    if find_spec("transformers"):
+        seen["mixtures"] = [mixture("ddp", plugins=lp.FP8TorchAO(master_weights=True))]
+        seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-tensorwise") for stage in (2, 3)]
+    seen["kept"] = kept_by_backward()
+    seen["overflow"] = overflow()
+    return seen

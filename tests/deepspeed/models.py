@@ -1,0 +1,58 @@
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+WIDTH, VOCABULARY = 32, 32
+
+
+class Net(nn.Module):
+    """A block whose layers convert, and a head that stays; weights are bf16 values: ZeRO's masters start from these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(p.to(torch.float16).to(torch.bfloat16))  # values that fp16 has too
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+        return self.lm_head(hidden)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), ((tokens * 3 + 1) % VOCABULARY).flatten())
+
+
+def batches(steps: int, rank: int, rows: int = 4) -> Tensor:
+    """[steps, rows, 8] tokens, other ones on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, VOCABULARY, (steps, rows, 8), generator=generator)
+
+
+class Task(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.losses: list[float] = []
+
+    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+        loss = loss_of(self.net(tokens), tokens)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, tokens: Tensor, index: int) -> None:
+        self.losses.append(loss_of(self.net(tokens), tokens).item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=3e-3)

@@ -1,0 +1,126 @@
+"""ZeRO 1, 2 and 3 on two gloo ranks: all runs are made once, by `worker.py`."""
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+import lightning_lowprec as lp
+from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
+
+STAGES = (1, 2, 3)
+HALF = ["bf16-master", "half-auto", "fp16-master"]
+FP8 = ["fp8-hybrid", "fp8-tensorwise", "fp8-e4m3-torchao", "fp8-rowwise", "fp8-rowwise-gw-hp"]
+FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
+NAMES = [*HALF, *FP8, "fp8-tensorwise-fp16", "fp8-e4m3-torchao-fp16"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(1, name) for name in FEW] + [(stage, name) for stage in (2, 3) for name in NAMES]
+)
+def test_zero_trains_as_ddp_with_float32_masters_bit_for_bit(seen, stage, name):
+    ours, expected = seen[stage][name], seen["reference"][name]
+    assert expected["losses"][-1] < expected["losses"][0] - 0.2
+    if stage == 3 and name in HALF:  # DeepSpeed's own `linear` rounds the product before it adds the bias
+        assert ours["losses"] == pytest.approx(expected["losses"], abs=2e-3)
+        return
+    assert ours["losses"] == expected["losses"]
+    assert equal(ours["weights"], expected["weights"])
+
+
+def test_weights_are_half_precision(seen):
+    for name in NAMES:
+        expected = torch.float16 if "fp16" in name else torch.bfloat16
+        assert {w.dtype for w in seen[2][name]["weights"].values()} == {expected}
+
+
+def test_offloaded_weights_and_optimizer_give_the_same(seen):
+    assert seen["offload"]["losses"] == seen[3]["fp8-tensorwise"]["losses"]
+    assert equal(seen["offload"]["weights"], seen[3]["fp8-tensorwise"]["weights"])
+
+
+def test_stacked_experts_train_as_under_ddp_bit_for_bit(seen):
+    pytest.importorskip("transformers")
+    expected, *ours = seen["mixtures"]
+    for run in ours:
+        assert run["losses"] == expected["losses"]
+        assert equal(run["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fabric_resumes_bit_for_bit(seen, stage):
+    run = seen["resumed", stage]
+    assert equal(run["loaded"], run["saved"])
+    assert run["in_new"] == run["straight"]
+    assert run["in_old"] == run["straight"], "codes of the weights before loading were used again"
+
+
+def test_zero_3_keeps_neither_gathered_weights_nor_codes(seen):
+    assert seen["kept"] == {"kept": [], "codes": [None, None], "layers": 2}
+
+
+def test_fp16_overflow_is_skipped_by_deepspeed_with_the_scale_of_the_plugin(seen):
+    assert seen["overflow"] == [(256, 0), (128, 1), (128, 1), (128, 1), (256, 1)]
+
+
+# ---- Trainer
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_trainer_resumes_bit_for_bit_and_validates(seen, stage):
+    run = seen["trainer", stage]
+    assert run["parts"] == run["straight"]
+    assert run["straight"][:4] == seen["reference"]["fp8-tensorwise"]["losses"]
+    assert max(run["validated"]) < run["straight"][0]
+    assert run["layer"] == "FP8Linear"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_to_fp32_gives_the_masters_which_other_strategies_load(seen, stage):
+    masters = {name.removeprefix("net."): value for name, value in seen["trainer", stage]["masters"].items()}
+    saved = {name.removeprefix("net."): value for name, value in seen["trainer", stage]["saved"].items()}
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert equal({name: value.to(torch.bfloat16) for name, value in masters.items()}, saved)
+    net = Net()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=lp.FP8TorchAO(master_weights=True))
+    model, optimizer = fabric.setup(net, optimizer_of(net))
+    model.load_state_dict(masters)
+    batch = batches(1, 0)[0]
+    loss = loss_of(model(batch), batch)
+    assert loss.item() == seen["trainer", stage]["straight"][4]  # the first of the second epoch
+    fabric.backward(loss)
+    optimizer.step()
+
+
+def test_the_trainer_tells_deepspeed_to_accumulate_and_clip(seen):
+    steps_per_update, clipping, engine_steps, trainer_steps = seen["accumulated"]["told"]
+    assert (steps_per_update, clipping, engine_steps, trainer_steps) == (2, 0.5, 2, 2)
+
+
+def test_two_clippings_raise_with_both_values(seen):
+    assert "`gradient_clip_val=0.5` contradicts `gradient_clipping=0.1` of the DeepSpeed config" in seen["clipping"]
+
+
+def test_weights_that_zero_cuts_as_they_are_made_are_converted(seen):
+    assert seen["cut"]["layer"] == "FP8Linear"
+    assert "net.up               32 -> 64  FP8" in seen["cut"]["plan"]
+    assert seen["cut"]["losses"][-1] < seen["cut"]["losses"][0] - 0.2
+
+
+def test_a_converted_weight_in_no_optimizer_raises(seen):
+    assert "'net.up.bias' (and 1 more) is trainable and in no optimizer" in seen["unlearned"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ZeRO-3 keeps bf16 weights with float32 masters, gathers weights in bf16",
+        "ZeRO-2 keeps fp16 weights with float32 masters, gathers updated weights in fp16 and scales the loss",
+        "ZeRO-3 frees weights after each use: FP8 encodes them at every product",
+    ],
+)
+def test_the_log_says_what_is_gathered(seen, line):
+    assert line in seen["said"]

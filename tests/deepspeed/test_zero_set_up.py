@@ -1,0 +1,102 @@
+"""What Trainer and Fabric refuse, and what they tell DeepSpeed, before any process starts."""
+
+import pytest
+import torch
+from lightning import Fabric, Trainer
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+import lightning_lowprec as lp
+from lightning_lowprec.precision.base import LowPrecision
+
+QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+MAKERS = [(Trainer, DeepSpeedStrategy, QUIET), (Fabric, FabricStrategy, {"accelerator": "cpu", "devices": 1})]
+makers = pytest.mark.parametrize(("maker", "cls", "how"), MAKERS, ids=["Trainer", "Fabric"])
+
+
+@makers
+@pytest.mark.parametrize("strategy", ["deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_names_of_the_strategy(maker, cls, how, strategy):
+    made = maker(strategy=strategy, precision="fp8-rowwise", **how)
+    config = made.strategy.config
+    assert config["bf16"] == {"enabled": True}
+    assert "fp16" not in config
+    plugin = made.strategy.precision if maker is Fabric else made.precision_plugin
+    assert isinstance(plugin, lp.FP8TorchAO)
+    assert isinstance(plugin, LowPrecision)
+
+
+@makers
+def test_offloading_by_name(maker, cls, how):
+    config = maker(strategy="deepspeed_stage_3_offload", precision="fp16-master", **how).strategy.config
+    assert config["fp16"]["enabled"] is True
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+
+
+@makers
+def test_a_contradicting_config_raises_with_both_values(maker, cls, how):
+    config = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+    with pytest.raises(
+        ValueError, match=r"means `fp16.enabled=False`, and the DeepSpeed config has `fp16.enabled=True`"
+    ):
+        maker(strategy=cls(config=config), precision="fp8-hybrid", **how)
+
+
+@makers
+def test_the_config_of_the_user_is_not_written_to(maker, cls, how):
+    config = {"zero_optimization": {"stage": 2}}
+    maker(strategy=cls(config=config), precision="bf16-master", **how)
+    maker(strategy=cls(config=config), precision="fp16-master", **how)
+    assert config == {"zero_optimization": {"stage": 2}}
+
+
+@makers
+def test_without_zero(maker, cls, how):
+    with pytest.raises(
+        ValueError, match=r"stages 1, 2 and 3 of ZeRO, got `stage=0` .* Without ZeRO use `strategy='ddp'`"
+    ):
+        maker(strategy=cls(zero_optimization=False), precision="fp8-hybrid", **how)
+
+
+@makers
+def test_an_argument_of_the_strategy_contradicts_the_loss_scale(maker, cls, how):
+    plugin = lp.HalfMixed("fp16", loss_scale=lp.LossScale(growth_interval=100))
+    with pytest.raises(ValueError, match=r"`fp16.loss_scale_window=100`, and the strategy has `loss_scale_window=500`"):
+        maker(strategy=cls(loss_scale_window=500), plugins=plugin, **how)
+
+
+def test_compiled_blocks_are_refused_where_weights_are_freed():
+    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3: `compile=True` compiles blocks .* use stage 2"):
+        Fabric(strategy="deepspeed_stage_3", plugins=lp.FP8TorchAO(compile=True), accelerator="cpu", devices=1)
+
+
+def test_a_plugin_of_an_engine_is_refused_elsewhere():
+    plugin = lp.FP8TorchAO()
+    Fabric(strategy="deepspeed_stage_2", plugins=plugin, accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match=r"has left its options to DeepSpeed ZeRO-2, .* Make a new plugin"):
+        Fabric(strategy="ddp", plugins=plugin, accelerator="cpu", devices=1)
+    again = Fabric(strategy="deepspeed_stage_3", plugins=plugin, accelerator="cpu", devices=1)
+    assert again.strategy.config["bf16"]["enabled"] is True
+
+
+def test_an_old_deepspeed_is_refused(monkeypatch):
+    from lightning_lowprec.private import deepspeed as private
+
+    monkeypatch.setattr(private, "installed_version", lambda name: "0.16.4")
+    with pytest.raises(ImportError, match=r"deepspeed 0.16.4 is older than 0.19.8"):
+        Fabric(strategy="deepspeed_stage_2", precision="fp8-hybrid", accelerator="cpu", devices=1)
+
+
+def test_no_private_name_has_moved():
+    from lightning_lowprec.private import deepspeed as private
+
+    assert private.moved() == []
+
+
+def test_float32_gradients():
+    plugin = lp.HalfMixed(
+        "bf16", master_weights=True, grad_accumulation_dtype=torch.float32, grad_reduce_dtype=torch.float32
+    )
+    config = Fabric(strategy="deepspeed_stage_2", plugins=plugin, accelerator="cpu", devices=1).strategy.config
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == "fp32"

@@ -1,0 +1,38 @@
+"""What no stage of ZeRO runs: refused by the name of the strategy, before DeepSpeed is imported."""
+
+import lightning as L
+import pytest
+
+import lightning_lowprec as lp
+
+
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"precision": "bf16-remainder"}, r"has no `form='remainder'`\. Use `precision='bf16-master'`"),
+        ({"precision": "bf16-sr"}, r"has no `form='stochastic'`\. Use `precision='bf16-master'`"),
+        ({"precision": "bf16-lean"}, r"has no `form='remainder'`\. Use `precision='bf16-master'`"),
+        ({"plugins": "8bit"}, r"has no `moments='8bit'`\. Use `precision='bf16-master'`"),
+        ({"plugins": "keep"}, r"`weights='keep'` trains .* ZeRO always has float32 masters\. Leave `weights` out"),
+        ({"plugins": "head"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
+        ({"plugins": "plain"}, r"`plain_after_fit=True` needs the whole model, .* use `zero_to_fp32`"),
+    ],
+    ids=["remainder", "sr", "lean", "8bit", "keep", "head", "plain"],
+)
+def test_refused_with_reason_and_way_out(make, how, reason):
+    plugins = {
+        "8bit": lambda: lp.HalfMixed("bf16", master_weights=lp.MasterConfig(moments="8bit")),
+        "keep": lambda: lp.HalfMixed("bf16", weights="keep"),
+        "head": lambda: lp.FP8TorchAO(head="chunked"),
+        "plain": lambda: lp.FP8TorchAO(plain_after_fit=True),
+    }
+    how = {"plugins": plugins[how["plugins"]]()} if "plugins" in how else how
+    with pytest.raises(ValueError, match=rf"does not run under `strategy='deepspeed_stage_2'`: .*{reason}"):
+        make(strategy="deepspeed_stage_2", accelerator="cpu", devices=1, **how)
+
+
+@pytest.mark.parametrize("name", ["msamp-o1", "msamp-o2", "msamp-o3"])
+def test_msamp(name):
+    with pytest.raises(ValueError, match=r"does not run under `strategy='deepspeed_stage_3'` yet\. It runs under one"):
+        L.Fabric(strategy="deepspeed_stage_3", accelerator="cpu", devices=1, precision=name)
