@@ -21,6 +21,8 @@ from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
+from lightning_lowprec.torchao_prototype.int8 import Int8TorchAO
+from lightning_lowprec.torchao_prototype.mxfp8 import MXFP8TorchAO
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "FabricFSDP2Strategy",
     "HalfEval",
     "HalfMixed",
+    "Int8TorchAO",
     "LossScale",
+    "MXFP8TorchAO",
     "MasterConfig",
     "fp8_gradient_hook",
     "parallelize",
