@@ -51,6 +51,7 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "mxfp8-torchao":      ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
     "int8-mixed":         ("int8", "int8", "int8",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
     "nvfp4":              ("e2m1", "e2m1", "e2m1",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
+    "int8-mixed-fp16":    ("int8", "int8", "int8",      "fp32", "fp32", "-",     "fp32", "fp32", "fp16"),
     "msamp-o1":           ("e4m3", _E5M2,  _E5M2,       "fp16", "e4m3", "-",     "fp32", "e4m3", "-"),
     "msamp-o2":           ("e4m3", _E5M2,  _E5M2,       "fp16", "e4m3", "-",     _MSAMP, "e4m3", "-"),
     "msamp-o3":           ("e4m3", _E5M2,  _E5M2,       "e4m3", "e4m3", "fp16",  _MSAMP, "e4m3", "e4m3"),
