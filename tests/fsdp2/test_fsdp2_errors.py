@@ -10,7 +10,15 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
+from lightning_lowprec import (
+    MSAMP,
+    FabricFSDP2Strategy,
+    FP8TorchAO,
+    FSDP2Strategy,
+    Int8TorchAO,
+    MXFP8TorchAO,
+    parallelize,
+)
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
@@ -83,6 +91,8 @@ def test_an_unknown_option_is_a_type_error():
     ("plugin", "reason"),
     [
         (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
+        (Int8TorchAO(), "`precision='int8-mixed'` encodes a weight along its rows and along its columns, in bf16"),
+        (MXFP8TorchAO(), "`precision='mxfp8-torchao'` encodes a weight along its rows"),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
         ("32-true", r"`precision='32-true'` has no FP8 weights"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.ledger.recorder import on_null_gpu
+from tests.ledger.untuned import take_first_variant
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
 
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items):
 def no_cudnn_attention():
     """The null GPU has no cuDNN."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_variant_of_tuned_kernels():
+    """Every variant would be compiled, and none would be faster."""
+    take_first_variant()
 
 
 @pytest.fixture(autouse=True)

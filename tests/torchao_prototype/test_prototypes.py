@@ -1,4 +1,4 @@
-"""int8 and MXFP8 layers: bit for bit torchao's own modules, in place, with each product of their three in bf16 or not."""
+"""int8 and MXFP8 layers: bit for bit torchao's own modules, in place, with each product of three in bf16 or not."""
 
 import copy
 import logging
