@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
@@ -28,6 +27,8 @@ from lightning_lowprec.torchao_prototype.layer import PrototypeLinear
 from tests.quality import sqnr
 
 CPU = torch.device("cpu")
+WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
+needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
 IN, OUT = 128, 192
 NO_MXFP8 = prototype_refusal("mxfp8")
 needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
@@ -43,6 +44,8 @@ def plain(dtype=torch.float32, bias=True, conv1d=False):
     linear = nn.Linear(IN, OUT, bias=bias).to(dtype)
     if not conv1d:
         return linear
+    from transformers.pytorch_utils import Conv1D
+
     conv = Conv1D(OUT, IN).to(dtype)
     conv.load_state_dict({"weight": linear.weight.t(), "bias": linear.bias})
     return conv
@@ -134,7 +137,7 @@ def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
             layer(wrong)
 
 
-@pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
+@pytest.mark.parametrize("conv1d", [False, pytest.param(True, marks=needs_transformers)], ids=["Linear", "Conv1D"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
     """Bit for bit, in every subset, by a recipe, by a phase, and for a Conv1D: that of a Linear, transposed."""
@@ -160,6 +163,25 @@ def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
     assert torch.equal(results(switched, 45, True)["grad_weight"], high["grad_weight"])
     backends.reconfigure(switched, kind.partition("_")[0])
     assert torch.equal(results(switched, 45, True)["grad_weight"], low["grad_weight"])
+
+
+@pytest.mark.parametrize("suffix", ["-master", "-remainder", "-sr"])
+@pytest.mark.parametrize("stem", ["int8-mixed", pytest.param("mxfp8-torchao", marks=needs_mxfp8)])
+def test_names_over_bf16_weights_train(stem, suffix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.LayerNorm(OUT), nn.Linear(OUT, IN))
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=f"{stem}{suffix}")
+    module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    x, losses = torch.randn(24, IN), []
+    for _ in range(8):
+        loss = F.mse_loss(module(x).float(), x.flip(-1))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert len(convert.layers_of(model)) == 2
 
 
 def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
@@ -222,8 +244,11 @@ class Named(nn.Linear):
     """A subclass that computes as a Linear does."""
 
 
+@needs_transformers
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_conversion_is_in_place_and_is_undone(plugin):
+    from transformers.pytorch_utils import Conv1D
+
     model = nn.Sequential(plain(), nn.LayerNorm(OUT), Named(OUT, IN), Conv1D(OUT, IN))
     before, own = list(model.parameters()), [(type(layer), set(vars(layer))) for layer in model]
     seen = []
@@ -300,7 +325,8 @@ def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, caplog):
     assert f"{low.format} ({low.kind}, grad_weight in bf16)" in str(low.plan)
 
 
-def test_experts_and_adapters_stay_in_bf16_with_the_reason(capsys):
+@needs_transformers
+def test_experts_stay_in_bf16_with_the_reason(capsys):
     assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0
     shown = capsys.readouterr().out
     assert "kept: no Linear (stacked experts), bf16" in shown
