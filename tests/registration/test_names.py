@@ -170,6 +170,7 @@ WORDS = {
     "msamp": "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3'",
     "bf16_with_fp8_mixed": "NeMo's recipe is a plugin: write `plugins=lightning_lowprec.recipes.bf16_with_fp8_mixed()`",
     "no": "Write '32-true'.",
+    "int8": "Write 'int8-mixed'.",
     8: "Write 'fp8-hybrid'",
     "fp8_hybrid": "Did you mean 'fp8-hybrid'?",
     "FP8-Hybrid": "Did you mean 'fp8-hybrid'?",
