@@ -24,6 +24,8 @@ from lightning_lowprec.serving.export import export
 from lightning_lowprec.serving.state import fp8_state
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
+from lightning_lowprec.torchao_prototype.int8 import Int8TorchAO
+from lightning_lowprec.torchao_prototype.mxfp8 import MXFP8TorchAO
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +36,9 @@ __all__ = [
     "FabricFSDP2Strategy",
     "HalfEval",
     "HalfMixed",
+    "Int8TorchAO",
     "LossScale",
+    "MXFP8TorchAO",
     "MasterConfig",
     "export",
     "fp8_gradient_hook",

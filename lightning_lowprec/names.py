@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Final
 
 from lightning_lowprec import recipes
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, in_words, split
+from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, MASTERS, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
 from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
@@ -23,6 +24,7 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
+from lightning_lowprec.torchao_prototype.backend import BACKEND as PROTOTYPE_BACKEND
 
 _HALF: Final = {
     "half-auto": PrecisionName(
@@ -73,22 +75,24 @@ _WITHOUT_BACKEND: Final = {
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
 """Names that get the suffix of a backend."""
+_MXFP8: Final = "mxfp8"
+"""A name without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
 
 def register_own_backends() -> None:
-    """Register the three backends of this package, except those that are registered already."""
+    """Register the backends of this package, except those that are registered already."""
     known = {backend.name for backend in backends.registered()}
-    for backend in (TORCHAO_BACKEND, TE_BACKEND, MSAMP_BACKEND):
+    for backend in (TORCHAO_BACKEND, PROTOTYPE_BACKEND, TE_BACKEND, MSAMP_BACKEND):
         if backend.name not in known:
             backends.register(backend)
 
 
 def without_backend(name: str) -> bool:
     """Return whether a name of the table leaves the choice of the backend to this package."""
-    return split(name)[0] in _WITHOUT_BACKEND
+    return split(name)[0] in (*_WITHOUT_BACKEND, _MXFP8)
 
 
 def resolve(name: str) -> PrecisionName:
@@ -96,9 +100,9 @@ def resolve(name: str) -> PrecisionName:
 
     For a name without a backend, the candidates are the backends that have this name with their suffix and that are
     ``preferred``. The backend that was registered last wins. Of our own backends torchao is meant: see
-    docs/which-backend.md.
+    docs/which-backend.md. ``mxfp8`` means Transformer Engine where Transformer Engine is installed, else torchao.
     """
-    if not without_backend(name):
+    if not without_backend(name) or name == _MXFP8:
         return TABLE[name]
     stem, suffix = split(name)
     for backend in reversed(backends.registered()):
@@ -175,7 +179,20 @@ def _fill_table() -> None:
         chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}
-    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **rows})
+    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **_mxfp8(rows), **rows})
+
+
+def _mxfp8(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
+    """Return the row of ``mxfp8``: Transformer Engine's where Transformer Engine is installed, else torchao's."""
+    backend = PROTOTYPE_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
+    row = rows.get(f"{_MXFP8}{backend.suffix}")
+    if row is None:
+        return {}
+    lacks = {suffix: f"write '{_MXFP8}-torchao{suffix}'" for suffix in MASTERS}
+    chosen = "Transformer Engine's mxfp8-te where that is installed, else mxfp8-torchao; bf16 elsewhere"
+    return {
+        _MXFP8: replace(row, summary=chosen, masters=False, lacks={FP16: f"write '{_MXFP8}-te'", **row.lacks, **lacks})
+    }
 
 
 backends.on_change(_fill_table)

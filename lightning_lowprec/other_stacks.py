@@ -47,6 +47,7 @@ PRECISIONS: Final[Mapping[str, str]] = {
     "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",
     **dict.fromkeys(("current", "current-scaling"), "Write 'fp8-current'."),
     **dict.fromkeys(("block", "blockwise", "subchannel"), "Write 'fp8-block'."),
+    **dict.fromkeys(("int8", "int8-true", "int8_mixed_precision_training"), "Write 'int8-mixed'."),
     "e4m3": "Write 'fp8-e4m3'.",
     **dict.fromkeys(("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"), _FP16),
     **dict.fromkeys(("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"), _BF16),

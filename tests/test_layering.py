@@ -25,7 +25,7 @@ FLOORS = [
     {"conversion"},
     {"masters"},
     {"precision"},
-    {"torchao", "te", "msamp"},
+    {"torchao", "torchao_prototype", "te", "msamp"},
     {"fsdp2", "zero", "callbacks"},
     {"names", "registration", "recipes", "strategies", "from_accelerate"},
     {"serving"},

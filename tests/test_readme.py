@@ -5,7 +5,7 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
-from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
@@ -31,9 +31,15 @@ def test_the_lines_of_suffixes_say_which_names_have_them():
               for suffix in ("-fp16", "-sr")}  # fmt: skip
     said = re.findall(r"`([^`]+)`", line.split("`NAME-fp16`")[1].split(".")[0])
     assert set(said) == having["-fp16"]
-    fp8 = {name for name in TABLE if TABLE[name].plugin in (FP8TorchAO, FP8TE) and not split(name)[1]}
-    assert fp8 - having["-sr"] == {"mxfp8", "nvfp4", "fp8-lean"}
-    assert "every FP8 name except `mxfp8`, `nvfp4` and `fp8-lean`" in " ".join(text.split())
+    fp8 = {
+        name
+        for name in TABLE
+        if TABLE[name].plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO) and not split(name)[1]
+    }
+    assert fp8 - having["-sr"] == {"mxfp8", "mxfp8-te", "nvfp4", "fp8-lean"}
+    assert "`int8-mixed` and every FP8 name except `mxfp8`, `mxfp8-te`, `nvfp4` and `fp8-lean`" in " ".join(
+        text.split()
+    )
 
 
 def test_the_table_of_fsdp2_lists_every_option_with_its_default():

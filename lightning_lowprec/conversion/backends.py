@@ -53,6 +53,8 @@ class PrecisionName:
     as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
     experts: str | None = NO_GROUPED_PRODUCT
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
+    layer_recipes: tuple[str, ...] = ()
+    """The recipes that a layer may have under this name; (): all of its backend's (``Backend.recipes``)."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
     weight_rounding: Callable[[], WeightRounding | None] = lambda: None

@@ -54,6 +54,8 @@ class Plan:
     rows: tuple[PlanRow, ...]
     recipes: Mapping[str, LayerRecipe] = field(default_factory=dict, hash=False)
     """With recipes per layer, the recipe of every weight that converts, by fqn."""
+    format: str = "FP8"
+    """The format of the weights that convert, in words."""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -100,8 +102,8 @@ class Plan:
         lines = []
         for row in self.rows:
             shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-            fp8 = "FP8" if row.recipe is None else f"FP8 ({row.recipe})"
-            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {fp8 if row.kept_because is None else row.kept}")
+            low = self.format if row.recipe is None else f"{self.format} ({row.recipe})"
+            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {low if row.kept_because is None else row.kept}")
         return "\n".join(lines)
 
 
@@ -118,6 +120,7 @@ def make_plan(
     experts: str | None = selection.NO_GROUPED_PRODUCT,
     base: str = "bf16",
     head: str = "bf16",
+    format: str = "FP8",
 ) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
@@ -133,6 +136,7 @@ def make_plan(
         experts: why stacked experts stay in high precision; None: they convert.
         base: the dtype of everything that does not convert.
         head: the option ``head`` of the precision.
+        format: the format of the weights that convert, in words.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
@@ -161,7 +165,7 @@ def make_plan(
         row = _row(matmul, module, reason, own, gain)
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
         rows.append(replace(row, runs_in=dtype))
-    return Plan(tuple(rows), recipes)
+    return Plan(tuple(rows), recipes, format)
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:

@@ -70,6 +70,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """The option ``head``: how the output head of a causal language model and its loss are computed."""
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
+    format: ClassVar[str] = "FP8"  # of the layers that convert, in words
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     keeps_float32_shards: bool = False
@@ -84,10 +85,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
     def __init__(
-        self,
-        scaler: LossScaler | None,
-        masters: HalfWeights | None = None,
-        weights: WeightOptions | None = None,
+        self, scaler: LossScaler | None, masters: HalfWeights | None = None, weights: WeightOptions | None = None
     ) -> None:
         options = WeightOptions() if weights is None else weights
         refusals.refuse_skipping(scaler, masters)

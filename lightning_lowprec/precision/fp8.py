@@ -10,7 +10,7 @@ from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
+from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT, NO_GROUPED_PRODUCT
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.runs_where import RecipeKey
@@ -64,6 +64,8 @@ def plan_or_raise(
     conv1d: bool = False,
     experts: str | None = NO_GROUPED_PRODUCT,
     head: str = "bf16",
+    alignment: int = FEATURE_ALIGNMENT,
+    format: str = "FP8",
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -78,6 +80,8 @@ def plan_or_raise(
         conv1d: see ``make_plan``.
         experts: see ``make_plan``.
         head: see ``make_plan``.
+        alignment: see ``make_plan``.
+        format: see ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
@@ -92,6 +96,8 @@ def plan_or_raise(
         head=head,
         conv1d=conv1d,
         experts=experts,
+        alignment=alignment,
+        format=format,
     )
     if plan.converted:
         return plan
@@ -103,7 +109,7 @@ def plan_or_raise(
             f" everything runs in {base}."
         )
         return plan
-    raise nothing_converts(precision, found, plan, multiple=16)
+    raise nothing_converts(precision, found, plan, multiple=alignment)
 
 
 def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:
@@ -116,7 +122,7 @@ def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -
         multiple: features must be multiples of this number.
     """
     return ValueError(
-        f"`precision={precision!r}` would convert {found}, so nothing would run in FP8:\n{plan}\nUse"
-        f" a model with Linear layers whose features are multiples of {multiple}, or a precision without FP8"
-        " ('bf16-mixed', 'half-auto')."
+        f"`precision={precision!r}` would convert {found}, so nothing would run in {plan.format}:\n{plan}\nUse"
+        f" a model with Linear layers whose features are multiples of {multiple}, or a precision without"
+        f" {plan.format} ('bf16-mixed', 'half-auto')."
     )

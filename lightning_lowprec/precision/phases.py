@@ -124,7 +124,9 @@ class ScheduledPhases:
             return
         self._ends = self.schedule.ends(total, lenient=lenient)
         self._known = known
-        rank_zero_info(f"{plugin.precision}: {said(self.schedule, self._ends, total, per_epoch, plugin.base)}.")
+        rank_zero_info(
+            f"{plugin.precision}: {said(self.schedule, self._ends, total, per_epoch, plugin.base, plugin.format)}."
+        )
 
     # ---- the layers
 
@@ -140,7 +142,7 @@ class ScheduledPhases:
         when = "without a step" if step is None else f"step {step}"
         if self._applied is not None or number or step is None:
             which = f"phase {number + 1} of {len(self.schedule.phases)}"
-            rank_zero_info(f"{plugin.precision}: {when}: {which}: {phase.said(plugin.base)}.")
+            rank_zero_info(f"{plugin.precision}: {when}: {which}: {phase.said(plugin.base, plugin.format)}.")
         self._applied = number
 
     def _check(self, layers: dict[str, Module]) -> None:
@@ -202,7 +204,9 @@ def _per_epoch(trainer: Trainer) -> float | None:
     return max(1.0, -(-batches // trainer.accumulate_grad_batches))
 
 
-def said(schedule: Schedule, ends: Sequence[int], total: int | None, per_epoch: float | None, high: str) -> str:
+def said(
+    schedule: Schedule, ends: Sequence[int], total: int | None, per_epoch: float | None, high: str, low: str = "FP8"
+) -> str:
     """Return what happens when: ``schedule: steps 0 to 9 (epochs 0 to 0.5): FP8; from step 10 (epoch 0.5): ...``."""
 
     def epoch(step: int) -> str:
@@ -219,6 +223,6 @@ def said(schedule: Schedule, ends: Sequence[int], total: int | None, per_epoch: 
         if total is not None and begin >= total:
             when += f", which a run of {total} steps does not reach"
         if end is None or end > begin:
-            parts.append(f"{when}: {phase.said(high)}")
+            parts.append(f"{when}: {phase.said(high, low)}")
         begin = begin if end is None else end
     return f"schedule{'' if total is None else f' over {total} steps'}: {'; '.join(parts)}"

@@ -74,9 +74,9 @@ class Phase:
         """Return the products that the layer ``fqn`` computes in high precision; ``matches(pattern, fqn)``."""
         return ALL_GEMMS if any(matches(pattern, fqn) for pattern in self.keep) else self.in_bf16
 
-    def said(self, high: str) -> str:
-        """Return the phase in words; ``high`` is the dtype outside of FP8."""
-        gemms = words(self.in_bf16, high) or "FP8"
+    def said(self, high: str, low: str = "FP8") -> str:
+        """Return the phase in words; ``high`` is the dtype outside of the format ``low``."""
+        gemms = words(self.in_bf16, high) or low
         return f"{gemms}, {', '.join(self.keep)} in {high}" if self.keep else gemms
 
 

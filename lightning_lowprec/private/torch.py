@@ -111,6 +111,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._are_functorch_transforms_active",
         "torch._scaled_mm",
         "torch._scaled_grouped_mm",
+        "torch._int_mm",
         "torch.compiler._is_exporting_flag",
         "torch.Tensor._version",
         "torch.utils._python_dispatch._get_current_dispatch_mode",

@@ -1,4 +1,4 @@
-"""Products of float8 codes, by names that are private to torch; `torch.py` has the list of these names."""
+"""Products of float8 and int8 codes, by names that are private to torch; `torch.py` has the list of these names."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor
         ends: [E] int32.
     """
     return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """[M, K] @ [K, N] of int8 -> [M, N] int32."""
+    return torch._int_mm(a, b)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lightning_lowprec.extras import quiet
 from lightning_lowprec.private.names import missing
 
 _TENSOR: Final = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _ARGUMENTS: Final = ("_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_axiswise_dim")
+_INT8: Final = "torchao.prototype.quantized_training"
+_MX: Final = "torchao.prototype.mx_formats"
+_PROTOTYPES: Final = {
+    "int8": ("0.13", (f"{_INT8}.int8.quantize_int8_rowwise", f"{_INT8}.int8_mixed_precision.scaled_int8_mm")),
+    "mxfp8": (
+        "0.18",
+        (
+            f"{_MX}.mx_tensor.MXTensor.to_mx",
+            f"{_MX}.utils._to_mxfp8_dim1_kernel_wrapper",
+            f"{_MX}.config.MXFP8Dim0CastKernelChoice.TRITON",
+            f"{_MX}.config.MXFP8Dim1CastKernelChoice.CUDA",
+            f"{_MX}.config.ScaleCalculationMode.RCEIL",
+            f"{_MX}.config.KernelPreference.EMULATED",
+        ),
+    ),
+}
+"""For each prototype, the first version that has been run with this package, and its names."""
 
 
 def moved() -> list[str]:
@@ -40,3 +59,88 @@ def parameters_of_copies(optimizer: Any) -> list[Tensor] | None:
         return None
     kept = [p for group in optimizer.d_param_groups for p in group["params"]]
     return [*optimizer.param_d2h_map, *kept]
+
+
+def prototype_refusal(kind: str) -> str | None:
+    """Return why the installed torchao does not have a prototype, and the remedy; None if it does.
+
+    Args:
+        kind: ``"int8"`` or ``"mxfp8"``.
+    """
+    import torchao
+
+    version, names = _PROTOTYPES[kind]
+    with quiet():
+        lacking = missing(names)
+    if not lacking:
+        return None
+    return (
+        f"torchao {torchao.__version__} does not have {lacking[0]!r}; torchao {version} has:"
+        f" `pip install 'torchao>={version}'`"
+    )
+
+
+class Int8Names(NamedTuple):
+    """torchao's functions of int8 training."""
+
+    quantize: Any
+    """(M, K) float, stochastic_rounding -> (M, K) int8, (M,) scales of the dtype of the input."""
+    scaled_mm: Any
+    """(M, K), (K, N) int8, (M,), (N,) scales -> (M, N) of the dtype of the scales; by Triton where it runs."""
+
+
+def int8_names() -> Int8Names:
+    """Return torchao's functions of int8 training."""
+    from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
+    from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm  # type: ignore[attr-defined]
+
+    return Int8Names(quantize_int8_rowwise, scaled_int8_mm)
+
+
+class MXNames(NamedTuple):
+    """torchao's casts to MXFP8."""
+
+    tensor: Any
+    """The class of codes with scales."""
+    columns: Any
+    """Encode a matrix along its columns."""
+    emulated: Any
+    kernels: Any
+    rounded_up: Any
+    """Scales are rounded up to powers of two, as cuBLAS's documentation says."""
+    rows_by_triton: Any
+    columns_by_cuda: Any
+    columns_by_triton: Any
+
+
+def mx_names() -> MXNames:
+    """Return torchao's casts to MXFP8."""
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    return MXNames(
+        tensor=MXTensor,
+        columns=_to_mxfp8_dim1_kernel_wrapper,
+        emulated=KernelPreference.EMULATED,
+        kernels=KernelPreference.AUTO,
+        rounded_up=ScaleCalculationMode.RCEIL,
+        rows_by_triton=MXFP8Dim0CastKernelChoice.TRITON,
+        columns_by_cuda=MXFP8Dim1CastKernelChoice.CUDA,
+        columns_by_triton=MXFP8Dim1CastKernelChoice.TRITON,
+    )
+
+
+def has_mx_extension() -> bool:
+    """Return whether torchao's CUDA kernel that encodes columns to MXFP8 is loaded: its wheel has some Pythons only."""
+    name = "torchao::mxfp8_quantize"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") if _is_defined(name) else False
+
+
+def _is_defined(operation: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel(operation))

@@ -27,7 +27,7 @@ _SUMMARIES: Final = {
     "fp8-e4m3-te": "Transformer Engine, scales from the amax of past steps, e4m3 everywhere",
     "fp8-current": "Transformer Engine, scales from each tensor, gradients in e5m2",
     "fp8-block": "Transformer Engine, a scale per 128 values or 128x128 weights, e4m3",
-    "mxfp8": "Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
+    "mxfp8-te": "Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
     "nvfp4": "Transformer Engine, 4 bits with a scale per 16 values (Blackwell)",
 }
 _ROWS: Final[Mapping[str, RecipeKey]] = {

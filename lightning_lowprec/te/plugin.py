@@ -49,11 +49,11 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
     ("delayed", "e4m3"): "fp8-e4m3-te",
     ("current", "hybrid"): "fp8-current",
     ("block", "e4m3"): "fp8-block",
-    ("mxfp8", "e4m3"): "mxfp8",
+    ("mxfp8", "e4m3"): "mxfp8-te",
     ("nvfp4", "e4m3"): "nvfp4",
 }
 """The name for ``precision=`` of each kind of recipe and format."""
-WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8", "nvfp4"}
+WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 
 

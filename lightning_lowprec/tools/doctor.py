@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +35,7 @@ from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools import hardware_text
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 
+_WIDTH: Final = 120
 LIBRARIES = (
     torch_names,
     torch_files_names,
@@ -233,7 +234,8 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
     lines += ["", *_families(verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
-        lines += [f"{reason.rstrip('.')}:", f"    {in_words(names)}"]
+        said, listed = f"{reason.rstrip('.')}:", in_words(names)
+        lines += [f"{said} {listed}"] if len(said) + len(listed) < _WIDTH else [said, f"    {listed}"]
     lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]])]
     recommended = advice(verdicts, facts["bf16"])
     width = max(len(row.name) for row in recommended)

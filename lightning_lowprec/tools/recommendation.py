@@ -30,6 +30,7 @@ _CANDIDATES: Final[Sequence[tuple[str, str]]] = (
         "fp8-rowwise-gw-hp",
         "FP8 GEMMs with one scale per row, weight gradients in bf16: less rounding than one scale per tensor",
     ),
+    ("int8-mixed", "int8 GEMMs, which this GPU runs faster than bf16: pays on large linear layers"),
     ("bf16-remainder", _REMAINDER),
     ("bf16-sr", "no masters, updates are rounded stochastically: 12 bytes per parameter with AdamW, not 16"),
 )

@@ -15,8 +15,8 @@ from lightning_lowprec.conversion.name_suffixes import FP16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
+from lightning_lowprec.precision import half_norms
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
 from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO, Recipe
 

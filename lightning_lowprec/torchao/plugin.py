@@ -21,7 +21,7 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
-from lightning_lowprec.precision import fp8
+from lightning_lowprec.precision import fp8, half_norms
 from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
 from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.options import (
@@ -39,7 +39,7 @@ from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, Sche
 from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao import half_norms, own_config
+from lightning_lowprec.torchao import own_config
 from lightning_lowprec.torchao.experts_kept import Experts, experts_kept
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ class Probe(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16).requires_grad_(False)
+        self.linear = nn.Linear(32, 32).requires_grad_(False)
         self.w = nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Net(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 16))
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 32))
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,9 +129,9 @@ def net(cls: type[Net] = Net) -> Net:
 
 
 def random_batches(count: int) -> Batches:
-    """The same ``count`` batches each time, (8, 16)."""
+    """The same ``count`` batches each time, (8, 32)."""
     generator = torch.Generator().manual_seed(1)
-    return Batches(*(torch.randn(8, 16, generator=generator) for _ in range(count)))
+    return Batches(*(torch.randn(8, 32, generator=generator) for _ in range(count)))
 
 
 def trainer_with(plugin: Any, **options: Any) -> L.Trainer:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.private.torchao import prototype_refusal
 from tests.representatives import representatives
 from tests.toy_backend import BACKEND as TOY
 
@@ -94,11 +95,14 @@ NAMES = (
     *(
         name
         for name in representatives()
-        if TABLE[name].plugin is not FP8TE and not name.endswith(("-lean", "-lean-sr"))
+        if TABLE[name].plugin is not FP8TE
+        and not name.endswith(("-lean", "-lean-sr"))
+        and not (TABLE[name].plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
     ),
     *EXTRA,
 )
 """Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA.
+MXFP8 by torchao needs a newer torchao than the oldest that is supported, where a test holds the refusal.
 
 Names that update in the backward pass have no gradients to clip, accumulate or look at: their formats are in EXTRA, and
 they have tests of their own in tests/precision/test_lean.py.

@@ -43,7 +43,7 @@ def _unchanged_torch() -> Iterator[None]:
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_context_restores_torch_when_its_body_raises(name: str, context: str) -> None:
     plugin = make(name)
-    plugin.convert_module(nn.Linear(16, 16))
+    plugin.convert_module(nn.Linear(32, 32))
     before = torch_state()
     with pytest.raises(ZeroDivisionError), getattr(plugin, context)():
         torch.zeros(1 // 0)
@@ -54,7 +54,7 @@ def test_context_restores_torch_when_its_body_raises(name: str, context: str) ->
 @pytest.mark.parametrize("context", [c for c in CONTEXTS if "init" not in c])
 def test_context_autocasts_on_cpu(name: str, context: str) -> None:
     plugin = make(name)
-    plugin.convert_module(nn.Linear(16, 16))
+    plugin.convert_module(nn.Linear(32, 32))
     a = torch.ones(2, 2)
     with getattr(plugin, context)():
         assert (a @ a).dtype == plugin.autocast_dtype
@@ -65,7 +65,7 @@ def test_context_autocasts_on_cpu(name: str, context: str) -> None:
 @every_plugin
 def test_contexts_nest_and_can_be_entered_again(name: str) -> None:
     plugin = make(name)
-    plugin.convert_module(nn.Linear(16, 16))
+    plugin.convert_module(nn.Linear(32, 32))
     before = torch_state()
     for _ in range(2):
         with plugin.forward_context(), plugin.forward_context():
@@ -109,7 +109,7 @@ def test_fabric_casts_float_inputs_and_outputs_only(name: str) -> None:
     plugin = make(name)
     module = fabric_with(plugin).setup(DtypeNet())
     index = torch.tensor([2**31 + 1])
-    output = module(torch.ones(4, 16), index=index)
+    output = module(torch.ones(4, 32), index=index)
     assert module.module.seen == (plugin.autocast_dtype, torch.int64)
     assert output["hidden"].dtype == output["y"].dtype == torch.float32
     assert output["index"] is index
@@ -117,7 +117,7 @@ def test_fabric_casts_float_inputs_and_outputs_only(name: str) -> None:
 
 @every_plugin
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("shape", [(16, 16), (3, 16), (2, 5, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 32), (3, 32), (2, 5, 32)], ids=str)
 def test_fabric_forward_is_the_same_without_gradients(name: str, mode: type, shape: tuple[int, ...]) -> None:
     module, x = fabric_with(make(name)).setup(net()), torch.ones(shape)
     expected = module(x)
@@ -130,7 +130,7 @@ def test_fabric_forward_is_the_same_without_gradients(name: str, mode: type, sha
 @every_name
 def test_converted_input_keeps_its_structure_and_integers(name: str) -> None:
     plugin = make(name)
-    plugin.convert_module(nn.Linear(16, 16))
+    plugin.convert_module(nn.Linear(32, 32))
     tokens, mask, x = torch.tensor([300, 70_000]), torch.tensor([True, False]), torch.ones(3)
     converted = plugin.convert_input({"tokens": tokens, "rest": (mask, x, "text", 7, None)})
     assert converted["tokens"] is tokens

@@ -202,7 +202,7 @@ def test_module_made_in_fabric_init_module_trains_alike(name: str) -> None:
 def test_fabric_setup_order_does_not_matter(name: str, order: str) -> None:
     """Also: the optimizer still holds the parameters after conversion."""
     module = net()
-    before, optimizer, fabric = values(module), torch.optim.SGD(module.parameters(), lr=0.1), fabric_with(make(name))
+    before, optimizer, fabric = values(module), torch.optim.SGD(module.parameters(), lr=0.3), fabric_with(make(name))
     if order == "joint":
         wrapped, opt = fabric.setup(module, optimizer)
     elif order == "module first":

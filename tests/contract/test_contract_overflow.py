@@ -40,7 +40,7 @@ def test_trainer_skips_an_overflowing_step_bit_exactly(name: str) -> None:
     plugin, module = make(name), net(Adam)
     module.snapshots, scale = [], scale_of(plugin)
     good = list(random_batches(3))
-    trainer_with(plugin).fit(module, Batches(good[0], torch.full((8, 16), float("inf")), good[1], good[2]))
+    trainer_with(plugin).fit(module, Batches(good[0], torch.full((8, 32), float("inf")), good[1], good[2]))
     before, skipped, *_, last = module.snapshots
     assert len(before) == len(skipped) > len(list(module.parameters()))
     assert all(same(a, b) for a, b in zip(before, skipped, strict=True))
@@ -140,7 +140,7 @@ def test_one_good_step_renews_the_patience(name: str) -> None:
 def nan_weights_of_stock(kind: str) -> Tensor:
     """Which weights of a Net are NaN after Lightning's own bf16-mixed has seen NaN."""
     module = net()
-    nan = torch.full((8, 16), float("nan"))
+    nan = torch.full((8, 32), float("nan"))
     if kind == "trainer":
         trainer_with("bf16-mixed").fit(module, Batches(nan, nan))
     else:
@@ -160,7 +160,7 @@ def train_on(batch: Tensor, plugin: object, module: Net) -> None:
 @every_unscaled
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_without_scaling_nan_passes_as_in_stock_bf16(name: str, kind: str) -> None:
-    expected, module, nan = nan_weights_of_stock(kind), net(), torch.full((8, 16), float("nan"))
+    expected, module, nan = nan_weights_of_stock(kind), net(), torch.full((8, 32), float("nan"))
     if kind == "trainer":
         trainer_with(make(name)).fit(module, Batches(nan, nan))
     else:

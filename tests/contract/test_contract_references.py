@@ -104,7 +104,8 @@ def test_no_precision_is_another_one_in_disguise() -> None:
     for name in ("32-true", *DISTINCT):
         parameters = []
         for accumulate in (1, 2):
-            module = net()
+            torch.manual_seed(11)  # rounding ties, which master and remainder round differently, are rare
+            module = Net()
             plugin = make(name) if name in DISTINCT else name
             trainer_with(plugin, accumulate_grad_batches=accumulate).fit(module, random_batches(3))
             parameters += [value(p).flatten() for p in module.parameters()]

@@ -33,7 +33,7 @@ from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 
-NAN = torch.full((8, 16), float("nan"))
+NAN = torch.full((8, 32), float("nan"))
 PLUGINS: dict[str, Callable[..., LowPrecision]] = {
     "bf16": partial(HalfMixed, "bf16"),
     "half-auto": partial(HalfMixed),

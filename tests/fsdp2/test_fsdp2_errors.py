@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
-from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, parallelize
+from lightning_lowprec import (
+    MSAMP,
+    FabricFSDP2Strategy,
+    FP8TorchAO,
+    FSDP2Strategy,
+    Int8TorchAO,
+    MXFP8TorchAO,
+    parallelize,
+)
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
@@ -83,6 +92,8 @@ def test_an_unknown_option_is_a_type_error():
     ("plugin", "reason"),
     [
         (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
+        (Int8TorchAO(), "`precision='int8-mixed'` encodes a weight along its rows and along its columns, in bf16"),
+        (MXFP8TorchAO(), "`precision='mxfp8-torchao'` encodes a weight along its rows"),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
         ("32-true", r"`precision='32-true'` has no FP8 weights"),
@@ -135,6 +146,22 @@ def test_uneven_shards_of_fp8_weights(alone):
     plugin.convert_module(conv)
     with pytest.raises(ValueError, match=r"'blocks.0.up' has 64 input features, which do not divide into 3 equal"):
         gather_in_fp8(conv, shards=3)
+
+
+def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
+    from lightning_lowprec.fsdp2.shard import _parallelize
+
+    model, plugin = Net(), Int8TorchAO()
+    plugin.bind_device(CPU)
+    plugin.convert_module(model)
+    fqn = plugin.plan.linears[0]
+    options = ShardOptions(tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2)
+    message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao \(prototype\), whose kernels take no DTensors"
+    with pytest.raises(ValueError, match=message):
+        _parallelize(model, alone["tensor_parallel"], options)
+    layer = model.get_submodule(fqn)  # cut by now, as by a user's own plan
+    with pytest.raises(RuntimeError, match=r"PrototypeLinear does not run with tensor parallelism.* Use 'fp8-tenso"):
+        layer(torch.ones(2, layer.in_features))
 
 
 def test_wraps_that_match_nothing(alone):

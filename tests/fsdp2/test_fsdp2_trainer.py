@@ -15,6 +15,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 PRECISIONS = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "half-auto", "bf16-master", "fp16-master", "bf16-remainder",
     "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "fp8-hybrid-remainder",
+    "int8-mixed",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.ledger.recorder import on_null_gpu
 from lightning_lowprec.private import transformer_engine
+from tests.ledger.untuned import take_first_variant
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
 
@@ -33,6 +34,12 @@ def no_scales_of_other_files():
     """Transformer Engine renews the delayed scales of every model that the process ever had."""
     if "transformer_engine" in sys.modules:
         transformer_engine.manager().reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_variant_of_tuned_kernels():
+    """Every variant would be compiled, and none would be faster."""
+    take_first_variant()
 
 
 @pytest.fixture(autouse=True)

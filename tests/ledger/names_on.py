@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
+from tests.ledger.untuned import take_first_variant
 from tests.representatives import representatives
 
 SHAPE = models.SHAPES["toy"]
@@ -43,6 +44,7 @@ def main(names: list[str]) -> None:
     """Print the outcomes by name."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.enable_cudnn_sdp(False)
+    take_first_variant()
     print(json.dumps({name: outcome(name) for name in names or representatives()}))
 
 

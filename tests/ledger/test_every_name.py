@@ -14,14 +14,15 @@ from lightning_lowprec.names import TABLE
 from tests.ledger import names_on
 from tests.representatives import representatives
 
-NEEDS_BLACKWELL = {"mxfp8", "nvfp4"}
+TE_BLACKWELL = {"mxfp8", "mxfp8-te", "nvfp4"}
+NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8-torchao"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
 NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-master"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
 REFUSES = {
     "h200": NEEDS_BLACKWELL,
     "b200": set(),
-    "rtx5090": NEEDS_BLACKWELL | ROWWISE,
+    "rtx5090": TE_BLACKWELL | ROWWISE,  # nobody knows about torchao's MXFP8 there: a warning
     "rtx4090": NEEDS_HOPPER,
     "a100": FP8,
 }

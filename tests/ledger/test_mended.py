@@ -161,7 +161,7 @@ def block_at(address):
 PASSES_OF_O3 = 3
 """Graphs of the optimizer: measure, write, round the masters."""
 NAMES = [
-    name for name in representatives() if name not in ("mxfp8", "nvfp4")
+    name for name in representatives() if name not in ("mxfp8", "mxfp8-te", "mxfp8-torchao", "nvfp4")
 ]  # what the GPU that the null GPU imitates runs
 
 

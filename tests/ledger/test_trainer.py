@@ -13,7 +13,7 @@ from lightning_lowprec.names import TABLE, without_backend
 from tests.representatives import representatives, updates_in_backward
 
 SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
-NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8", "nvfp4"})
+NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4"})
 """Each plugin, recipe and base dtype once."""
 WIDTH, CLASSES = 32, 16
 

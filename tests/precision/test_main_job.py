@@ -93,7 +93,16 @@ def test_cli_trains_the_gpt(tmp_path):
 
 @pytest.mark.distributed
 def test_ddp_on_two_processes():
-    names = ("fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "bf16-master", "bf16-sr", "fp16-master", "msamp-o2")
+    names = (
+        "fp8-hybrid",
+        "fp8-hybrid-fp16",
+        "fp8-rowwise-gw-hp",
+        "bf16-master",
+        "bf16-sr",
+        "fp16-master",
+        "msamp-o2",
+        "int8-mixed",
+    )
     script = str(Path(__file__).with_name("ddp_script.py"))
     command = [sys.executable, *COMMAND, "run", "--devices=2", "--main-port=29437", script, *names]
     result = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=240, check=False)

@@ -63,7 +63,8 @@ def test_the_designed_names_and_no_others_are_registered():
         "msamp-o3",
         *tensorwise,
         *(f"{n}-fp16" for n in (*tensorwise, "fp8-hybrid-te", "fp8-e4m3-te", "fp8-current")),
-        *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4"),
+        *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current", "fp8-block", "mxfp8", "mxfp8-te", "nvfp4"),
+        *("mxfp8-torchao", "int8-mixed", "int8-mixed-fp16"),
     }
     bf16_based = (
         *tensorwise,
@@ -73,6 +74,8 @@ def test_the_designed_names_and_no_others_are_registered():
         "fp8-e4m3-te",
         "fp8-current",
         "fp8-block",
+        "mxfp8-torchao",
+        "int8-mixed",
     )
     expected |= {f"{name}{suffix}" for name in bf16_based for suffix in ("-master", "-remainder", "-sr")}
     assert set(TABLE) == expected
@@ -167,6 +170,7 @@ WORDS = {
     "msamp": "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3'",
     "bf16_with_fp8_mixed": "NeMo's recipe is a plugin: write `plugins=lightning_lowprec.recipes.bf16_with_fp8_mixed()`",
     "no": "Write '32-true'.",
+    "int8": "Write 'int8-mixed'.",
     8: "Write 'fp8-hybrid'",
     "fp8_hybrid": "Did you mean 'fp8-hybrid'?",
     "FP8-Hybrid": "Did you mean 'fp8-hybrid'?",

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, FP8TorchAO
+from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create, resolve, without_backend
 from lightning_lowprec.tools.cli import main
@@ -19,13 +19,15 @@ FORMS = {"-master": True, "-remainder": "remainder", "-sr": "stochastic"}
 BF16_BASED = [
     name
     for name, row in TABLE.items()
-    if row.plugin in (FP8TorchAO, FP8TE) and split(name)[1] == "" and name not in ("mxfp8", "nvfp4", "fp8-lean")
+    if row.plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
+    and split(name)[1] == ""
+    and name not in ("mxfp8", "mxfp8-te", "nvfp4", "fp8-lean")
 ]
 HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_spec("transformer_engine")]
 
 
-def test_the_rule_covers_every_bf16_based_name_of_fp8():
-    assert len(BF16_BASED) == 11
+def test_the_rule_covers_every_bf16_based_name():
+    assert len(BF16_BASED) == 13
     for name in BF16_BASED:
         for suffix, form in FORMS.items():
             row = TABLE[f"{name}{suffix}"]
@@ -71,7 +73,9 @@ REFUSED = {
     "fp8-hybrid-remainder-fp16": "`-fp16` and `-remainder` do not go together: `-remainder` needs bf16 weights",
     "fp8-current-fp16-sr": "`-fp16` and `-sr` do not go together: `-sr` needs bf16 weights",
     "fp8-hybrid-te-fp16-master": "`-fp16` and `-master` do not go together: names with `-fp16` keep float32 weights.",
-    "mxfp8-remainder": "'mxfp8' has no `-remainder`: it needs Blackwell",
+    "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
+    "mxfp8-remainder": "'mxfp8' has no `-remainder`: write 'mxfp8-torchao-remainder'.",
+    "mxfp8-torchao-fp16": "'mxfp8-torchao' has no `-fp16`: its kernels take and return bf16.",
     "nvfp4-sr": "'nvfp4' has no `-sr`: it needs Blackwell",
     "nvfp4-fp16": "'nvfp4' has no `-fp16`: its Hadamard transform is made for bf16.",
     "fp8-block-fp16": "'fp8-block' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
@@ -98,7 +102,7 @@ def test_the_remedies_run():
     if find_spec("transformer_engine"):
         for kind in ("mxfp8", "nvfp4"):
             for form in FORMS.values():
-                assert FP8TE(kind, master_weights=form).precision == kind
+                assert FP8TE(kind, master_weights=form).precision == {"mxfp8": "mxfp8-te"}.get(kind, kind)
         assert FP8TE("block", base="fp16").scaler is not None
 
 

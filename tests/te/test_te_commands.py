@@ -23,7 +23,7 @@ def test_doctor():
     assert facts["backends"]["Transformer Engine"] == "imports"
     assert facts["versions"]["transformer-engine"] == "2.20.2"
     verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
-    for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-e4m3-te-fp16"):
+    for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8-te", "nvfp4", "fp8-e4m3-te-fp16"):
         assert not verdicts[name]["runs"]
         assert "cpu is no NVIDIA GPU, and Transformer Engine computes on NVIDIA GPUs only [" in verdicts[name]["reason"]
     assert verdicts["fp8-hybrid"]["emulated"]  # torchao's

@@ -88,6 +88,7 @@ def _plan(args: Any, model: nn.Module, name: PrecisionName) -> Plan:
         conv1d=name.conv1d != "kept",
         experts=name.experts,
         base=name.options.get("base", "bf16"),
+        format=name.plugin.format,
     )
 
 
@@ -107,7 +108,8 @@ def _recipes(given: Sequence[str] | None, precision: str, name: PrecisionName) -
     if not recipes:
         raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `--recipe` out.")
     values = dict(_pattern(entry) for entry in given)
-    return RecipeMap.of(values, names=tuple(recipes), base=next(iter(recipes)))
+    known = name.layer_recipes or tuple(recipes)
+    return RecipeMap.of(values, names=known, base=known[0])
 
 
 def _pattern(entry: str) -> tuple[str, Any]:

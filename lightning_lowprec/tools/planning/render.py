@@ -45,7 +45,7 @@ def text(
         all_rows: one row per layer, not one per kind of block.
     """
     rows = [(row.fqn, row) for row in plan.rows] if all_rows else _collapse(plan.rows)
-    cells = [(name or "(the model)", _shape(row), _verdict(row)) for name, row in rows]
+    cells = [(name or "(the model)", _shape(row), _verdict(row, plan.format)) for name, row in rows]
     return "\n\n".join(
         [
             f"{'# ' if markdown else ''}{origin}: {plan.summary()}",
@@ -84,19 +84,23 @@ def _shape(row: PlanRow) -> str:
     return f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
 
 
-def _verdict(row: PlanRow) -> str:
+def _verdict(row: PlanRow, format: str) -> str:
     if row.kept_because is not None:
         return row.kept
-    fp8 = "FP8" if row.recipe is None else f"FP8 ({row.recipe})"
+    fp8 = format if row.recipe is None else f"{format} ({row.recipe})"
+    if format != "FP8":
+        return fp8
     return f"{fp8}, slower than bf16" if row.gain is None else f"{fp8}, about {row.gain:.2f}x"
 
 
 def _costs(plan: Plan, flops: Flops) -> list[str]:
     attention = f"{flops.attention:.3g} attention" if flops.attention else "attention not known and not counted"
     lines = [
-        f"matrix FLOPs per token: {flops.fp8_share:.1%} in FP8"
-        f" ({flops.fp8:.3g} FP8, {flops.high_precision:.3g} kept, {attention})"
+        f"matrix FLOPs per token: {flops.fp8_share:.1%} in {plan.format}"
+        f" ({flops.fp8:.3g} {plan.format}, {flops.high_precision:.3g} kept, {attention})"
     ]
+    if plan.format != "FP8":
+        return [*lines, f"gains per layer: not known for {plan.format}"]
     slow = len(plan.below_break_even())
     if slow:
         lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--min-gain=auto` keeps them")

@@ -47,16 +47,20 @@ _ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "fp8-current":        ("e4m3", _E5M2,  _E5M2,       "fp32", "fp32", "-",     "fp32", "fp32", "e4m3"),
     "fp8-block":          ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
     "mxfp8":              ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
+    "mxfp8-te":           ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
+    "mxfp8-torchao":      ("e4m3", "e4m3", "e4m3",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
+    "int8-mixed":         ("int8", "int8", "int8",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
     "nvfp4":              ("e2m1", "e2m1", "e2m1",      "fp32", "fp32", "-",     "fp32", "fp32", "bf16"),
+    "int8-mixed-fp16":    ("int8", "int8", "int8",      "fp32", "fp32", "-",     "fp32", "fp32", "fp16"),
     "msamp-o1":           ("e4m3", _E5M2,  _E5M2,       "fp16", "e4m3", "-",     "fp32", "e4m3", "-"),
     "msamp-o2":           ("e4m3", _E5M2,  _E5M2,       "fp16", "e4m3", "-",     _MSAMP, "e4m3", "-"),
     "msamp-o3":           ("e4m3", _E5M2,  _E5M2,       "e4m3", "e4m3", "fp16",  _MSAMP, "e4m3", "e4m3"),
 }
 # fmt: on
 NOTES: Final = (
-    "...-master, ...-remainder, ...-sr: an FP8 name with this suffix; `...` is the format of the name without. A name"
-    " with -fp16 has the formats of the name without.",
-    "Bits: e2m1 4; e4m3, e5m2 and e5m3 8; bf16, fp16 and int16 16; fp32 32.",
+    "...-master, ...-remainder, ...-sr: an FP8 or int8 name with this suffix; `...` is the format of the name without."
+    " A name with -fp16 has the formats of the name without.",
+    "Bits: e2m1 4; e4m3, e5m2, e5m3 and int8 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
     "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
     "ddp: the format in which a gradient is sent. fsdp2: the format in which a weight is sent; gradients go in fp32.",

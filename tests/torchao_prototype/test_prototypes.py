@@ -1,0 +1,413 @@
+"""int8 and MXFP8 layers: bit for bit torchao's own modules, in place, with each product of three in bf16 or not."""
+
+import copy
+import logging
+import pickle
+import re
+from importlib.util import find_spec
+from itertools import chain, combinations
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.gemms import GEMMS
+from lightning_lowprec.names import create, resolve
+from lightning_lowprec.private import torchao as private
+from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.demo import ByteGPT
+from lightning_lowprec.torchao_prototype import convert
+from lightning_lowprec.torchao_prototype.layer import PrototypeLinear
+from tests.quality import sqnr
+
+CPU = torch.device("cpu")
+WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
+needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
+IN, OUT = 128, 192
+NO_MXFP8 = prototype_refusal("mxfp8")
+needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
+KINDS = ["int8", pytest.param("mxfp8_emulated", marks=needs_mxfp8)]
+PLUGINS = [Int8TorchAO, pytest.param(MXFP8TorchAO, marks=needs_mxfp8)]
+SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(4))]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def plain(dtype=torch.float32, bias=True, conv1d=False):
+    """A Linear, or the Conv1D that computes the same."""
+    torch.manual_seed(0)
+    linear = nn.Linear(IN, OUT, bias=bias).to(dtype)
+    if not conv1d:
+        return linear
+    from transformers.pytorch_utils import Conv1D
+
+    conv = Conv1D(OUT, IN).to(dtype)
+    conv.load_state_dict({"weight": linear.weight.t(), "bias": linear.bias})
+    return conv
+
+
+def converted(kind, layer, gemms=frozenset()):
+    model = nn.Sequential(layer)
+    convert.convert(model, ["0"], kind, lambda fqn: gemms, low_eval=True)
+    return layer
+
+
+def results(layer, tokens=256, autocast=False):
+    """Output, and the gradients of input, weight and bias, for Gaussian data in the dtype of the weight."""
+    generator, dtype = torch.Generator().manual_seed(1), layer.weight.dtype
+    x = torch.randn(tokens, IN, generator=generator).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = layer(x)
+    gradient = torch.randn(tokens, OUT, generator=generator).to(output.dtype)
+    wanted = (x, *(p for p in (layer.weight, layer.bias) if p is not None))
+    return dict(zip((*GEMMS, "bias"), (output, *torch.autograd.grad(output, wanted, gradient)), strict=False))
+
+
+def torchaos(kind, layer):
+    """torchao's own module with the parameters of a Linear."""
+    sizes = {"bias": layer.bias is not None, "dtype": layer.weight.dtype}
+    if kind == "int8":
+        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig as Config
+        from torchao.prototype.quantized_training.int8_mixed_precision import Int8MixedPrecisionTrainingLinear
+
+        made = Int8MixedPrecisionTrainingLinear(IN, OUT, config=Config(module_swap=True), **sizes)
+    else:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        made = MXFP8Linear(IN, OUT, kernel_preference=KernelPreference.EMULATED, **sizes)
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
+    theirs = torchaos(kind, plain(dtype, bias))
+    ours = converted(kind, plain(dtype, bias))
+    for tokens in (256, 13) if kind == "int8" else (256, 32):  # torchao's MXFP8 takes multiples of 32 tokens
+        found, expected = results(ours, tokens), results(theirs, tokens)
+        assert {name for name in found if not torch.equal(found[name], expected[name])} == set()
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("kind", "decibels"),
+    [("int8", (41, 41, 39)), pytest.param("mxfp8_emulated", (28, 28, 28), marks=needs_mxfp8)],
+)
+def test_the_error_against_float32(kind, decibels, dtype):
+    reference, found = results(plain()), results(converted(kind, plain(dtype)))
+    for name, least in zip(GEMMS, decibels, strict=True):
+        assert least < sqnr(reference[name].detach(), found[name].detach()) < least + 2, name
+
+
+def test_int8_is_the_product_of_rounded_rows():
+    """Against float64: 127 steps up to the largest value of each row."""
+    layer = converted("int8", plain(bias=False))
+    x = torch.randn(32, IN, generator=torch.Generator().manual_seed(1))
+
+    def rounded(rows):
+        step = rows.double().abs().amax(1, keepdim=True) / 127
+        return (rows.double() / step).round() * step
+
+    expected = rounded(x) @ rounded(layer.weight.detach()).t()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
+    layer, x = converted(kind, plain()), torch.randn(3, 11, IN)
+    together = layer(x)
+    assert together.shape == (3, 11, OUT)
+    assert torch.equal(layer(x[1, 2]), together[1, 2]), "a single vector"
+    assert torch.equal(layer(x[:, :1]), together[:, :1])
+    assert layer(x[:0]).shape == (0, 11, OUT)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), together)
+    for wrong in (torch.ones(2, IN + 1), torch.ones(2, IN, dtype=torch.int64)):
+        with pytest.raises(RuntimeError) as theirs:
+            plain()(wrong)
+        with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+            layer(wrong)
+
+
+@pytest.mark.parametrize("conv1d", [False, pytest.param(True, marks=needs_transformers)], ids=["Linear", "Conv1D"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
+    """Bit for bit, in every subset, by a recipe, by a phase, and for a Conv1D: that of a Linear, transposed."""
+    high, low = results(plain(conv1d=conv1d), 45, True), results(converted(kind, plain(conv1d=conv1d)), 45, True)
+    linear = results(converted(kind, plain()), 45, True)
+    assert not any(torch.equal(high[gemm], low[gemm]) for gemm in GEMMS)
+    if conv1d:
+        assert torch.equal(low["forward"], linear["forward"])
+        assert torch.equal(low["grad_input"], linear["grad_input"])
+        torch.testing.assert_close(low["grad_weight"], linear["grad_weight"].t(), rtol=2**-7, atol=0)  # order of scales
+        assert low["grad_weight"].is_contiguous()
+    switched = converted(kind, plain(conv1d=conv1d))
+    for gemms in (*SUBSETS, frozenset()):
+        backends.owner(switched).set_phase(switched, gemms)
+        for layer in (switched, converted(kind, plain(conv1d=conv1d), gemms)):
+            found = results(layer, 45, True)
+            for name in GEMMS:
+                assert torch.equal(found[name], (high if name in gemms else low)[name]), (gemms, name)
+            assert torch.equal(found["bias"], high["bias"])
+    backends.reconfigure(switched, {"forward": "bf16"})
+    assert torch.equal(results(switched, 45, True)["forward"], high["forward"])
+    backends.reconfigure(switched, "bf16")
+    assert torch.equal(results(switched, 45, True)["grad_weight"], high["grad_weight"])
+    backends.reconfigure(switched, kind.partition("_")[0])
+    assert torch.equal(results(switched, 45, True)["grad_weight"], low["grad_weight"])
+
+
+@pytest.mark.parametrize("suffix", ["-master", "-remainder", "-sr"])
+@pytest.mark.parametrize("stem", ["int8-mixed", pytest.param("mxfp8-torchao", marks=needs_mxfp8)])
+def test_names_over_bf16_weights_train(stem, suffix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.LayerNorm(OUT), nn.Linear(OUT, IN))
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=f"{stem}{suffix}")
+    module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    x, losses = torch.randn(24, IN), []
+    for _ in range(8):
+        loss = F.mse_loss(module(x).float(), x.flip(-1))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert len(convert.layers_of(model)) == 2
+
+
+def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
+    torch.manual_seed(0)
+    layer, nearest = converted("int8_stochastic", plain(bias=False)), converted("int8", plain(bias=False))
+    layer.weight.data = nearest.weight.data = torch.eye(OUT, IN)  # codes are exact; grad_input is the rounded gradient
+    gradient = torch.full((32, OUT), 0.3 / 127)
+    gradient[:, 0] = 1.0  # a step is 1 / 127
+
+    def grad_input(layer):
+        x = torch.ones(32, IN, requires_grad=True)
+        output = layer(x)
+        assert torch.equal(output, nearest(x)), "the forward is not random"
+        return torch.autograd.grad(output, x, gradient)[0][:, 1:IN] * 127
+
+    assert grad_input(nearest).abs().max() == 0.0, "0.3 of a step is lost"
+    drawn = torch.stack([grad_input(layer) for _ in range(20)])
+    assert set(drawn.round(decimals=4).unique().tolist()) == {0.0, 1.0}
+    deviation = (0.3 * 0.7 / drawn.numel()) ** 0.5
+    assert drawn.mean().item() == pytest.approx(0.3, abs=4 * deviation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_train_as_eager_ones(kind):
+    model = nn.Sequential(converted(kind, plain()), nn.GELU())
+
+    def step(module, x):
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(x)
+        output.float().square().mean().backward()
+        found = x.grad, model[0].weight.grad.clone(), model[0].bias.grad.clone()
+        model.zero_grad()
+        return output, *found
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(13, IN)
+    for a, b in zip(step(model, x), step(compiled, x), strict=True):
+        assert torch.equal(a, b)
+        assert b.abs().max() > 0, "a gradient is lost"
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_is_differentiated_runs_in_high_precision(kind):
+    low, high = converted(kind, plain(torch.float32)), plain(torch.float32)
+    second = []
+    for layer in (low, high):
+        x = torch.randn(32, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), layer.weight)[0])
+    assert sqnr(second[1], second[0]) > 20
+    with pytest.raises(RuntimeError, match="PrototypeLinear"):
+        torch.func.vmap(low)(torch.ones(2, IN))
+
+
+class Named(nn.Linear):
+    """A subclass that computes as a Linear does."""
+
+
+@needs_transformers
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_conversion_is_in_place_and_is_undone(plugin):
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(plain(), nn.LayerNorm(OUT), Named(OUT, IN), Conv1D(OUT, IN))
+    before, own = list(model.parameters()), [(type(layer), set(vars(layer))) for layer in model]
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    made = plugin()
+    made.bind_device(CPU)
+    made.convert_module(model)
+    assert made.plan.converted == ("0", "2", "3")
+    assert isinstance(model[2], Named)
+    assert isinstance(model[3], Conv1D)
+    assert f"arithmetic={model[0].arithmetic}" in repr(model[0])
+    x = torch.randn(8, IN)
+    expected = model(x)
+    assert seen == [1]
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(nn.Sequential(*list(model)[1:])))):
+        assert torch.equal(copied[-1](x), model[-1](x))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    other = FP8TorchAO()
+    other.bind_device(CPU)
+    other.convert_module(model)
+    assert type(model[0]).__name__ == "FP8Linear"
+    made.convert_module(model)
+    assert isinstance(model[0], PrototypeLinear)
+    assert torch.equal(model(x), expected)
+    backends.revert_all(model)
+    assert [(type(layer), set(vars(layer))) for layer in model] == own
+    assert torch.equal(model[0](x), F.linear(x, *before[:2]))
+
+
+def test_names_train_a_gpt_within_one_percent_of_bf16():
+    """200 steps of text that has something to learn."""
+    names, finals = ("int8-mixed", *([] if NO_MXFP8 else ["mxfp8-torchao"])), {}
+    for precision in ("bf16-mixed", *names):
+        torch.manual_seed(0)
+        model = ByteGPT(depth=1, width=32, heads=2, block_size=24)
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        generator, losses = torch.Generator().manual_seed(3), []
+        for _ in range(200):
+            start = torch.randint(0, 256, (4, 1), generator=generator)
+            tokens = (start + torch.cumsum(torch.randint(1, 4, (4, 25), generator=generator), 1)) % 256
+            loss = F.cross_entropy(wrapped(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        finals[precision] = sum(losses[-20:]) / 20
+    assert finals["bf16-mixed"] < 0.6 * losses[0]
+    for name in names:
+        assert finals[name] == pytest.approx(finals["bf16-mixed"], rel=0.01)
+        assert finals[name] != finals["bf16-mixed"]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, caplog):
+    low = plugin({"0": "bf16", "*": {"grad_weight": "bf16"}}, schedule=[{"until": 1, "gemms": "bf16"}, {}])
+    with caplog.at_level(logging.INFO):
+        found = []
+        for chosen in (low, HalfMixed("bf16")):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(IN, IN), nn.Linear(IN, IN))
+            fabric = L.Fabric(accelerator="cpu", devices=1, plugins=chosen)
+            module, _ = fabric.setup(model, torch.optim.SGD(model.parameters()))
+            for step in range(2):
+                if chosen is low:
+                    low.set_step(step)
+                found.append(module(torch.ones(4, IN)))
+    assert low.precision == f"{low.name}-per-layer"
+    assert torch.equal(found[0], found[2]), "the first phase is bf16-mixed"
+    assert not torch.equal(found[1], found[3])
+    assert [layer.in_high for layer in convert.layers_of(model)] == []
+    assert f"steps 1: {low.format}" in caplog.text or f"from step 1: {low.format}" in caplog.text
+    assert "FP8" not in caplog.text.replace("MXFP8", "").replace("FP8 is emulated", "")
+    assert f"{low.format} ({low.kind}, grad_weight in bf16)" in str(low.plan)
+
+
+@needs_transformers
+def test_experts_stay_in_bf16_with_the_reason(capsys):
+    assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0
+    shown = capsys.readouterr().out
+    assert "kept: no Linear (stacked experts), bf16" in shown
+    assert re.search(r"self_attn.q_proj .* int8\n", shown)
+    assert "in int8 (" in shown
+    assert "gains per layer: not known for int8" in shown
+    assert "FP8" not in shown.split("with AdamW")[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Int8TorchAO("mxfp8"), ValueError, r"`recipe='mxfp8'` is not valid; expected"),
+        (lambda: MXFP8TorchAO("int8"), ValueError, r"`recipe='int8'` is not valid; expected"),
+        (lambda: Int8TorchAO({"*": "tensorwise"}), ValueError, r"expected one of: 'int8', 'bf16', or a mapping"),
+        (lambda: MXFP8TorchAO(base="fp16"), TypeError, "unexpected keyword argument 'base'"),
+        (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
+        (lambda: Int8TorchAO(min_gain=1.2), TypeError, "unexpected keyword argument 'min_gain'"),
+        (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
+        (lambda: Int8TorchAO(schedule=[{"gemms": "int8"}]), ValueError, "is not valid; expected 'bf16', 'fp8'"),
+    ],
+    ids=["recipe", "recipe-mx", "recipes", "base", "emulate", "gain", "rounding", "schedule"],
+)
+def test_options_that_are_not_valid_raise(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def on_gpu(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+
+
+@needs_mxfp8
+def test_devices_without_mxfp8_are_refused_unless_the_user_asks_for_emulation(monkeypatch):
+    assert MXFP8TorchAO(emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
+    on_gpu(monkeypatch, (9, 0))
+    cuda = torch.device("cuda", 0)
+    refusal = MXFP8TorchAO().refusal(cuda)
+    assert refusal.startswith("GPU X (compute capability 9.0) has no products with a scale per 32 values")
+    assert refusal.endswith("Use 'fp8-hybrid', or `plugins=MXFP8TorchAO(emulate=True)` to emulate FP8, slowly")
+    assert MXFP8TorchAO(emulate=True).refusal(cuda) is None
+    assert Int8TorchAO().refusal(cuda) is None
+    on_gpu(monkeypatch, (10, 0))
+    assert MXFP8TorchAO().refusal(cuda) is None
+
+
+def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
+    if NO_MXFP8 is None:
+        monkeypatch.setitem(private._PROTOTYPES, "mxfp8", ("9.9", ("torchao.float8.TheNewName",)))
+        monkeypatch.setitem(private._PROTOTYPES, "int8", ("9.9", ("torchao.float8.TheNewName",)))
+        kinds, name, version = ("int8", "mxfp8"), "torchao.float8.TheNewName", "9.9"
+    else:  # the oldest torchao that is supported
+        kinds, name, version = ("mxfp8",), "torchao.prototype.mx_formats.", "0.18"
+    for kind in kinds:
+        made = {"int8": Int8TorchAO, "mxfp8": MXFP8TorchAO}[kind]()
+        made.bind_device(CPU)
+        message = rf"cannot run: torchao [\d.+a-z]+ does not have '{name}.*; torchao {version} has: `pip install"
+        with pytest.raises(RuntimeError, match=message):
+            made.convert_module(plain())
+
+
+def test_a_layer_keeps_its_arithmetic_and_a_plan_needs_wide_layers():
+    layer = converted("int8", plain())
+    with pytest.raises(ValueError, match=r"`recipe='mxfp8'` is not possible for a layer of 'int8', whose arithmetic"):
+        backends.reconfigure(layer, "mxfp8")
+    for made, multiple in ((Int8TorchAO(), 16), *([] if NO_MXFP8 else [(MXFP8TorchAO(), 32)])):
+        made.bind_device(CPU)
+        with pytest.raises(ValueError, match=rf"nothing would run in {made.format}:(.|\n)*multiples of {multiple}"):
+            made.convert_module(nn.Linear(48 if multiple == 32 else 24, 48))
+
+
+def test_mxfp8_means_what_is_installed_and_a_checkpoint_of_the_other_raises():
+    here = FP8TE if find_spec("transformer_engine") else MXFP8TorchAO
+    assert resolve("mxfp8").plugin is type(create("mxfp8")) is here
+    assert create("mxfp8").precision == "mxfp8"
+    assert MXFP8TorchAO().precision == "mxfp8-torchao"
+    other = "torchao_prototype" if here is FP8TE else "transformer_engine"
+    pinned = {"torchao_prototype": "mxfp8-torchao", "transformer_engine": "mxfp8-te"}
+    with pytest.raises(
+        RuntimeError, match=rf"trained by {other}, and here `precision='mxfp8'`.* use '{pinned[other]}'"
+    ):
+        create("mxfp8").load_state_dict({"backend": other})
+    create("mxfp8-torchao").load_state_dict({"backend": "transformer_engine"})
