@@ -4,6 +4,7 @@ import lightning as L
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fsdp2.models import Block, batch, full, loss_of
 from tests.fsdp2.volume_runs import QUIET
@@ -172,6 +173,17 @@ def by_trainer(rank):
     return full(module.net)
 
 
+def stages_by_data():
+    """Two stages of a pipeline, each sharded over two ranks; the gradients of this rank's stage."""
+    from tests.fsdp2.parallel_runs import pipeline
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
+    number, data_rank = mesh.get_coordinate()
+    group = mesh["stages"].get_group()
+    options = {"fp8_reduce": True, "param_dtype": torch.float32}
+    return pipeline(number, "bf16", "Schedule1F1B", mesh["data"], group=group, data_rank=data_rank, **options)[1]
+
+
 def worker(rank):
     tensor = {"tensor_parallel": colwise_rowwise, "tensor_parallel_size": 2}
     ways = {
@@ -191,4 +203,10 @@ def worker(rank):
     }
     lost = {"nan": lost_step(rank, torch.nan), "inf with copies": lost_step(rank, torch.inf, replicate=2)}
     by_fabric = trained(rank, "32-true", sgd)
-    return {"ways": ways, "trainings": trainings, "lost": lost, "trainer and fabric": (by_trainer(rank), by_fabric)}
+    return {
+        "pipeline": stages_by_data(),
+        "ways": ways,
+        "trainings": trainings,
+        "lost": lost,
+        "trainer and fabric": (by_trainer(rank), by_fabric),
+    }

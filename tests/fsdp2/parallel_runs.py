@@ -304,11 +304,13 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def long_batch():
-    return torch.cat([batch(step, 0) for step in range(2)])  # of 8 sequences: 4 micro-batches of 2
+def long_batch(data_rank=0):
+    """Inputs and targets of 8 sequences: 4 micro-batches of 2."""
+    tokens = torch.cat([batch(step, data_rank) for step in range(2)])
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def set_up(precision, model, mesh):
+def set_up(precision, model, mesh, **options):
     """Convert a stage, and shard it if there is a mesh: the ranks that have the same stage."""
     from lightning_lowprec import parallelize
 
@@ -316,27 +318,27 @@ def set_up(precision, model, mesh):
         return converted(precision, model)
     plugin = precisions()[precision]()
     is_block = lambda fqn, module: fqn.startswith("blocks.") and fqn.count(".") == 1  # noqa: E731
-    return plugin, parallelize(model, mesh, plugin, wrap=is_block)
+    return plugin, parallelize(model, mesh, plugin, wrap=is_block, **options)
 
 
-def pipeline(rank, precision, schedule, mesh=None):
+def pipeline(number, precision, schedule, mesh=None, *, group=None, data_rank=0, **options):
     from torch.distributed import pipelining
 
-    plugin, model = set_up(precision, Stage(rank), mesh)
-    stage = pipelining.PipelineStage(model, rank, 2, CPU)
+    plugin, model = set_up(precision, Stage(number), mesh, **options)
+    stage = pipelining.PipelineStage(model, number, 2, CPU, group=group)
     runs = getattr(pipelining, schedule)(stage, n_microbatches=BATCHES, loss_fn=cross_entropy)
-    data, losses = long_batch(), []
+    (inputs, targets), losses = long_batch(data_rank), []
     with plugin.forward_context():
-        runs.step(*([data[:, :-1]] if rank == 0 else []), **({"target": data[:, 1:], "losses": losses} if rank else {}))
+        runs.step(*([inputs] if number == 0 else []), **({"target": targets, "losses": losses} if number else {}))
     return [loss.item() for loss in losses], gradients(model)
 
 
-def pipeline_of_one(precision, mesh=None):
+def pipeline_of_one(precision, mesh=None, *, data_rank=0):
     plugin, model = set_up(precision, Stage(), mesh)
     losses = []
-    for part in long_batch().chunk(BATCHES):
+    for inputs, targets in zip(*(tensor.chunk(BATCHES) for tensor in long_batch(data_rank)), strict=True):
         with plugin.forward_context():
-            losses.append(cross_entropy(model(part[:, :-1]), part[:, 1:]))
+            losses.append(cross_entropy(model(inputs), targets))
         losses[-1].backward()
     found = {name: grad / BATCHES for name, grad in gradients(model).items()}
     return [loss.item() for loss in losses], found

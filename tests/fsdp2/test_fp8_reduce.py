@@ -7,6 +7,7 @@ import torch
 
 from lightning_lowprec.fsdp2.fp8_reduce import Fp8ReduceScatter
 from tests.fsdp2.fp8_reduce_runs import RANKS, Odd, local_gradients, worker
+from tests.fsdp2.parallel_runs import pipeline_of_one
 from tests.fsdp2.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -158,6 +159,18 @@ def test_the_trainer_trains_as_fabric_does(results):
     for rank in results:
         by_trainer, by_fabric = rank["trainer and fabric"]
         assert all(torch.equal(w, by_fabric[name]) for name, w in by_trainer.items())
+
+
+def test_stages_of_a_pipeline_reduce_over_their_data_ranks(results):
+    one, other = (pipeline_of_one("bf16", data_rank=rank)[1] for rank in range(2))
+    names = set()
+    for rank in results:
+        names |= rank["pipeline"].keys()
+        for name, found in rank["pipeline"].items():
+            mean = (one[name] + other[name]) / 2
+            noise = (found - mean).square().sum() / mean.square().sum()
+            assert 10 * torch.log10(noise) < -28, name
+    assert names == one.keys()
 
 
 def test_other_reductions_raise():
