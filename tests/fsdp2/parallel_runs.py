@@ -108,8 +108,17 @@ def gloo_takes_float8():
         float8_ops.FLOAT8_OPS_TABLE.update(table)
 
 
+def torchao_gathers_float8():
+    """Float8 tensors of torchao 0.13, the oldest one, do not know the operation by which torch gathers."""
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    return torch.ops._c10d_functional._wrap_tensor_autograd.default in FLOAT8_OPS_TABLE
+
+
 def float8_activations():
     """torchao's styles, whose all-gathers send activations as float8: with our layers, and with torchao's."""
+    if not torchao_gathers_float8():
+        return None
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

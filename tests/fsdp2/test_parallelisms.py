@@ -46,11 +46,17 @@ def test_a_sequence_parallel_plan(results, precision):
         as_close_as_fp8_is(rank["sequence"][precision], one_step(precision), exact)
 
 
+@pytest.fixture
+def float8_activations(results):
+    if results[0]["float8 activations"] is None:
+        pytest.skip("the float8 tensors of this torchao do not know this torch's all-gather")
+    return [rank["float8 activations"] for rank in results]
+
+
 @pytest.mark.parametrize("kind", ["", ", prepared"], ids=["linears", "modules"])
-def test_activations_gathered_as_float8_by_torchaos_styles(results, kind):
+def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations, kind):
     """Our layers compute what torchao's compute, bit for bit."""
-    for rank in results:
-        found = rank["float8 activations"]
+    for found in float8_activations:
         (loss, grads), (their_loss, their_grads) = found[f"ours{kind}"], found[f"torchao's{kind}"]
         assert loss == their_loss
         assert grads.keys() == their_grads.keys()
@@ -58,9 +64,8 @@ def test_activations_gathered_as_float8_by_torchaos_styles(results, kind):
         assert kind or snr(found["ours"][1], one_step("tensorwise")[1]) > 30
 
 
-def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(results):
-    for rank in results:
-        found = rank["float8 activations"]
+def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(float8_activations):
+    for found in float8_activations:
         assert "the recipe of the layer has a scale per row. Use `FP8TorchAO(recipe='tensorwise')`" in found["rowwise"]
         assert "computes in high precision now. Use `FP8TorchAO(fp8_eval=True)`" in found["evaluation in bf16"]
         assert "Use `FP8TorchAO(saved_inputs='values')`" in found["saved codes"]
