@@ -33,7 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.ledger.recorder import Log, mark, recording
+from benchmarks.ledger.recorder import Log, Record, mark, recording
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.numerics import one_pass
 from lightning_lowprec.tools.planning import volume
@@ -49,6 +49,7 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -65,15 +66,15 @@ class Collective:
 
     stage: str
     kind: str
-    """all_gather, reduce_scatter or all_reduce."""
+    """all_gather, reduce_scatter, all_reduce or all_to_all."""
     dtype: str
     size: int
-    """Bytes of the whole: what an all-gather returns, what a reduce-scatter takes, what an all-reduce changes."""
+    """Bytes of the whole: what an all-gather returns, what others take or change."""
     ranks: int
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends in a ring."""
+        """Bytes that this rank sends in a ring; of an all-to-all, all but its own part."""
         ring = volume.all_reduce if self.kind == "all_reduce" else volume.all_gather
         return ring(self.size, self.ranks)
 
@@ -89,6 +90,8 @@ class Counts:
     """Bytes that the operations of each stage read and wrote."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Kernels of each stage."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """How often the host waits for the GPU in each stage."""
 
     def sent(self, kind: str, *stages: str) -> float:
         """Return the bytes that this rank sent in collectives of a kind, of all stages or of some."""
@@ -112,7 +115,8 @@ def counted() -> Iterator[Counts]:
         log = stack.enter_context(recording())
         stack.enter_context(_Seen(counts, stage))
         yield counts
-    counts.kernels = _by_stage(log)
+    counts.kernels = _by_stage(log, lambda record: record.what in ("kernel", "gemm"))
+    counts.waits = _by_stage(log, lambda record: record.waits)
 
 
 @final
@@ -161,15 +165,15 @@ def _counting(compiled: Callable[..., Any], counts: Counts, stage: _Stage) -> Ca
     return for_function
 
 
-def _by_stage(log: Log) -> Counter[str]:
-    """Return the number of kernels and matrix products behind each mark."""
-    stage, kernels = "else", Counter[str]()
+def _by_stage(log: Log, counts: Callable[[Record], bool]) -> Counter[str]:
+    """Return the number of records behind each mark."""
+    stage, found = "else", Counter[str]()
     for record in log.records:
         if record.what == "mark":
             stage = record.name
-        elif record.what in ("kernel", "gemm") and stage != WIRE:
-            kernels[stage] += 1
-    return kernels
+        elif stage != WIRE and counts(record):
+            found[stage] += 1
+    return found
 
 
 @final

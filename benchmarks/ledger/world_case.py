@@ -53,6 +53,8 @@ class Case:
     """Ranks of one tensor-parallel group."""
     tokens: int = 4096
     """Tokens of this rank's only sequence."""
+    fp8_reduce: bool = False
+    """Whether gradients are reduced in float8."""
 
     @property
     def shards(self) -> int:
@@ -123,6 +125,7 @@ def promised(case: Case, model: nn.Module) -> dict[str, Any]:
         bytes_of_codes=codes,
         parts=_parts(case),
         tensor_parallel=case.tensor,
+        fp8_reduce=case.fp8_reduce,
     )
     rank = next((rank for rank in ranks if rank.precision == case.precision), None)
     return {} if rank is None else {"state": rank.state, "in_flight": rank.in_flight, **asdict(rank.sent)}
@@ -166,6 +169,7 @@ def fabric_for(case: Case) -> L.Fabric:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     options: dict[str, Any] = {"activation_checkpointing": True, "replicate": case.copies}
+    options["fp8_reduce"] = case.fp8_reduce
     if case.tensor > 1:
         options |= {"tensor_parallel": tensor_plan(case.size), "tensor_parallel_size": case.tensor}
     strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(case.world), **options)
@@ -223,16 +227,17 @@ def _held() -> int:
 def _counts(case: Case, counts: Counts) -> dict[str, Any]:
     reduced = [c.stage for c in counts.collectives if c.kind == "all_reduce"]
     outside = ("else",) if case.precision.startswith("msamp") else ()  # reduces its scales in the optimizer's step
+    codes = counts.sent("all_to_all") + counts.sent("all_gather", "reduce")  # of gradients that are sent as float8
     wire = {
-        "all_gather": counts.sent("all_gather"),
-        "reduce_scatter": counts.sent("reduce_scatter"),
-        "all_reduce": counts.sent("all_reduce", "reduce"),
+        "all_gather": counts.sent("all_gather") - counts.sent("all_gather", "reduce"),
+        "reduce_scatter": counts.sent("reduce_scatter") + (codes if case.copies == 1 else 0),
+        "all_reduce": counts.sent("all_reduce", "reduce") + (codes if case.copies > 1 else 0),
         "scales": counts.sent("all_reduce", "scales", "copy in", *outside),
         "other": 0 if outside else counts.sent("all_reduce", "else"),
     }
     return {
         "wire": wire,
-        "dtypes": {kind: counts.dtypes(kind) for kind in ("all_gather", "reduce_scatter")},
+        "dtypes": {kind: counts.dtypes(kind) for kind in ("all_gather", "reduce_scatter", "all_to_all")},
         "collectives": {
             "all_gather": sum(c.kind == "all_gather" for c in counts.collectives),
             "reduce_scatter": sum(c.kind == "reduce_scatter" for c in counts.collectives),
@@ -240,6 +245,7 @@ def _counts(case: Case, counts: Counts) -> dict[str, Any]:
         },
         "stages": {
             name: {"calls": counts.calls[name], "kernels": counts.kernels[name], "bytes": counts.moved[name]}
+            | {"waits": counts.waits[name]}
             for name in ("scales", "copy in", "copy out", "reduce")
         },
     }

@@ -32,6 +32,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
+from lightning_lowprec.fsdp2.fp8_reduce import reduce_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import fill, origin, send_all
@@ -45,7 +46,7 @@ class Sharded:
     """The parts that sharding has added to a model. None of them refers to the model, which may be deleted."""
 
     traffic: Traffic
-    """The all-gathers of the groups."""
+    """The all-gathers of the groups, and their reductions in float8."""
     scales: GatherScales | None
     """The scales of the weights that are gathered as float8."""
     hooks: ForwardHooks
@@ -93,6 +94,7 @@ def shard(
         for module in wrapped.values() or [model]:
             module.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
     groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device)
+    reductions = reduce_in_fp8(groups, data_mesh) if options.fp8_reduce else {}
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
         for buffer in [buffer for buffer in model.buffers() if buffer.is_floating_point()]:
@@ -102,7 +104,7 @@ def shard(
     for finish in after_sharding:
         finish(data_mesh)
     hooks = install_hooks(model, scales, options.output_dtype, methods)
-    return Sharded(traffic=Traffic(groups), scales=scales, hooks=hooks)
+    return Sharded(traffic=Traffic(groups, reductions), scales=scales, hooks=hooks)
 
 
 def check_model(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The all-gathers of a sharded model: float8 is sent as uint8, and one log line says what was sent.
+"""The collectives of a sharded model: float8 is sent as uint8, and one log line says what was sent.
 
 FSDP2 gathers a group of parameters as one tensor. If their dtypes differ, FSDP2 sends uint8. If all of them are float8,
 FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte floats as uint8, which changes no bit.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowprec.fsdp2.fp8_reduce import Fp8Average, Reductions
 from lightning_lowprec.numerics.wire_format import reads_values, wired_weights
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_norm
@@ -59,10 +60,14 @@ class ByteGather:
 
 @final
 class Traffic:
-    """The all-gathers of all groups of a sharded model, by the fqn of the module; the root is ``""``."""
+    """The collectives of all groups of a sharded model, by the fqn of the module; the root is ``""``.
 
-    def __init__(self, groups: Mapping[str, FSDPModule]) -> None:
+    ``reductions`` are those in float8; others are torch's own and not counted.
+    """
+
+    def __init__(self, groups: Mapping[str, FSDPModule], reductions: Mapping[str, Reductions]) -> None:
         self.gathers: dict[str, ByteGather] = {}
+        self.reductions = reductions
         self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
         for fqn, module in groups.items():
             own = _own_parameters(module, groups)
@@ -73,7 +78,20 @@ class Traffic:
             module.set_custom_all_gather(custom)
 
     def report(self) -> str | None:
-        """Return one line about what was gathered so far; None before the first gather, or if this rank is alone."""
+        """Return one line about what was sent so far; None before the first gather, or if this rank is alone."""
+        lines = [line for line in (self._gathered(), self._reduced()) if line is not None]
+        return "; ".join(lines) or None
+
+    def _reduced(self) -> str | None:
+        reductions = [reduction for reduction in self.reductions.values() if reduction.calls]
+        if not reductions:
+            return None
+        calls, sent = sum(r.calls for r in reductions), sum(r.sent for r in reductions)
+        in_float32 = 4 * sum(r.values for r in reductions)
+        where = "all-reduce between copies" if isinstance(reductions[0], Fp8Average) else "reduce-scatter"
+        return f"{where}: float8, {_size(sent / calls)} per group and rank, {sent / in_float32:.2f}x of float32"
+
+    def _gathered(self) -> str | None:
         gathered = {fqn: gather for fqn, gather in self.gathers.items() if gather.calls}
         if not gathered:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -48,12 +49,39 @@ def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
     """Yield FSDP2's record of each parameter that ``module`` gathers, and the modules that own the parameter."""
+    for group in _parameter_groups(module):
+        for record in group.fsdp_params:
+            yield record, [record._module_info.module, *record._module_info.shared_modules]
+
+
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters that ``module`` gathers as one."""
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
     many, one = PARAM_GROUPS
     groups = getattr(state, many) if hasattr(state, many) else [getattr(state, one)]
-    for group in groups:
-        for record in [] if group is None else group.fsdp_params:
-            yield record, [record._module_info.module, *record._module_info.shared_modules]
+    return [group for group in groups if group is not None]
+
+
+def reduce_copies_by(module: nn.Module, reduce: Callable[[Tensor, bool], None]) -> None:
+    """Let ``reduce(shards, averages)`` reduce gradients between copies of the model, in place of FSDP2's all-reduce.
+
+    FSDP2 has a hook, but runs it after an all-reduce of its own. So the groups of parameters get a mesh that has shards
+    and no copies. The parameters keep the mesh with copies. ``averages`` is False if the user has set a factor by which
+    gradients are divided (``set_gradient_divide_factor``): then FSDP2 divides, and ``reduce`` adds.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    for group in _parameter_groups(module):
+        before = group.mesh_info
+        group.mesh_info = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+        if group.post_forward_mesh_info is before:
+            group.post_forward_mesh_info = group.mesh_info
+        hook = partial(_reduce_copies, group, reduce)
+        cast(FSDPModule, module).set_all_reduce_hook(hook)
+
+
+def _reduce_copies(group: Any, reduce: Callable[[Tensor, bool], None], shards: Tensor) -> None:
+    reduce(shards, group.gradient_divide_factor is None)
 
 
 def forget_gathered(record: Any) -> None:

@@ -36,6 +36,7 @@ from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.torchao import mixed_gemms, own_backward, saved_codes
 from lightning_lowprec.torchao.coded import CodedMatmul
+from lightning_lowprec.torchao.coded_input import check_coded_input
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.own_backward import ScaledInside
 from lightning_lowprec.torchao.settings import Settings
@@ -161,7 +162,10 @@ class FP8Layer(PlainFirst):
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self._plain(input)  # raises as nn.Linear does
         in_bf16 = self.in_bf16
-        if not (self.training or self.fp8_eval) or input.numel() == 0 or len(in_bf16) == len(GEMMS):
+        in_fp8 = (self.training or self.fp8_eval) and len(in_bf16) < len(GEMMS)
+        if type(input) is not Tensor:
+            check_coded_input(input, in_fp8=in_fp8, one_scale=self._has_one_scale)
+        if not in_fp8 or input.numel() == 0:
             return self._plain(input)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():

@@ -49,6 +49,8 @@ def run(argv: Sequence[str]) -> int:
         fp8_all_gather=gathered,
         bytes_of_codes=name.bytes_of_codes,
     )
+    if args.shards is None and args.fp8_reduce:
+        raise ValueError("`fp8_reduce=True` is not valid without `--shards`: say how many ranks share one copy.")
     if args.shards is None and args.copies != 1:
         raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
     ranks = []
@@ -59,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
             sizes,
             shards=args.shards,
             copies=args.copies,
+            fp8_reduce=args.fp8_reduce,
             fp8_all_gather=gathered,
             bytes_of_codes=name.bytes_of_codes,
         )
@@ -159,6 +162,9 @@ def _parser() -> ArgumentParser:
         help="print what one rank of `strategy='fsdp2'` holds and sends, with so many ranks per copy of the model",
     )
     parser.add_argument("--copies", type=int, default=1, help="copies of the model (`replicate`), with --shards")
+    parser.add_argument(
+        "--fp8_reduce", action="store_true", help="gradients are sent as float8 codes (`fp8_reduce`), with --shards"
+    )
     _add_fits(parser)
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -50,6 +51,7 @@ def per_rank(
     bytes_of_codes: tuple[int, int, int] | None = None,
     parts: Callable[[str], int] = lambda fqn: 1,
     tensor_parallel: int = 1,
+    fp8_reduce: bool = False,
 ) -> list[Rank]:
     """Return the bytes of a rank for every precision that runs under FSDP2.
 
@@ -63,11 +65,14 @@ def per_rank(
         bytes_of_codes: as in ``footprints``; FSDP2 keeps gradients of such weights in float32.
         parts: into how many parts tensor parallelism cuts the parameter of an fqn.
         tensor_parallel: ranks of a tensor-parallel group.
+        fp8_reduce: whether gradients are reduced in float8 (``FSDP2Strategy(fp8_reduce=True)``).
 
     Raises:
         ValueError: ``shards`` or ``copies`` is below 1, or float8 weights do not divide into ``shards`` equal parts.
     """
     check_integer("shards", shards, least=1)
+    codes = volume.codes_in_flight(shards, copies) if fp8_reduce else 0.0
+    step = partial(volume.step, shards=shards, copies=copies, tensor_parallel=tensor_parallel, fp8_reduce=fp8_reduce)
     ranks = []
     for row in sizes:
         if not row.gathered:  # does not run under FSDP2
@@ -84,16 +89,13 @@ def per_rank(
             together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
         keeps = of_codes is None and _keeps_codes(row.precision)
         kept = together.fp8 + root.fp8 if keeps else 0  # codes of shards in high precision, 1 byte each
-        sent = volume.step(
-            together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
-        )
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         ranks.append(
             Rank(
                 precision=row.precision,
                 state=(_state(row, plan, of_codes) * (together.total + root.total) / elements + kept) / shards,
-                in_flight=volume.in_flight(largest, root, param_dtype=param_dtype),
-                sent=sent,
+                in_flight=volume.in_flight(largest, root, param_dtype=param_dtype, codes=codes),
+                sent=step(together, root, param_dtype=param_dtype),
             )
         )
     return ranks

@@ -7,6 +7,9 @@ With n shards, c copies, and P bytes of some weights in the dtype in which they 
     all-reduce       2 (c - 1) / c * P / n    # HSDP: the shards of gradients, over the copies
     scales           2 (n - 1) / n * 4 k      # one float32 per FP8 weight, all k in one all-reduce
 
+With ``fp8_reduce`` a gradient has 1 + 4 / 128 bytes: in the all-reduce if there are copies, else in the reduce-scatter.
+Rows are multiples of 16 bytes, and their last blocks are shorter, which adds less than 20 bytes per group and rank.
+
 The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
 True. FSDP2 cuts the first dimension into equal parts, so a dimension that n does not divide is padded:
 :func:`weights_of` counts the padding. Not counted: buffers, what tensor parallelism sends, gradient accumulation (each
@@ -16,6 +19,7 @@ same call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowprec.checks import check_integer
+from lightning_lowprec.numerics.fp8_blocks import BYTES_PER_VALUE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +142,7 @@ def step(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool | None = None,
     tensor_parallel: int = 1,
+    fp8_reduce: bool = False,
 ) -> Volume:
     """Return the volume of one step of one micro-batch.
 
@@ -149,6 +155,7 @@ def step(
         reduce_dtype: the dtype in which gradients are reduced.
         reshard_after_forward: as in :class:`~lightning_lowprec.fsdp2.options.ShardOptions`, without sizes.
         tensor_parallel: ranks of a tensor-parallel group, over which the scales are reduced too.
+        fp8_reduce: as in ``ShardOptions``.
 
     Raises:
         ValueError: ``shards`` or ``copies`` is below 1.
@@ -159,13 +166,14 @@ def step(
     again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
     again += gathered(root, param_dtype) if reshard_after_forward is True else 0
     trained = blocks.total - blocks.frozen + root.total - root.frozen
-    gradients = trained * reduce_dtype.itemsize
+    within = BYTES_PER_VALUE if fp8_reduce and copies == 1 else reduce_dtype.itemsize
+    between = BYTES_PER_VALUE if fp8_reduce else reduce_dtype.itemsize
     scales = 4 * (blocks.fp8_weights + root.fp8_weights)
     return Volume(
         all_gather_forward=all_gather(forward, shards),
         all_gather_backward=all_gather(again, shards),
-        reduce_scatter=all_gather(gradients, shards),
-        all_reduce=all_reduce(gradients / shards, copies),
+        reduce_scatter=all_gather(trained * within, shards),
+        all_reduce=all_reduce(trained * between / shards, copies),
         scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
     )
 
@@ -176,6 +184,7 @@ def in_flight(
     *,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
+    codes: float = 0.0,
 ) -> int:
     """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
 
@@ -188,8 +197,18 @@ def in_flight(
         root: the weights that the root gathers.
         param_dtype: as in :func:`step`.
         reduce_dtype: as in :func:`step`.
+        codes: bytes per gradient of :func:`codes_in_flight`.
     """
-    gradient = param_dtype.itemsize + reduce_dtype.itemsize
-    during = gathered(root, param_dtype) + (root.total - root.frozen) * param_dtype.itemsize
+    gradient = param_dtype.itemsize + reduce_dtype.itemsize + codes
+    during: float = gathered(root, param_dtype) + (root.total - root.frozen) * param_dtype.itemsize
     during += gathered(block, param_dtype) + (block.total - block.frozen) * gradient
-    return max(during, (root.total - root.frozen) * gradient)
+    return math.ceil(max(during, (root.total - root.frozen) * gradient))
+
+
+def codes_in_flight(shards: int, copies: int) -> float:
+    """Return the bytes per gradient that ``fp8_reduce`` needs at once: codes to send, and codes that arrived.
+
+    Between copies, each copy also holds its part of the float32 sums, and the codes of that part.
+    """
+    both = 2 * BYTES_PER_VALUE
+    return both if copies == 1 else (both + (torch.float32.itemsize + BYTES_PER_VALUE) / copies) / shards
