@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.conversion.gemms import GEMMS, Gemm, InBF16
+from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import check_call
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.torchao_prototype.arithmetic import Kind
 from lightning_lowprec.torchao_prototype.products import Products
 
 
-class PrototypeLayer(nn.Module):
+class PrototypeLayer(PlainFirst):
     """The work of a Linear, for any batch, under autocast of any device."""
 
     in_by_out: ClassVar[bool]
@@ -65,6 +66,11 @@ class PrototypeLayer(nn.Module):
     @abstractmethod
     def _plain(self, input: Tensor) -> Tensor:
         """Compute as the layer did before it was converted."""
+
+    def check_trace(self) -> None:
+        """Refuse ``torch.jit.trace`` where the layer computes on codes."""
+        if self.training or self.low_eval:
+            check_call(type(self).__name__)
 
     def update(self) -> None:
         """Bring ``in_high`` up to date after a change of ``own_gemms`` or ``phase_gemms``."""

@@ -23,6 +23,8 @@ NAMES = [
     "fp16-master",
     "fp8-tensorwise-fp16",
     "fp8-e4m3-torchao-fp16",
+    "int8-mixed",
+    "mxfp8-torchao",
 ]
 
 FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
@@ -39,6 +41,8 @@ def reference(name):
         "fp8-e4m3-torchao": lambda: lp.FP8TorchAO(fp8_format="e4m3", master_weights=True),
         "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
         "fp8-rowwise-gw-hp": lambda: lp.FP8TorchAO("rowwise_with_gw_hp", master_weights=True),
+        "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
+        "mxfp8-torchao": lambda: lp.MXFP8TorchAO(master_weights=True),
         "fp8-tensorwise-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
         "fp8-e4m3-torchao-fp16": lambda: lp.FP8TorchAO(fp8_format="e4m3", base="fp16", master_weights=True),
     }

@@ -11,7 +11,7 @@ STAGES = (1, 2, 3)
 HALF = ["bf16-master", "half-auto", "fp16-master"]
 FP8 = ["fp8-hybrid", "fp8-tensorwise", "fp8-e4m3-torchao", "fp8-rowwise", "fp8-rowwise-gw-hp"]
 FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
-NAMES = [*HALF, *FP8, "fp8-tensorwise-fp16", "fp8-e4m3-torchao-fp16"]
+NAMES = [*HALF, *FP8, "fp8-tensorwise-fp16", "fp8-e4m3-torchao-fp16", "int8-mixed", "mxfp8-torchao"]
 
 
 def equal(a, b):

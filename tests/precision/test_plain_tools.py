@@ -11,12 +11,13 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, plain
 from tests.precision.weights_left import Net, fit
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
 PLUGINS = {
     "torchao": FP8TorchAO,
+    "int8": Int8TorchAO,
     "msamp-o3": lambda: MSAMP("O3"),
     "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder"),
 }
