@@ -14,11 +14,19 @@ from torch.nn import Module
 
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.selection import block_stacks
+from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
+
+
+def engine_refusal(engine: Engine, option: Compile) -> str | None:
+    """Return why blocks cannot be compiled as the user wants under an engine, as the end of a sentence."""
+    if engine.frees_weights and option not in ("auto", False):
+        return f"`compile={option!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
+    return None
 
 
 def compile_blocks(

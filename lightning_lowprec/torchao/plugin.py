@@ -21,8 +21,8 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
-from lightning_lowprec.precision import fp8, half_norms
-from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
+from lightning_lowprec.precision import compiled_blocks, fp8, half_norms
+from lightning_lowprec.precision.compiled_blocks import Compile
 from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
@@ -251,11 +251,7 @@ class FP8TorchAO(Scheduled):
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
         """Neither codes of weights nor compiled blocks outlive weights that are freed."""
-        if not engine.frees_weights:
-            return None
-        if self.compile not in ("auto", False):
-            return f"`compile={self.compile!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
-        return None
+        return compiled_blocks.engine_refusal(engine, self.compile)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
@@ -351,7 +347,7 @@ class FP8TorchAO(Scheduled):
     def _compile(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao.linear import fp8_linears
 
-        compile_blocks(
+        compiled_blocks.compile_blocks(
             module,
             fp8_linears(module),
             self.compile,

@@ -20,8 +20,9 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
-from lightning_lowprec.precision import fp8, half_norms
-from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
+from lightning_lowprec.precision import compiled_blocks, fp8, half_norms
+from lightning_lowprec.precision.compiled_blocks import Compile
+from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     Base,
@@ -132,6 +133,11 @@ class TorchAOPrototype(Scheduled):
         return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
 
     @override
+    def engine_refusal(self, engine: Engine) -> str | None:
+        """Compiled blocks do not outlive weights that are freed."""
+        return compiled_blocks.engine_refusal(engine, self.compile)
+
+    @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
         schedule = None if self.phases is None else self.phases.schedule
@@ -166,14 +172,15 @@ class TorchAOPrototype(Scheduled):
             )
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
-        compile_blocks(
-            module,
-            convert.layers_of(module),
-            self.compile,
-            device,
-            precision=self.precision,
-            advice="Encoding is slow without `torch.compile`: compile the model yourself.",
-        )
+        if self.engine is None or not self.engine.frees_weights:
+            compiled_blocks.compile_blocks(
+                module,
+                convert.layers_of(module),
+                self.compile,
+                device,
+                precision=self.precision,
+                advice="Encoding is slow without `torch.compile`: compile the model yourself.",
+            )
         if plan != self.plan:
             rank_zero_info(f"{self.precision}: {plan.summary()}.")
             rank_zero_info(f"{self.precision}: {self.how(device)}.")

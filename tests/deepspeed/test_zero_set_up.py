@@ -65,9 +65,10 @@ def test_an_argument_of_the_strategy_contradicts_the_loss_scale(maker, cls, how)
         maker(strategy=cls(loss_scale_window=500), plugins=plugin, **how)
 
 
-def test_compiled_blocks_are_refused_where_weights_are_freed():
+@pytest.mark.parametrize("plugin", [lp.FP8TorchAO, lp.Int8TorchAO])
+def test_compiled_blocks_are_refused_where_weights_are_freed(plugin):
     with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3: `compile=True` compiles blocks .* use stage 2"):
-        Fabric(strategy="deepspeed_stage_3", plugins=lp.FP8TorchAO(compile=True), accelerator="cpu", devices=1)
+        Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), accelerator="cpu", devices=1)
 
 
 def test_a_plugin_of_an_engine_is_refused_elsewhere():
