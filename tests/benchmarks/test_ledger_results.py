@@ -78,6 +78,9 @@ def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
     attention = roofline.predict(blocks, roofline.assumed()).of("attention")
     assert f"Attention takes {attention:.0f} ms" in text
     assert f"would save {attention / 2:.0f} ms" in text
+    before = roofline.predict(ours, roofline.assumed()).total
+    bound = 1 - ((1 - middle["ours fp8-tensorwise"]) * before - attention / 2) / before
+    assert f"need up to {bound:.1%} less time".replace("%", " %") in text
 
 
 def test_largest_values_of_current_scaling_that_the_page_adds():

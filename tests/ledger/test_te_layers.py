@@ -28,6 +28,10 @@ def test_every_product_of_the_blocks_is_in_fp8(recipe):
     attention = 7 * 2 * (TOY.sequence**2 * TOY.hidden * 2) // 2
     assert found.block().attention_flops == attention
     assert (found.waits, found.refused, found.loose) == ([], [], {})
+    largest = sum("11amax_kernel" in name for name in found.kernels)
+    assert largest == (9 * TOY.layers if recipe == "current" else 0), (
+        "4 weights, 1 input, 4 gradients: the page's reads"
+    )
 
 
 def test_the_lane_knows_which_linear_layers_they_stand_for():
