@@ -146,7 +146,8 @@ def _arms(hint: Any) -> Collection[Any]:
 
 
 def _choices(hint: Any) -> list[Any]:
-    return [choice for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
+    bare = [get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in _arms(hint)]
+    return [choice for arm in bare if get_origin(arm) is Literal for choice in get_args(arm)]
 
 
 def _words(hint: Any) -> list[str]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_lane import setups
+from benchmarks.gpu_lane import setups, te_layers
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
+from benchmarks.gpu_lane.values import values_exist
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
@@ -39,6 +40,10 @@ SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
 """What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
 """What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
+BETWEEN_BF16 = "bf16 between blocks"
+"""With the bf16 sums from block to block that Transformer Engine's own blocks compute."""
+TE_LAYERS = "te layers"
+"""Transformer Engine's own blocks."""
 TE = "transformer_engine.pytorch"
 WITH_MASTERS = (
     "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-sr", "fp8-rowwise-remainder",
@@ -55,6 +60,8 @@ class Contender:
     setup: Callable[[Job], Running]
     needs: tuple[str, ...] = ()
     cuda_only: bool = False
+    cudnn_attention: bool = False
+    """Attention is computed by cuDNN alone, which the null GPU has not."""
     linear: str | None = None
     """Which column of the linear table its FP8 layers are."""
     name: str | None = None
@@ -70,6 +77,8 @@ class Contender:
             return None if verdict.runs else verdict.reason
         if self.cuda_only and device.type != "cuda":
             return "needs a CUDA GPU"
+        if self.cudnn_attention and not values_exist():
+            return "needs cuDNN's attention, which a device that computes nothing does not have"
         return cpu_refusal(self.linear or "") if device.type == "cpu" else None
 
 
@@ -162,7 +171,23 @@ def _beside_lightning() -> list[Contender]:
         )
         for recipe in ("delayed", "current", "block")
     ]  # fmt: skip
-    return found
+    return [*found, *_te_layers()]
+
+
+def _te_layers() -> list[Contender]:
+    forms: dict[str, dict[str, Any]] = {
+        f"{TE_LAYERS} delayed": {"recipe": "delayed"},
+        f"{TE_LAYERS} current": {"recipe": "current"},
+        f"{TE_LAYERS} delayed, compiled": {"recipe": "delayed", "compiled": True},
+        f"{TE_LAYERS} delayed, fp8 attention": {"recipe": "delayed", "fp8_attention": True},
+    }
+    return [
+        Contender(
+            key=key, setup=partial(te_layers.te_layers, **form), needs=(TE,), cuda_only=True,
+            linear=f"te {form['recipe']}", cudnn_attention=form.get("fp8_attention", False),
+        )
+        for key, form in forms.items()
+    ]  # fmt: skip
 
 
 def _ours() -> list[Contender]:
@@ -201,10 +226,15 @@ def _of_fp8_hybrid() -> list[Contender]:
     compiled = partial(setups.lightning, precision=te, compiled=True)
     fused = partial(setups.ours, name=te, options={"fuse": "auto"})
     kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
+    by_torchao: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
+    between = partial(setups.bf16_between_blocks, name=torchao)
+    fused_between = partial(setups.bf16_between_blocks, name=te, options={"fuse": "auto"})
     return [
         Contender(key=TE_COMPILED, setup=compiled, **by_te),
         Contender(key=FUSED, setup=fused, **by_te),
-        Contender(key=BF16_WEIGHTS, setup=kept, needs=("torchao.float8",), linear="torchao tensorwise", name=torchao),
+        Contender(key=BF16_WEIGHTS, setup=kept, **by_torchao),
+        Contender(key=f"{MAIN}, {BETWEEN_BF16}", setup=between, **by_torchao),
+        Contender(key=f"{FUSED}, {BETWEEN_BF16}", setup=fused_between, **by_te),
     ]
 
 

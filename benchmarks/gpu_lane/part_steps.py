@@ -130,7 +130,8 @@ def arithmetic(running: Running, shape: models.Shape, tokens: int, ms: float) ->
 
 
 def _dtype_of_weights(running: Running, low: set[str]) -> str:
-    """``"float32"`` or ``"bfloat16"``: of the FP8 layers, or of all Linears where there are none."""
+    """``"float32"`` or ``"bfloat16"``: of the FP8 layers, or of all Linears where there are none, or of matrices."""
     layers = {fqn.removeprefix("_orig_mod."): module for fqn, module in running.bare.named_modules()}
     found = [m.weight.dtype for fqn, m in layers.items() if fqn in low or (not low and isinstance(m, torch.nn.Linear))]
+    found = found or [p.dtype for p in running.bare.parameters() if p.ndim == 2]
     return str(found[0]).removeprefix("torch.")

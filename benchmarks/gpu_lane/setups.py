@@ -87,8 +87,8 @@ def torchao(job: Job, *, recipe: str) -> Running:
     return Running(model=bare, bare=bare, optimizer=job.make_optimizer(bare), context=context)
 
 
-def te_recipe(name: str) -> Any:
-    """Transformer Engine's recipes by the names of this benchmark."""
+def te_recipe(name: str, **fields: Any) -> Any:
+    """Transformer Engine's recipes by the names of this benchmark; ``fields`` of the recipe differ from its own."""
     import transformer_engine.common.recipe as recipes
 
     makers = {
@@ -96,7 +96,7 @@ def te_recipe(name: str) -> Any:
         "current": recipes.Float8CurrentScaling,
         "block": recipes.Float8BlockScaling,
     }
-    return makers[name]()
+    return makers[name](**fields)
 
 
 class MicroBatch:
@@ -110,8 +110,6 @@ class MicroBatch:
 
 def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) -> Running:
     """Transformer Engine by hand: its Linears but for the head, its norms, both autocasts around the forward."""
-    import transformer_engine.pytorch as te
-
     bare = job.model()
     micro = MicroBatch()
     for parent in list(bare.modules()):
@@ -119,25 +117,30 @@ def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) ->
             if type(child) is nn.Linear and name != HEAD:
                 setattr(parent, name, _te_linear(child, micro if cache_weights else None))
             elif type(child) is nn.RMSNorm:
-                setattr(parent, name, _te_norm(child))
-    fp8 = te_recipe(recipe)
-
-    def context() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(job.device.type, dtype=torch.bfloat16))
-        stack.enter_context(te.autocast(enabled=True, recipe=fp8))
-        return stack
-
+                setattr(parent, name, te_norm(child))
     return Running(
         model=bare,
         bare=bare,
         optimizer=job.make_optimizer(bare),
-        context=context,
+        context=both_autocasts(job, te_recipe(recipe)),
         before_micro=micro.before if cache_weights else lambda index: None,
     )
 
 
-def _te_norm(norm: nn.RMSNorm) -> nn.Module:
+def both_autocasts(job: Job, recipe: Any) -> Callable[[], ExitStack]:
+    """What is entered around a forward by hand: torch's autocast and Transformer Engine's."""
+    import transformer_engine.pytorch as te
+
+    def context() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(job.device.type, dtype=torch.bfloat16))
+        stack.enter_context(te.autocast(enabled=True, recipe=recipe))
+        return stack
+
+    return context
+
+
+def te_norm(norm: nn.RMSNorm) -> nn.Module:
     import transformer_engine.pytorch as te
 
     weight = norm.weight
@@ -193,6 +196,15 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
 def with_loss(job: Job, *, setup: Callable[[Job], Running], loss: Loss) -> Running:
     """Another contender, with a loss that is computed from hidden states."""
     return setup(replace(job, loss=loss))
+
+
+def bf16_between_blocks(job: Job, *, name: str, options: dict[str, Any] | None = None) -> Running:
+    """A name of ours with bf16 sums from block to block: the embedding returns bf16, the last norm gets float32."""
+    running = ours(job, name=name, options=options)
+    model: Any = running.bare
+    model.embed.register_forward_hook(lambda module, args, out: out.bfloat16())
+    model.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    return running
 
 
 def fusion_knows_the_block() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Annotated, Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import Count
+from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion.gemms import ALL_GEMMS
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
@@ -55,6 +55,16 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
 """The name for ``precision=`` of each kind of recipe and format."""
 WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
+
+
+Fuse = Annotated[
+    Literal["auto", False],
+    Rule(
+        "'auto' or False. A te.TransformerLayer is written into the model by hand, and runs in FP8 under FP8TE;"
+        " docs/which-backend.md compares the two"
+    ),
+]
+"""What ``fuse=`` takes."""
 
 
 class TEChoices(
@@ -131,7 +141,7 @@ class FP8TE(Scheduled):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         norms: bool = True,
-        fuse: Literal["auto", False] = False,
+        fuse: Fuse = False,
         weight_cache: bool = True,
         **options: Unpack[TEChoices],
     ) -> None:
@@ -159,7 +169,7 @@ class FP8TE(Scheduled):
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms
-        self.fuse: Literal["auto", False] = fuse
+        self.fuse: Fuse = fuse
         self.weight_cache = weight_cache
         self.fp8_group = fp8_group
         self._group = None if callable(fp8_group) else fp8_group

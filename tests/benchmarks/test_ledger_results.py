@@ -4,11 +4,18 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from benchmarks.gpu_lane import models
+from benchmarks.ledger import __main__ as command
 from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Entry
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/which-backend.md"
 FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-22"
+TE_LAYERS = ROOT / "benchmarks/results/null-gpu-2026-11-23"
+"""Contenders around Transformer Engine's own blocks."""
 FORMS = {
     "`fp8-tensorwise`, the arithmetic of `fp8-hybrid-torchao`; blocks compiled": "ours fp8-tensorwise",
     "`fp8-hybrid-te`": "ours fp8-hybrid-te",
@@ -17,26 +24,79 @@ FORMS = {
 }
 
 
-def entries():
-    data = json.loads((FOLDER / "ledger.json").read_text())
+def entries(folder=FOLDER):
+    data = json.loads((folder / "ledger.json").read_text())
     return [Entry.from_json({**entry, "kernels": []}) for entry in data["entries"]]
+
+
+def shown(marker):
+    """The rows of a table of the page, by the first cell."""
+    text = PAGE.read_text().partition(f"<!-- {marker}")[2].partition(f"<!-- /{marker}")[0]
+    return {
+        row[0]: row[1:] for row in (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()[3:] if line)
+    }
+
+
+def figures(entry):
+    return [
+        f"{entry.block().bytes / 1e9:.2f}",
+        str(entry.whole().kernels),
+        f"{entry.peak / 1e9:.1f}",
+        f"{roofline.predict(entry, roofline.assumed()).total:.0f}",
+    ]
 
 
 def test_the_page_on_backends_shows_the_ledger():
     found = {entry.contender: entry for entry in entries()}
-    text = (ROOT / "docs/which-backend.md").read_text().partition("<!-- ledger")[2].partition("<!-- /ledger")[0]
-    shown = {
-        row[0]: row[1:] for row in (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()[3:] if line)
-    }
-    assert shown == {
-        words: [
-            f"{found[key].block().bytes / 1e9:.2f}",
-            str(found[key].whole().kernels),
-            f"{found[key].peak / 1e9:.1f}",
-            f"{roofline.predict(found[key], roofline.assumed()).total:.0f}",
-        ]
-        for words, key in FORMS.items()
-    }
+    assert shown("ledger") == {words: figures(found[key]) for words, key in FORMS.items()}
+
+
+def test_the_page_shows_the_ledger_of_transformer_engines_blocks():
+    found = entries(TE_LAYERS)
+    assert shown("te-layers") == {f"`{entry.contender}`": figures(entry) for entry in found}
+    before = {entry.contender: figures(entry) for entry in entries()}
+    same = {entry.contender: figures(entry) for entry in found if entry.contender in before}
+    assert len(same) == 4
+    assert same == {key: before[key] for key in same}, "one device, one model"
+
+
+def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
+    """Less than 5 % by any of the rates; a larger gain asks for ``fuse="layer"``."""
+    found = {entry.contender: entry for entry in entries(TE_LAYERS)}
+    text = " ".join(PAGE.read_text().split())
+    ours, blocks = found["ours fp8-tensorwise"], found["te layers delayed"]
+    gains = {}
+    for rates in roofline.H200:
+        times = {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
+        assert min(times.values()) == times["te layers delayed"] >= 0.95 * times["ours fp8-tensorwise"]
+        gains[rates] = {key: 1 - times["te layers delayed"] / time for key, time in times.items()}
+    middle = gains["middle"]
+    assert f"need {middle['ours fp8-tensorwise']:.1%} less time".replace("%", " %") in text
+    assert f"hold {(blocks.peak - ours.peak) / 1e9:.1f} GB more" in text
+    behind = middle["ours fp8-tensorwise, bf16 between blocks"]
+    assert f"the difference is {behind:.1%}.".replace("%", " %") in text
+    attention = roofline.predict(blocks, roofline.assumed()).of("attention")
+    assert f"Attention takes {attention:.0f} ms" in text
+    assert f"would save {attention / 2:.0f} ms" in text
+    before = roofline.predict(ours, roofline.assumed()).total
+    bound = 1 - ((1 - middle["ours fp8-tensorwise"]) * before - attention / 2) / before
+    assert f"need up to {bound:.1%} less time".replace("%", " %") in text
+
+
+def test_largest_values_of_current_scaling_that_the_page_adds():
+    """A block of Transformer Engine reads again: its weights in float32; in bf16 the inputs of the output product, and
+    the gradients of all four products (those of the norms and of the activation come with their kernels)."""
+    shape = models.SHAPES["8b"]
+    qkv = shape.hidden + 2 * shape.kv_heads * shape.head_dim
+    weights = shape.hidden * (qkv + shape.hidden) + 3 * shape.hidden * shape.ffn
+    columns = shape.hidden + (qkv + 2 * shape.hidden + 2 * shape.ffn)
+    read = 4 * weights + 2 * 2 * shape.sequence * columns
+    ms = shape.layers * read / roofline.assumed().values["bandwidth"] * 1e3
+    found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries(TE_LAYERS)}
+    assert found["te layers current"] + ms == pytest.approx(found["ours fp8-tensorwise, bf16 between blocks"], abs=0.5)
+    assert f"read {read / 1e9:.1f} GB once more to find largest values: {ms:.0f} ms" in " ".join(
+        PAGE.read_text().split()
+    )
 
 
 def test_torchao_compiled_is_predicted_to_be_ahead():
@@ -48,10 +108,13 @@ def test_torchao_compiled_is_predicted_to_be_ahead():
     assert found["ours fp8-tensorwise"].peak < found["ours fp8-hybrid-te"].peak
 
 
-def test_the_committed_report_is_made_from_the_committed_figures():
-    data = json.loads((FOLDER / "ledger.json").read_text())
-    text = report.markdown(entries(), data["missing"], roofline.assumed(), "python -m benchmarks.ledger")
-    assert (FOLDER / "ledger.md").read_text() == text
+@pytest.mark.parametrize("folder", [FOLDER, TE_LAYERS], ids=lambda folder: folder.name)
+def test_the_committed_report_is_made_from_the_committed_figures(folder):
+    data = json.loads((folder / "ledger.json").read_text())
+    keys = [entry["contender"] for entry in data["entries"]] + list(data["missing"])
+    options = command.parsed([] if folder == FOLDER else ["--contenders", *keys])
+    text = report.markdown(entries(folder), data["missing"], roofline.assumed(), command.command(options))
+    assert (folder / "ledger.md").read_text() == text
 
 
 def test_predictions_stay_out_of_the_readme():

@@ -85,7 +85,15 @@ def test_a_second_setup_of_a_fused_model_keeps_its_scales(pretend_gpu):
     assert len(te_linears(model)) == 14
 
 
-@pytest.mark.parametrize("choice", ["all", True])
+@pytest.mark.parametrize("choice", ["all", True, "layer"])
 def test_fuse_is_checked(choice):
-    with pytest.raises(ValueError, match=f"`fuse={choice!r}` is not valid; expected 'auto' or False"):
+    """The message names the way to Transformer Engine's own blocks."""
+    with pytest.raises(ValueError, match=f"`fuse={choice!r}` is not valid; expected 'auto' or False") as raised:
         FP8TE(fuse=choice)
+    assert "te.TransformerLayer is written into the model by hand" in str(raised.value)
+    assert "docs/which-backend.md" in str(raised.value)
+
+
+def test_a_misspelt_fuse_gets_the_nearest():
+    with pytest.raises(ValueError, match=r"Did you mean 'auto'\?"):
+        FP8TE(fuse="atuo")

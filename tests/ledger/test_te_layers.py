@@ -1,0 +1,59 @@
+"""Blocks of Transformer Engine's own, ``te.TransformerLayer``: by hand, and in a model under ``FP8TE``."""
+
+import lightning as L
+import pytest
+import torch
+
+from benchmarks.gpu_lane import models, part_steps
+from benchmarks.gpu_lane.contenders import TE_LAYERS, find
+from benchmarks.gpu_lane.models import TOY
+from benchmarks.gpu_lane.running import Job
+from benchmarks.gpu_lane.te_layers import use_te_layers
+from benchmarks.ledger.step import measure
+from lightning_lowprec import FP8TE
+
+BLOCK_WEIGHTS = 2 * TOY.hidden * (TOY.hidden + TOY.kv_heads * TOY.head_dim) + 3 * TOY.hidden * TOY.ffn
+TOKENS = 2 * TOY.sequence
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_every_product_of_the_blocks_is_in_fp8(recipe):
+    """6 FLOPs per weight and token: all but the head's in float8, twelve products per block."""
+    found = measure("", find(f"{TE_LAYERS} {recipe}").setup, TOY)
+    flops = found.whole().product_flops
+    assert flops.pop("bfloat16") == 6 * TOY.hidden * TOY.vocab * TOKENS
+    assert set(flops) == {"float8 fast", "float8 exact"}
+    assert sum(flops.values()) == 6 * BLOCK_WEIGHTS * TOY.layers * TOKENS
+    assert found.block().products == 12
+    attention = 7 * 2 * (TOY.sequence**2 * TOY.hidden * 2) // 2
+    assert found.block().attention_flops == attention
+    assert (found.waits, found.refused, found.loose) == ([], [], {})
+    largest = sum("11amax_kernel" in name for name in found.kernels)
+    assert largest == (9 * TOY.layers if recipe == "current" else 0), (
+        "4 weights, 1 input, 4 gradients: the page's reads"
+    )
+
+
+def test_the_lane_knows_which_linear_layers_they_stand_for():
+    running = find(f"{TE_LAYERS} delayed").setup(Job(shape=TOY, device=torch.device("cuda"), compile=False))
+    found = part_steps.arithmetic(running, TOY, TOKENS, ms=1.0)
+    assert (found["fp8_layers"], found["fp8_head"], found["weights"]) == (7 * TOY.layers, False, "float32")
+    assert sum(found["fp8_shapes"].values()) == 7 * TOY.layers
+    assert sum(p.numel() for p in running.bare.parameters()) == TOY.parameters
+
+
+def test_they_run_in_fp8_in_a_model_under_our_plugin():
+    """The way out that the message about ``fuse="layer"`` names."""
+
+    def setup(job):
+        from benchmarks.gpu_lane.running import Running
+
+        fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE())
+        bare = models.build(TOY, job.device)
+        use_te_layers(bare)
+        module = fabric.setup_module(bare)
+        optimizer = fabric.setup_optimizers(job.make_optimizer(module))
+        return Running(model=module, bare=bare, optimizer=optimizer, backward=fabric.backward)
+
+    flops = measure("", setup, TOY).whole().product_flops
+    assert sum(flops[which] for which in ("float8 fast", "float8 exact")) == 6 * BLOCK_WEIGHTS * TOY.layers * TOKENS
