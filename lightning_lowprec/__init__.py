@@ -20,6 +20,8 @@ from lightning_lowprec.precision.half_eval import HalfEval
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.plain import plain
 from lightning_lowprec.registration import register, unregister
+from lightning_lowprec.serving.export import export
+from lightning_lowprec.serving.state import fp8_state
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 
@@ -34,7 +36,9 @@ __all__ = [
     "HalfMixed",
     "LossScale",
     "MasterConfig",
+    "export",
     "fp8_gradient_hook",
+    "fp8_state",
     "parallelize",
     "plain",
     "recipes",

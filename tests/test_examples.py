@@ -18,6 +18,7 @@ RUNS = {
     "fabric_loop.py": ["--steps=3"],
     "hf_finetune.py": ["--steps=3"],
     "te_llama.py": ["--steps=3", "--precision=fp8-hybrid", "--hidden=64", "--layers=2"],  # without a GPU: torchao
+    "train_then_serve.py": ["--steps=3"],
     "trainer_script.py": ["--steps=3", "--keep", "blocks.0"],
     "lightning_cli.yaml": ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"],
 }
@@ -26,6 +27,7 @@ SAYS = {
     "fabric_loop.py": "final loss",
     "hf_finetune.py": "loss of the saved model in float32",
     "te_llama.py": "saved to te_llama",
+    "train_then_serve.py": "14 weights: the codes are those of the last step, bit for bit",
     "trainer_script.py": "kept: kept by 'blocks.0'",
     "lightning_cli.yaml": "`Trainer.fit` stopped: `max_steps=3` reached",
 }

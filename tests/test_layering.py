@@ -28,6 +28,7 @@ FLOORS = [
     {"torchao", "te", "msamp"},
     {"fsdp2", "callbacks"},
     {"names", "registration", "recipes", "strategies", "from_accelerate"},
+    {"serving"},
     {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}

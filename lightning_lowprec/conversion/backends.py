@@ -22,6 +22,7 @@ from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -54,6 +55,8 @@ class PrecisionName:
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     bytes_of_codes: tuple[int, int, int] | None = None
     """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    weight_rounding: Callable[[], WeightRounding | None] = lambda: None
+    """Returns how the forward rounds weights; None: the scales are neither per weight nor per row or 128 x 128."""
     hardware_recipe: RecipeKey | None = None
     """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
@@ -121,6 +124,9 @@ class Backend:
     numerics: Callable[[nn.Module], LayerNumerics | str | None] = lambda layer: "its backend does not say how it rounds"
     """Return how a layer rounds its tensors in the present forward, or why that is not known; None for a module that
     multiplies nothing. See :class:`~lightning_lowprec.callbacks.NumericsMonitor`."""
+
+    weight_roundings: Callable[[nn.Module], Mapping[str, WeightRounding]] = lambda layer: {}
+    """Return how the forward of a layer rounds its weights, by the names of its Parameters; see ``PrecisionName``."""
 
     def owns(self, module: nn.Module) -> bool:
         """Return whether ``module`` itself is a layer of this backend, even if FSDP2 derived its class."""

@@ -31,14 +31,15 @@ def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
     return stream.record
 
 
-def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu") -> Any:
-    """Return the content of a file of ``torch.save``; tensors are read from disk when they are used.
+def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu", mmap: bool = True) -> Any:
+    """Return the content of a file of ``torch.save``.
 
     Args:
         path: the file.
         weights_only: whether objects are refused whose reading can run code. None: torch's default, True, which
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
         map_location: where the tensors go.
+        mmap: whether the file is mapped into memory, as a whole, so that tensors are read when they are used.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -47,7 +48,7 @@ def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu") ->
     """
     is_zip = _starts_like_zip(path)
     try:
-        return torch.load(path, mmap=is_zip, map_location=map_location, weights_only=weights_only)
+        return torch.load(path, mmap=mmap and is_zip, map_location=map_location, weights_only=weights_only)
     except Exception as error:
         if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
             raise  # both variables are set

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -15,7 +15,9 @@ from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.msamp.revert import revert, revert_optimizer
 from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
 from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale
 
+_ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
 _NAMES: Final = {
     "msamp-o1": PrecisionName(
         plugin=MSAMP,
@@ -23,6 +25,7 @@ _NAMES: Final = {
         summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
         bytes_of_codes=(2, 1, 8),
         conv1d="gathered",
+        weight_rounding=lambda: _ROUNDING,
         hardware_recipe="msamp",
     ),
     "msamp-o2": PrecisionName(
@@ -31,6 +34,7 @@ _NAMES: Final = {
         summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
         bytes_of_codes=(2, 1, 3),
         conv1d="gathered",
+        weight_rounding=lambda: _ROUNDING,
         hardware_recipe="msamp",
     ),
     "msamp-o3": PrecisionName(
@@ -40,6 +44,7 @@ _NAMES: Final = {
         gathers_fp8=True,
         bytes_of_codes=(1, 1, 5),
         conv1d="gathered",
+        weight_rounding=lambda: _ROUNDING,
         hardware_recipe="msamp",
     ),
 }
@@ -59,6 +64,10 @@ def _numerics(layer: nn.Module) -> LayerNumerics | str:
     return numerics_of(layer)
 
 
+def _weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
+    return {"weight": _ROUNDING} if BACKEND.owns(layer) else {}
+
+
 BACKEND: Final = Backend(
     name=NAME,
     title="MS-AMP",
@@ -71,4 +80,5 @@ BACKEND: Final = Backend(
     keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,
     numerics=_numerics,
+    weight_roundings=_weight_roundings,
 )

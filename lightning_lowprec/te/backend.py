@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -19,6 +20,7 @@ from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
 from lightning_lowprec.te.plugin import FP8TE, NAMES, WITH_MASTERS
 from lightning_lowprec.te.recipes import ALIGNMENT, KINDS
+from lightning_lowprec.te.rounding import OF_KIND, weight_roundings
 
 _SUMMARIES: Final = {
     "fp8-hybrid-te": "Transformer Engine, scales from the amax of past steps, gradients in e5m2",
@@ -93,6 +95,7 @@ BACKEND: Final = Backend(
             gathers_fp8=kind in _ONE_SCALE,
             conv1d="converted",
             experts=EXPERTS_NEED_FUSION,
+            weight_rounding=partial(OF_KIND.get, kind),
             hardware_recipe=_ROWS[kind],
         )
         for (kind, fp8_format), name in NAMES.items()
@@ -102,6 +105,7 @@ BACKEND: Final = Backend(
     module=support.MODULE,
     distribution="transformer-engine",
     numerics=_numerics,
+    weight_roundings=weight_roundings,
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=revert,
     recipes={kind: kind in _ONE_SCALE for kind in KINDS},

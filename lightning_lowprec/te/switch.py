@@ -57,6 +57,18 @@ def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerReci
         _update(layer)
 
 
+def recipe_of_forward(layer: nn.Module) -> Any:
+    """Return the recipe of a TELayer's forward; None: the layer's recipe has the forward in high precision.
+
+    A copy of a layer, which is not noted, has the recipe of its last forward.
+    """
+    found: Any = layer
+    state = _states.get(layer)
+    if state is None:
+        return None if found.own_recipe is HIGH_PRECISION else found.own_recipe or found.fp8_meta.get("recipe")
+    return None if "forward" in state.own_gemms else state.recipe
+
+
 def set_phase(layer: nn.Module, gemms: InBF16) -> None:
     """Compute these products of a TELayer in high precision, beside those of the layer's recipe.
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "show which layers of a model would run in FP8, why others would not, and the FLOPs and bytes",
     "compare": "train one model under several precisions and report losses, times and memory side by side",
     "monitor": "draw what a NumericsMonitor has written, and print the layers that FP8 serves worst",
-    "export": "write the plain weights of a checkpoint of any precision",
+    "export": "write the plain weights of a checkpoint, or a folder that transformers and vLLM load",
     "fit": "run LightningCLI's fit for any LightningModule, with all names in --trainer.precision",
     "run": "launch a Fabric or Trainer script with a precision, in one process or several",
 }

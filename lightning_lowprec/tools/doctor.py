@@ -25,14 +25,24 @@ from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
+from lightning_lowprec.private import torch_files as torch_files_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
+from lightning_lowprec.private import transformers_names as published_names
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools import hardware_text
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 
-LIBRARIES = (torch_names, lightning_names, torchao_names, transformer_engine_names, transformers_names)
+LIBRARIES = (
+    torch_names,
+    torch_files_names,
+    lightning_names,
+    torchao_names,
+    transformer_engine_names,
+    transformers_names,
+    published_names,
+)
 """For each library, the file that knows which of the library's private names this package uses."""
 
 

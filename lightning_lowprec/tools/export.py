@@ -1,4 +1,4 @@
-"""``lowprec export``: make a plain checkpoint, with weights only, from a checkpoint of any precision."""
+"""``lowprec export``: a plain checkpoint, with weights only; with ``--format`` a folder, by ``serving/``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file and print how much the file holds."""
+    """Write the file and print how much the file holds; with ``--format`` write a folder for servers."""
+    if any(argument.partition("=")[0] == "--format" for argument in argv):
+        from lightning_lowprec.tools.serving import command
+
+        return command.run(argv)
     parser = ArgumentParser(
-        prog="lowprec export", description="Write only the weights of a checkpoint to a plain file."
+        prog="lowprec export",
+        description="Write only the weights of a checkpoint to a plain file. `lowprec export --format hf --help` shows"
+        " the options that write a folder for transformers, vLLM and SGLang.",
     )
     parser.add_function_arguments(export, as_group=False, as_positional=True, skip={"force"})
     parser.add_argument("--force", action="store_true", help="replace the new file if it exists")

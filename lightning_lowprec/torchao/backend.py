@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final, get_args
 
 from torch import nn
@@ -13,6 +14,7 @@ from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import half_norms
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
@@ -39,6 +41,19 @@ def _numerics(layer: nn.Module) -> LayerNumerics | str:
     from lightning_lowprec.torchao.casts import numerics_of
 
     return numerics_of(layer)
+
+
+def _weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
+    from lightning_lowprec.torchao.rounding import weight_roundings
+
+    return weight_roundings(layer)
+
+
+def _rounding_of(recipe: str) -> WeightRounding:
+    from lightning_lowprec.torchao.rounding import of_recipe
+
+    by_row = recipe != "tensorwise"
+    return of_recipe(by_row, power_of_2=by_row)
 
 
 _ROWS: Final[Mapping[str, RecipeKey]] = {
@@ -73,6 +88,7 @@ _NAMES: Final = {
         gathers_fp8=recipe == "tensorwise",
         conv1d="gathered",
         experts=None,
+        weight_rounding=partial(_rounding_of, recipe),
         hardware_recipe=_ROWS[recipe],
     )
     for (recipe, fp8_format), name in NAMES.items()
@@ -93,4 +109,5 @@ BACKEND: Final = Backend(
     reconfigure=_reconfigure,
     set_phase=_set_phase,
     numerics=_numerics,
+    weight_roundings=_weight_roundings,
 )

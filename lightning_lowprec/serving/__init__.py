@@ -1,0 +1,1 @@
+"""Models in the formats that servers load: Hugging Face folders in high precision, and FP8."""

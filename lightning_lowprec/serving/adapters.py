@@ -1,0 +1,148 @@
+"""LoRA adapters of PEFT beside the weights of a model: merged into them, or kept in a folder of their own.
+
+model.layers.0.self_attn.q_proj.base_layer.weight          [N, K], the model's weight
+model.layers.0.self_attn.q_proj.lora_A.default.weight      [r, K]
+model.layers.0.self_attn.q_proj.lora_B.default.weight      [N, r]
+
+merged = weight + scaling * lora_B @ lora_A                scaling = lora_alpha / r, with rsLoRA lora_alpha / sqrt(r)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_lowprec.extras import require
+from lightning_lowprec.fsdp2.optimizer_state import clean
+from lightning_lowprec.serving.source import Shape, Source
+
+FOLDER: Final = "adapter"
+"""The folder, in the exported one, of an adapter that is not merged."""
+_MATRIX: Final = re.compile(r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
+_REFUSED: Final = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
+
+
+def model_name(name: str) -> str:
+    """Return the name that a tensor or module has in the model without wrappers and adapters."""
+    return clean(name).replace(".base_layer", "")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a tensor or module belongs to an adapter."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+@final
+class WithoutAdapter(Source):
+    """The weights of a model with an adapter, by the names of the model without it.
+
+    Args:
+        source: with the adapter.
+        config: PEFT's, as ``adapter_config.json`` has it; None: there is no adapter.
+        merge: whether the adapter is added to the weights.
+
+    Raises:
+        ValueError: there is an adapter without a config, two adapters, or one that is no plain LoRA.
+    """
+
+    def __init__(self, source: Source, config: Mapping[str, Any] | None, *, merge: bool) -> None:
+        self._source, self._merges = source, merge
+        shapes = source.shapes()
+        self._names = {model_name(name): name for name in shapes if not is_of_adapter(name)}
+        self._matrices: dict[str, dict[str, str]] = {}
+        adapters, others = set(), []
+        for name in filter(is_of_adapter, shapes):
+            found = _MATRIX.fullmatch(clean(name))
+            if found is None:
+                others.append(name)
+                continue
+            adapters.add(found["adapter"])
+            self._matrices.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = name
+        if others or len(adapters) > 1:
+            shown = repr(others[0]) if others else f"the adapters {', '.join(sorted(adapters))}"
+            raise ValueError(f"the model has {shown}; expected one plain LoRA adapter. Merge it by PEFT before.")
+        self.config = None if config is None else dict(config)
+        if self._matrices:
+            self._check()
+        elif merge:
+            raise ValueError("`merge_adapters=True` is not valid: the model has no LoRA adapter. Leave it out.")
+
+    def _check(self) -> None:
+        if self.config is None:
+            raise ValueError(
+                f"the checkpoint has a LoRA adapter ({len(self._matrices)} layers), and its scaling is not in the"
+                " checkpoint. Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`."
+            )
+        for name in _REFUSED:
+            if self.config.get(name):
+                raise ValueError(
+                    f"the adapter has `{name}={self.config[name]!r}`, which is not supported here. Merge"
+                    " the adapter by PEFT before."
+                )
+
+    @property
+    def merged(self) -> frozenset[str]:
+        """The names of the weights that an adapter was added to."""
+        return frozenset(self._matrices) if self._merges else frozenset()
+
+    @property
+    def layers(self) -> int:
+        """The number of layers with an adapter."""
+        return len(self._matrices)
+
+    @override
+    def shapes(self) -> Mapping[str, Shape]:
+        shapes = self._source.shapes()
+        return {name: shapes[own] for name, own in self._names.items()}
+
+    @override
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        values = self._source.rows(self._names[name], start, stop)
+        if name not in self.merged:
+            return values
+        a, b = (self._whole(self._matrices[name][matrix]) for matrix in ("lora_A", "lora_B"))
+        assert self.config is not None
+        rank, alpha = a.shape[0], self.config["lora_alpha"]
+        scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        part = a.t()[start:stop] @ b.t() if self.config.get("fan_in_fan_out") else b[start:stop] @ a
+        merged: Tensor = (values.float() + scaling * part).to(values.dtype)
+        return merged
+
+    def _whole(self, name: str) -> Tensor:
+        return self._source.rows(name, 0, self._source.shapes()[name].size[0]).float()
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the adapter to a folder that PEFT loads."""
+        require("safetensors.torch", "a LoRA adapter")
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        tensors = {
+            f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight": self._whole(name).to(dtype)
+            for weight, matrices in self._matrices.items()
+            for matrix, name in matrices.items()
+        }
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = {**(self.config or {}), "inference_mode": True}
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def config_of(model: Any) -> Mapping[str, Any] | None:
+    """Return the config of a live model's adapter; None without one."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    config: Mapping[str, Any] = next(iter(configs.values())).to_dict()
+    return config

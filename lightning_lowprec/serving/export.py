@@ -1,0 +1,326 @@
+"""Write a model to a folder that transformers, vLLM and SGLang load; see docs/serving.md."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowprec.private.transformers import is_model
+from lightning_lowprec.serving import shards
+from lightning_lowprec.serving.adapters import FOLDER, WithoutAdapter, config_of
+from lightning_lowprec.serving.choice import NOTHING, Choice, of_layers
+from lightning_lowprec.serving.content import Content
+from lightning_lowprec.serving.formats.registry import FormatName, find
+from lightning_lowprec.serving.source import LiveModel, Source
+
+DtypeName = Literal["bf16", "fp32", "fp16"]
+DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+BESIDE: Final = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""The files of a model's folder that are copied: tokenizer, chat template, generation, preprocessing."""
+REPORT: Final = "lowprec_export.json"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is written.
+
+    Args:
+        format: the format.
+        dtype: of all weights that are no codes.
+        weights_only: let servers round weights only, and multiply in ``dtype``.
+        merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
+        files_from: the folder from which tokenizer and generation files are copied.
+        shard_bytes: the largest size of a file.
+        progress: whether a bar is shown.
+    """
+
+    format: FormatName
+    dtype: DtypeName = "bf16"
+    weights_only: bool = False
+    merge_adapters: bool = False
+    files_from: Path | None = None
+    shard_bytes: int = shards.SHARD_BYTES
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        find(self.format)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`dtype={self.dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")
+        if self.files_from is not None and not self.files_from.is_dir():
+            raise ValueError(f"`files_from={str(self.files_from)!r}` is no folder; expected one with a tokenizer.")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    out: Path
+    tensors: int
+    size: int
+    """Bytes of all tensors."""
+    coded: tuple[str, ...]
+    """The weights in FP8, by their names in the folder."""
+    kept: Mapping[str, str]
+    """The linear layers in high precision, and the reasons."""
+    same: int
+    """Weights of the model whose codes are those of the last step."""
+    other: int
+    """Weights whose format needs other scales than the run had."""
+    new: int
+    """Weights that the run did not round as the format does."""
+    second_rounding: float | None
+    """The signal-to-noise ratio of the weights with other scales against those that the run multiplied by, dB."""
+    adapter_layers: int
+    """Layers whose LoRA adapter is in the folder ``adapter``."""
+
+    def text(self) -> str:
+        """Return some lines for people."""
+        lines = [f"wrote {self.tensors} tensors, {self.size / 1e6:.1f} MB, to {self.out}"]
+        if self.coded:
+            lines.append(f"{len(self.coded)} weights in FP8, {len(self.kept)} linear layers kept in high precision")
+        if self.same:
+            lines.append(f"{self.same} weights: the codes are those of the last step, bit for bit")
+        if self.other:
+            lines.append(
+                f"{self.other} weights: the format needs other scales than the run had; after this second rounding"
+                f" they are {self.second_rounding:.1f} dB from the weights that the run multiplied by"
+            )
+        if self.new:
+            lines.append(f"{self.new} weights: rounded for the first time, by the format's own scales")
+        if self.adapter_layers:
+            lines.append(f"the LoRA adapter of {self.adapter_layers} layers is in {self.out / FOLDER}, not merged")
+        return "\n".join(lines)
+
+
+def export(
+    model: nn.Module,
+    out: str | Path,
+    *,
+    format: FormatName = "compressed-tensors",
+    dtype: DtypeName = "bf16",
+    weights_only: bool = False,
+    merge_adapters: bool = False,
+    tokenizer: Any = None,
+    progress: bool = True,
+) -> Exported:
+    """Write a live model to a new folder that transformers, vLLM and SGLang load.
+
+    The layers that this package converted become FP8, by the arithmetic that they train with; all others are stored in
+    ``dtype``. A sharded model is gathered one tensor at a time: all ranks call this, and rank 0 writes.
+
+    Args:
+        model: a model of transformers, or a module that holds one, such as a LightningModule; plain, converted, with a
+            LoRA adapter of PEFT, or sharded by FSDP2.
+        out: the folder, which must not exist.
+        format: ``"hf"`` (high precision), ``"hf-fp8-block"``, ``"compressed-tensors"`` or ``"torchao"``.
+        dtype: ``"bf16"``, ``"fp32"`` or ``"fp16"``, of all weights that are no codes.
+        weights_only: let servers round weights only, and multiply in ``dtype``.
+        merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
+        tokenizer: a tokenizer or processor with ``save_pretrained``, or a folder whose tokenizer files are copied.
+        progress: whether a bar is shown.
+
+    Raises:
+        ValueError: there is no model of transformers, no layer is converted, a weight holds NaN or inf, or ``out``
+            exists.
+        OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then.
+    """
+    inner = served_model(model)
+    folder = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
+    options = Options(
+        format=format,
+        dtype=dtype,
+        weights_only=weights_only,
+        merge_adapters=merge_adapters,
+        files_from=folder,
+        progress=progress,
+    )
+    choice = NOTHING if find(format).scale_per is None else choice_of(inner)
+    saved = tokenizer if folder is None else None
+    return write(LiveModel(inner), inner, choice, Path(out), options, config_of(inner), saved)
+
+
+def choice_of(model: nn.Module) -> Choice:
+    """Return which weights of a live model become codes.
+
+    Raises:
+        ValueError: no layer is converted.
+    """
+    choice = of_layers(model)
+    if not choice.roundings:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that runs in FP8, so nothing says which weights become codes. Set the"
+            " model up with a precision such as 'fp8-rowwise' first, or use `format='hf'`."
+        )
+    return choice
+
+
+def served_model(model: nn.Module) -> Any:
+    """Return the model of transformers that a module is or holds.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        if is_model(module):
+            found.append(module)
+        else:
+            for child in module.children():
+                look(child)
+
+    look(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(found)} models of transformers; expected one, whose config servers"
+            " read. Pass the model itself."
+        )
+    return found[0]
+
+
+def write(
+    source: Source,
+    model: Any,
+    choice: Choice,
+    out: Path,
+    options: Options,
+    adapter: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+) -> Exported:
+    """Write a folder.
+
+    Args:
+        source: the tensors, by the names of the model.
+        model: of transformers, on the meta device too.
+        choice: the weights that ran in FP8.
+        out: the folder.
+        options: how.
+        adapter: the config of a LoRA adapter among the tensors.
+        tokenizer: with ``save_pretrained``.
+    """
+    weights = WithoutAdapter(source, adapter, merge=options.merge_adapters)
+    merged = {name: None if name in weights.merged else rounding for name, rounding in choice.roundings.items()}
+    content = Content(
+        source=weights,
+        model=model,
+        choice=replace(choice, roundings=merged),
+        format=find(options.format),
+        dtype=DTYPES[options.dtype],
+        weights_only=options.weights_only,
+        checks=True,
+    )
+    if choice.roundings and not content.coded:
+        reasons = "; ".join(sorted(set(content.kept.values())))
+        raise ValueError(
+            f"`format={options.format!r}` would store no weight in FP8: {reasons}. Use `format='hf'`, which stores all"
+            " weights in high precision."
+        )
+    stored = content.stored()
+    is_writer = not _is_sharded(model) or not dist.is_initialized() or dist.get_rank() == 0
+    if is_writer:
+        with shards.new_folder(out, sum(tensor.size for tensor in stored)) as folder:
+            config = _config(model, content, options)  # before the weights, because a format may refuse the options
+            shards.write(
+                folder,
+                stored,
+                content.chunks(),
+                content.metadata(),
+                shard_bytes=options.shard_bytes,
+                progress=options.progress,
+            )
+            kept_adapter = weights.layers if not options.merge_adapters else 0
+            if kept_adapter:
+                weights.save(folder / FOLDER, DTYPES[options.dtype])
+            done = _exported(out, content, kept_adapter)
+            _write_beside(folder, model, config, options, tokenizer, done)
+            return done
+    for _ in content.chunks():
+        pass  # rank 0 gathers with all ranks
+    kept_adapter = weights.layers if not options.merge_adapters else 0
+    return _exported(out, content, kept_adapter)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _exported(out: Path, content: Content, adapter_layers: int) -> Exported:
+    stored, tally = content.stored(), content.tally
+    return Exported(
+        out=out,
+        tensors=len(stored),
+        size=sum(tensor.size for tensor in stored),
+        coded=tuple(content.coded),
+        kept=dict(content.kept),
+        same=tally.same,
+        other=tally.other,
+        new=tally.new,
+        second_rounding=tally.second_rounding,
+        adapter_layers=adapter_layers,
+    )
+
+
+def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("torch_dtype", "_attn_implementation_autoset"):
+        config.pop(name, None)
+    name = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
+    config.update(dtype=str(DTYPES[options.dtype]).removeprefix("torch."), architectures=[name])
+    config.pop("quantization_config", None)
+    quantization = content.quantization_config()
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return config
+
+
+def _write_beside(
+    folder: Path, model: Any, config: Mapping[str, Any], options: Options, tokenizer: Any, done: Exported
+) -> None:
+    """Write the config and a report, and copy tokenizer and generation files."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    for pattern in BESIDE if options.files_from is not None else ():
+        assert options.files_from is not None
+        for file in sorted(options.files_from.glob(pattern)):
+            if file.is_file():
+                shutil.copy(file, folder / file.name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    report = {
+        "format": options.format,
+        "dtype": options.dtype,
+        "weights_only": options.weights_only,
+        "weights_in_fp8": len(done.coded),
+        "codes_of_the_last_step": done.same,
+        "codes_with_other_scales": done.other,
+        "second_rounding_db": done.second_rounding,
+        "codes_rounded_for_the_first_time": done.new,
+        "kept": dict(done.kept),
+    }
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")

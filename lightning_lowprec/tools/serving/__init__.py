@@ -1,0 +1,1 @@
+"""``lowprec export --format``: checkpoints to folders that servers load, and their check."""

@@ -1,0 +1,125 @@
+"""Open a checkpoint, and find a model's tensors in it: by name, behind the prefix of a LightningModule's attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.fsdp2.manifest import META
+from lightning_lowprec.fsdp2.optimizer_state import clean
+from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.serving.adapters import is_of_adapter, model_name
+from lightning_lowprec.serving.source import Shape, Source
+from lightning_lowprec.tools.serving.files import SafetensorsFiles, TorchFile
+from lightning_lowprec.tools.serving.sharded import ShardedFolder
+
+_SHOWN: Final = 3
+
+
+def open_source(path: Path, key: str | None) -> tuple[Source, Any]:
+    """Open a checkpoint; return its tensors, and what else it holds.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    if path.is_dir() and not (path / META).is_file() and any(path.glob("*.safetensors")):
+        return SafetensorsFiles(path), {}
+    if path.is_dir():
+        folder = ShardedFolder(path, key)
+        return folder, folder.content
+    if not path.is_file():
+        raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
+    if path.suffix == ".safetensors":
+        return SafetensorsFiles(path), {}
+    file = TorchFile(path, key)
+    return file, file.content
+
+
+def backend_of(content: Any) -> str | None:
+    """Return the name of the backend that a checkpoint says it was trained by; None: it does not say."""
+    if not isinstance(content, Mapping):
+        return None
+    names = {backend.name for backend in backends.registered()}
+    states = [value for value in content.values() if isinstance(value, Mapping)]
+    return next((str(s[BACKEND_STATE]) for s in states if s.get(BACKEND_STATE) in names), None)
+
+
+@final
+class Renamed(Source):
+    """The tensors of a checkpoint that a model has, by the model's names.
+
+    Args:
+        source: the checkpoint.
+        wanted: the tensors of the model.
+        known: all names of the model's tensors, also of tied ones and of buffers that no state dict holds.
+        prefix: removed from every name; None: the prefix is found. Names without the prefix are left out.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or holds codes of low precision.
+    """
+
+    def __init__(self, source: Source, wanted: Mapping[str, Shape], known: Collection[str], prefix: str | None) -> None:
+        self._source = source
+        names = {clean(name): name for name in source.shapes()}
+        _check_high_precision(source)
+        prefix = _prefix(names, wanted) if prefix is None else prefix
+        found = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}
+        self._names = {n: own for n, own in found.items() if model_name(n) in wanted or is_of_adapter(n)}
+        present = {model_name(name): source.shapes()[own].size for name, own in self._names.items()}
+        missing = [name for name in wanted if name not in present]
+        strange = [name for name in found if name not in self._names and model_name(name) not in known]
+        wrong = [name for name, size in present.items() if name in wanted and size != wanted[name].size]
+        if missing or wrong or strange:
+            raise ValueError(_another_model(missing, strange, [_sizes(n, present[n], wanted[n].size) for n in wrong]))
+        self.left_out = len(names) - len(found)
+        """The number of tensors without the prefix, which belong to other modules than the model."""
+
+    @override
+    def shapes(self) -> Mapping[str, Shape]:
+        shapes = self._source.shapes()
+        return {name: shapes[own] for name, own in self._names.items()}
+
+    @override
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._source.rows(self._names[name], start, stop)
+
+
+def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:
+    """Return the prefix with which most names of the model are in the checkpoint."""
+    plain = {model_name(name) for name in names}
+    candidates = {""} | {name.removesuffix(last) for last in list(wanted)[-4:] for name in plain if name.endswith(last)}
+    return max(sorted(candidates), key=lambda prefix: sum(prefix + name in plain for name in wanted))
+
+
+def _check_high_precision(source: Source) -> None:
+    coded = [n for n, shape in source.shapes().items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
+    if coded:
+        raise ValueError(
+            f"the checkpoint holds codes of low precision ({coded[0]!r} is"
+            f" {str(source.shapes()[coded[0]].dtype).removeprefix('torch.')}), so it was exported or quantised already."
+            " Give the checkpoint of the training run."
+        )
+
+
+def _another_model(missing: list[str], strange: list[str], wrong: list[str]) -> str:
+    parts = [
+        f"{text} {len(names)}: {', '.join(map(repr, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''}"
+        for text, names in (("lacks", missing), ("has beside them", strange))
+        if names
+    ]
+    parts += [f"{len(wrong)} have other shapes: {'; '.join(wrong[:_SHOWN])}"] if wrong else []
+    return (
+        f"the checkpoint is of another model than `--model`: of the model's tensors it {'; '.join(parts)}. Give the"
+        " config of the model that was trained, `--key` for the key of the weights, or `--strip_prefix` for what stands"
+        " before every name."
+    )
+
+
+def _sizes(name: str, stored: torch.Size, wanted: torch.Size) -> str:
+    return f"{name!r} is {tuple(stored)} in the checkpoint and {tuple(wanted)} in the model"

@@ -1,0 +1,188 @@
+"""``lowprec export CHECKPOINT OUT --format FORMAT``: a checkpoint of a training run to a folder that servers load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from jsonargparse import ArgumentParser
+
+from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.options import LayerOptions, take
+from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.registration import validate_name
+from lightning_lowprec.serving.adapters import WithoutAdapter
+from lightning_lowprec.serving.choice import NOTHING, Choice, of_plan
+from lightning_lowprec.serving.export import DtypeName, Exported, Options, served_model, write
+from lightning_lowprec.serving.formats.registry import FormatName, find
+from lightning_lowprec.serving.shards import check_out
+from lightning_lowprec.serving.source import LiveModel, Source
+from lightning_lowprec.tools.planning.source import load
+from lightning_lowprec.tools.serving.adapter_config import read_config
+from lightning_lowprec.tools.serving.check import Bounds, check
+from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, open_source
+
+WITHOUT_FP8 = "fp8-rowwise"
+"""The precision whose plan says which layers become codes, where the run had no FP8."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the folder, print what was written, and with ``--check`` compare; return 1 if a bound is not held."""
+    args = _parser().parse_args(argv)
+    out = Path(args.out)
+    check_out(out)
+    opened = _open(args)
+    done = _write(args, opened, out)
+    print(done.text())
+    if opened.left_out:
+        print(f"{opened.left_out} tensors of the checkpoint belong to other modules, and were left out")
+    if not args.check:
+        return 0
+    adapted = WithoutAdapter(opened.source, opened.adapter, merge=args.merge_adapters)
+    result = check(opened.model, adapted, out, take_bounds(args))
+    print(result.text())
+    return 0 if result.holds else 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A checkpoint, and the model that it is of."""
+
+    source: Source
+    """By the names of the model."""
+    model: Any
+    """On the meta device."""
+    adapter: Mapping[str, Any] | None
+    trained_by: str | None
+    """The backend that the checkpoint names."""
+    left_out: int
+
+
+def _open(args: Any) -> Opened:
+    model = served_model(load(args.model, {}).model)
+    model.tie_weights()
+    stored, content = open_source(Path(args.checkpoint), args.key)
+    known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    source = Renamed(stored, LiveModel(model).shapes(), known, args.strip_prefix)
+    adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
+    return Opened(source=source, model=model, adapter=adapter, trained_by=backend_of(content), left_out=source.left_out)
+
+
+def _write(args: Any, opened: Opened, out: Path) -> Exported:
+    options = Options(
+        format=args.format,
+        dtype=args.dtype,
+        weights_only=args.weights_only,
+        merge_adapters=args.merge_adapters,
+        files_from=_files_from(args),
+    )
+    choice = NOTHING if find(args.format).scale_per is None else _choice(args, opened)
+    return write(opened.source, opened.model, choice, out, options, opened.adapter)
+
+
+def _files_from(args: Any) -> Path | None:
+    """Return the folder of the tokenizer: the one that is named, or that of ``--model``."""
+    if args.tokenizer is not None:
+        return Path(args.tokenizer)
+    model = Path(args.model)
+    return model if model.is_dir() else model.parent if model.is_file() else None
+
+
+def _choice(args: Any, opened: Opened) -> Choice:
+    """Return which weights become codes: the plan of the precision, with the options that the run had."""
+    name = args.precision
+    _check_precision(name, opened.trained_by)
+    trained_in_fp8 = name is not None and precisions.TABLE.get(name) is not None
+    row = precisions.resolve(name) if trained_in_fp8 else precisions.resolve(WITHOUT_FP8)
+    in_fp8 = trained_in_fp8 and row.plugin.backend is not None
+    row = row if in_fp8 else precisions.resolve(WITHOUT_FP8)
+    plan = make_plan(
+        opened.model,
+        take(LayerOptions, vars(args)),
+        recipe=row.gains,
+        alignment=row.alignment,
+        stores_codes=row.bytes_of_codes is not None,
+        conv1d=row.conv1d != "kept",
+        experts=row.experts,
+        base=row.options.get("base", "bf16"),
+    )
+    if not plan.converted:
+        raise ValueError(f"the plan of {name or WITHOUT_FP8!r} converts no layer:\n{plan}\nUse `--format hf`.")
+    return of_plan(plan, row.weight_rounding() if in_fp8 else None)
+
+
+def _check_precision(name: str | None, trained_by: str | None) -> None:
+    if name is not None:
+        validate_name(name)
+    row = None if name is None or name not in precisions.TABLE else precisions.resolve(name)
+    backend = None if row is None else row.plugin.backend
+    if trained_by is None or backend == trained_by:
+        return
+    expected = ", ".join(backends.get(trained_by).names)
+    if name is None:
+        raise ValueError(
+            f"the checkpoint was trained by {trained_by}, and does not say by which recipe. Name the precision of the"
+            f" run with `--precision`, so that the codes are those of the last step; one of: {expected}."
+        )
+    raise ValueError(
+        f"`precision={name!r}` is not valid: the checkpoint was trained by {trained_by}. Expected one of: {expected}."
+    )
+
+
+def take_bounds(args: Any) -> Bounds:
+    """Return the bounds of the check."""
+    return Bounds(
+        min_snr=args.min_snr,
+        min_agreement=args.min_agreement,
+        max_perplexity=args.max_perplexity,
+        text=None if args.check_text is None else Path(args.check_text),
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lowprec export",
+        description="Write a checkpoint of a training run to a folder that transformers, vLLM and SGLang load.",
+    )
+    parser.add_argument("checkpoint", type=str, help="of the Trainer or Fabric: a file, a sharded folder, safetensors")
+    parser.add_argument("out", type=str, help="the new folder")
+    parser.add_argument("--format", type=FormatName, required=True, help="see docs/serving.md")
+    parser.add_argument(
+        "--model",
+        type=str,
+        required=True,
+        help="the model's folder (config, tokenizer), a config.json, a model type of transformers, or a class path",
+    )
+    parser.add_argument(
+        "--precision", type=str | None, help="the precision of the run; without one, the format's own scales are used"
+    )
+    parser.add_argument("--dtype", type=DtypeName, default="bf16", help="of weights that are no codes")
+    parser.add_argument("--weights_only", action="store_true", help="let servers round weights only")
+    parser.add_argument("--tokenizer", type=str | None, help="a folder with tokenizer files; default: that of --model")
+    parser.add_argument("--key", type=str | None, help="the key of the weights; default: state_dict, model, or the top")
+    parser.add_argument("--strip_prefix", type=str | None, help="removed from every name; default: found by itself")
+    parser.add_argument("--merge_adapters", action="store_true", help="add a LoRA adapter to the weights")
+    parser.add_argument("--adapter_config", type=str | None, help="PEFT's adapter_config.json, or the folder of it")
+    words: dict[str, Any] = {"nargs": "+", "type": str, "metavar": "NAME"}
+    parser.add_argument("--keep", default=(), help="the `keep` of the run", **words)
+    parser.add_argument("--only", help="the `only` of the run", **words)
+    parser.add_argument("--first_last_layers_bf16", action="store_true", help="the run kept the first and last blocks")
+    parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
+    _add_check(parser)
+    return parser
+
+
+def _add_check(parser: ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="load the folder, and compare it with the checkpoint")
+    parser.add_argument("--check_text", type=str | None, help="a text file for --check; default: tokens at random")
+    parser.add_argument("--min_snr", type=float, default=Bounds.min_snr, help="of the logits, dB, with --check")
+    parser.add_argument(
+        "--min_agreement", type=float, default=Bounds.min_agreement, help="share of equal greedy tokens, with --check"
+    )
+    parser.add_argument(
+        "--max_perplexity", type=float, default=Bounds.max_perplexity, help="perplexity / perplexity - 1, with --check"
+    )

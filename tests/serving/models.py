@@ -1,0 +1,92 @@
+"""Tiny models of transformers, whose weights have rows of very different sizes, and how to load what was exported."""
+
+import json
+
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 320,
+}
+FP8_FORMATS = ("hf-fp8-block", "compressed-tensors", "torchao")
+
+
+def spread_rows(model):
+    """Give every matrix rows of sizes between 1/16 and 16, as trained weights have them."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                shape = (*parameter.shape[:-1], 1)
+                parameter.mul_(torch.exp2(torch.rand(shape, generator=generator) * 8 - 4))
+    return model
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return spread_rows(LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    return spread_rows(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return spread_rows(GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=4)))
+
+
+def tensors(folder):
+    """All tensors of an exported folder."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def decoded(folder, format):
+    """The values of all tensors: codes times their scales, by the documented formula of each format."""
+    stored, values = tensors(folder), {}
+    for name, tensor in stored.items():
+        if name.endswith(("_scale", "_scale_inv")):
+            continue
+        if tensor.dtype != torch.float8_e4m3fn:
+            values[name] = tensor
+        elif format == "torchao":
+            values[name.replace("._weight_qdata", ".weight")] = tensor.float() * stored[name[:-5] + "scale"]
+        elif format == "compressed-tensors":
+            values[name] = tensor.float() * stored[f"{name}_scale"]
+        else:
+            rows, columns = tensor.shape
+            scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            values[name] = tensor.float() * scale
+    return values
+
+
+def codes_name(weight, format):
+    return weight.replace(".weight", "._weight_qdata") if format == "torchao" else weight
+
+
+def config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def served(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

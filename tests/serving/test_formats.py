@@ -1,0 +1,270 @@
+"""Exported folders: the codes of the last step, what transformers loads, and what stays in high precision."""
+
+import warnings
+
+import pytest
+import torch
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import LinearMMConfig
+
+import lightning_lowprec
+from lightning_lowprec.names import create
+from lightning_lowprec.serving import shards
+from tests.serving.models import FP8_FORMATS, codes_name, config, decoded, gpt2, llama, mixtral, served, tensors
+
+UP = "model.layers.0.mlp.up_proj"
+TOKENS = torch.arange(24).reshape(1, -1) % 96
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers():
+    """transformers and its integrations warn about CPUs and about what they deprecate themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def converted(model, precision):
+    create(precision).convert_module(model)
+    return model
+
+
+def export(model, out, format, **options):
+    return lightning_lowprec.export(model, out, format=format, dtype="fp32", progress=False, **options)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path, format):
+    model = converted(llama(), "fp8-rowwise")
+    done = export(model, tmp_path / "out", format)
+    weight = model.get_submodule(UP).weight.detach()
+    cast = hp_tensor_to_float8_dynamic(
+        weight.t(),
+        torch.float8_e4m3fn,
+        LinearMMConfig(),
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=0,
+        round_scales_to_power_of_2=True,
+    )
+    assert same_bits(tensors(tmp_path / "out")[codes_name(f"{UP}.weight", format)], cast._data.t().contiguous())
+    values = decoded(tmp_path / "out", format)[f"{UP}.weight"]
+    assert torch.equal(values, (cast._data.float() / cast._scale).t())
+    assert (done.same, done.other, done.new, done.second_rounding) == (7, 0, 0, None)
+
+
+@pytest.mark.parametrize("format", FP8_FORMATS)
+def test_tensorwise_codes_are_the_kept_ones_of_the_last_step_in_every_format(tmp_path, format):
+    model = converted(llama(), "fp8-tensorwise").train()
+    model(TOKENS)
+    export(model, tmp_path / "out", format)
+    layer = model.get_submodule(UP)
+    kept = layer.kept_weight_codes()
+    assert same_bits(tensors(tmp_path / "out")[codes_name(f"{UP}.weight", format)], kept.rows)
+    values = decoded(tmp_path / "out", format)[f"{UP}.weight"]
+    assert torch.equal(values, kept.rows.float() * kept.scale.reciprocal())
+
+
+@pytest.mark.parametrize("format", FP8_FORMATS)
+def test_codes_that_are_weights_already_are_not_rounded_again(tmp_path, format):
+    model = converted(llama(), "msamp-o3")
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if "_proj" in name}
+    export(model, tmp_path / "out", format)
+    values = decoded(tmp_path / "out", format)
+    assert len(weights) == 7
+    assert all(torch.equal(values[name], weight) for name, weight in weights.items())
+
+
+def test_other_scales_than_the_runs_are_measured(tmp_path):
+    model = converted(llama(), "fp8-rowwise")
+    done = export(model, tmp_path / "out", "hf-fp8-block")
+    trained = {}
+    for name, p in model.named_parameters():
+        if "_proj" in name:
+            scale = torch.exp2(torch.floor(torch.log2(448 / p.detach().abs().amax(1, keepdim=True))))
+            trained[name] = (p.detach() * scale).to(torch.float8_e4m3fn).float() / scale
+    values = decoded(tmp_path / "out", "hf-fp8-block")
+    noise = sum((values[name] - weight).square().sum() for name, weight in trained.items())
+    signal = sum(weight.square().sum() for weight in trained.values())
+    assert (done.same, done.other) == (0, 7)
+    assert done.second_rounding == pytest.approx(10 * torch.log10(signal / noise).item(), abs=0.01)
+    assert f"{done.second_rounding:.1f} dB" in done.text()
+
+
+@pytest.mark.parametrize("format", ["hf", *FP8_FORMATS])
+def test_transformers_loads_the_stored_values(tmp_path, format):
+    model = converted(llama(tie_word_embeddings=True), "fp8-rowwise").eval()
+    export(model, tmp_path / "out", format, weights_only=format in ("compressed-tensors", "torchao"))
+    values = decoded(tmp_path / "out", format)
+    assert "lm_head.weight" not in values  # tied
+    loaded = served(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    with torch.no_grad():
+        loaded(TOKENS)  # compressed-tensors decodes weights at the first forward
+    state = loaded.state_dict()
+    for name, value in values.items():
+        found = state[name]
+        assert torch.equal(found.dequantize() if hasattr(found, "qdata") else found.float(), value), name
+
+
+@pytest.mark.parametrize("format", ["hf", "hf-fp8-block", "compressed-tensors"])
+def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, format):
+    model = converted(mixtral(), "fp8-tensorwise").train()
+    model(TOKENS)
+    export(model, tmp_path / "out", format, weights_only=format == "compressed-tensors")
+    stack = model.model.layers[0].mlp.experts
+    loaded = served(tmp_path / "out").model.layers[0].mlp.experts
+    if format == "hf":
+        assert torch.equal(loaded.gate_up_proj, stack.gate_up_proj)
+        return
+    kept = stack.weight_codes["gate_up_proj"].made
+    gate, up = kept.rows.view(stack.gate_up_proj.shape).chunk(2, dim=1)
+    found = tensors(tmp_path / "out")
+    for expert in range(3):
+        prefix = f"model.layers.0.block_sparse_moe.experts.{expert}"
+        assert same_bits(found[f"{prefix}.w1.weight"], gate[expert].contiguous())
+        assert same_bits(found[f"{prefix}.w3.weight"], up[expert].contiguous())
+    values = kept.rows.float() * kept.scale.reciprocal()
+    assert torch.equal(loaded.gate_up_proj, values.view(stack.gate_up_proj.shape))
+
+
+def test_torchao_keeps_stacked_experts_because_transformers_reads_no_codes_of_them(tmp_path):
+    model = converted(mixtral(), "fp8-rowwise")
+    done = export(model, tmp_path / "out", "torchao")
+    assert len(done.coded) == 4
+    assert "stacks the experts" in done.kept["model.layers.0.mlp.experts.gate_up_proj"]
+    loaded = served(tmp_path / "out").model.layers[0].mlp.experts
+    assert torch.equal(loaded.gate_up_proj, model.model.layers[0].mlp.experts.gate_up_proj)
+
+
+def test_what_the_run_kept_is_ignored(tmp_path):
+    model = llama()
+    lightning_lowprec.FP8TorchAO("rowwise", keep=["*.o_proj"]).convert_module(model)
+    for format, key in (
+        ("compressed-tensors", "ignore"),
+        ("hf-fp8-block", "modules_to_not_convert"),
+        ("torchao", "modules_to_not_convert"),
+    ):
+        export(model, tmp_path / format, format)
+        quantization = config(tmp_path / format)["quantization_config"]
+        assert sorted(quantization[key]) == ["lm_head", "model.layers.0.self_attn.o_proj"]
+        assert torch.equal(
+            tensors(tmp_path / format)["model.layers.0.self_attn.o_proj.weight"],
+            model.model.layers[0].self_attn.o_proj.weight,
+        )
+
+
+def test_conv1d_is_exported_in_high_precision_and_refused_in_fp8(tmp_path):
+    model = converted(gpt2(), "fp8-rowwise")
+    export(model, tmp_path / "out", "hf")
+    loaded = served(tmp_path / "out")
+    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
+    with pytest.raises(ValueError, match=r"Conv1D.*Use `format='hf'`"):
+        export(model, tmp_path / "fp8", "compressed-tensors")
+    assert not (tmp_path / "fp8").exists()
+
+
+def with_adapter():
+    import peft
+
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    return converted(model, "fp8-rowwise")
+
+
+def test_a_lora_adapter_is_merged_as_peft_does(tmp_path):
+    model = with_adapter()
+    export(model, tmp_path / "out", "hf", merge_adapters=True)
+    merged = model.merge_and_unload().state_dict()
+    values = tensors(tmp_path / "out")
+    assert values.keys() == merged.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
+    import peft
+
+    model = with_adapter()
+    done = export(model, tmp_path / "out", "compressed-tensors", weights_only=True)
+    assert (done.same, done.adapter_layers) == (7, 2)
+    loaded = served(tmp_path / "out")
+    with torch.no_grad():
+        loaded(TOKENS)
+    plain = peft.PeftModel.from_pretrained(loaded, tmp_path / "out" / "adapter")
+    own = model.base_model.model.model.layers[0].mlp.up_proj
+    other = plain.base_model.model.model.layers[0].mlp.up_proj
+    assert torch.equal(own.lora_A["default"].weight, other.lora_A["default"].weight)
+    assert own.scaling == other.scaling == {"default": 3.0}
+
+
+def test_several_files_with_an_index_hold_what_one_holds(tmp_path, monkeypatch):
+    model = converted(llama(), "fp8-rowwise")
+    export(model, tmp_path / "one", "compressed-tensors")
+    monkeypatch.setattr(shards, "_groups", lambda found, size, cut=shards._groups: cut(found, 100_000))
+    export(model, tmp_path / "more", "compressed-tensors", weights_only=True)
+    files = sorted((tmp_path / "more").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 120_000 for file in files)
+    one, more = tensors(tmp_path / "one"), tensors(tmp_path / "more")
+    assert one.keys() == more.keys()
+    assert all(same_bits(one[name], more[name]) for name in one)
+    served(tmp_path / "more")
+
+
+def test_fp8_state_is_what_export_writes_one_tensor_at_a_time(tmp_path):
+    model = converted(llama(), "fp8-rowwise")
+    export(model, tmp_path / "out", "compressed-tensors")
+    state = lightning_lowprec.fp8_state(model, format="compressed-tensors", dtype="fp32")
+    assert iter(state) is state
+    found = dict(state)
+    stored = tensors(tmp_path / "out")
+    assert found.keys() == stored.keys()
+    assert all(same_bits(found[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_weight_without_a_value_leaves_nothing(tmp_path, value):
+    model = converted(llama(), "fp8-rowwise")
+    with torch.no_grad():
+        model.get_submodule(UP).weight[3, 5] = float(value)
+    with pytest.raises(ValueError, match=rf"'{UP}.weight' cannot be rounded to FP8: it holds NaN or inf"):
+        export(model, tmp_path / "out", "compressed-tensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(out):
+    with shards.new_folder(out, 1) as folder:
+        (folder / "half").write_text("written")
+        raise KeyboardInterrupt
+
+
+def test_no_space_or_ctrl_c_leave_nothing(tmp_path):
+    with pytest.raises(OSError, match=r"needs 1000000000\.0 GB, and its disk has"):
+        shards.new_folder(tmp_path / "out", 10**18).__enter__()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_options_are_refused(tmp_path):
+    plain = llama()
+    with pytest.raises(ValueError, match=r"`format='gguf'` is not valid; expected one of: hf, hf-fp8-block"):
+        export(plain, tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="no layer that runs in FP8"):
+        export(plain, tmp_path / "out", "compressed-tensors")
+    with pytest.raises(ValueError, match="holds 0 models of transformers"):
+        export(torch.nn.Linear(16, 16), tmp_path / "out", "hf")
+    with pytest.raises(ValueError, match=r"`merge_adapters=True` is not valid: the model has no LoRA adapter"):
+        export(plain, tmp_path / "out", "hf", merge_adapters=True)
+    with pytest.raises(ValueError, match=r"`weights_only=True` is not valid with `format='hf-fp8-block'`"):
+        export(converted(plain, "fp8-rowwise"), tmp_path / "out", "hf-fp8-block", weights_only=True)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="exists; expected a new folder"):
+        export(plain, tmp_path / "out", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,242 @@
+"""`lowprec export --format`: from checkpoints to folders, `--check`, and what is refused."""
+
+import json
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import lightning_lowprec
+from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
+from lightning_lowprec.serving.source import named_tensors
+from lightning_lowprec.tools.cli import main
+from tests.forked import python
+from tests.serving.models import SIZES, llama, tensors
+
+ROOT = Path(lightning_lowprec.__file__).parents[1]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = llama()
+        self.probe = torch.nn.Linear(2, 2)  # the checkpoint has more than the model
+
+    def training_step(self, tokens, _):
+        return self.net(tokens, labels=tokens).loss + 0 * self.probe.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of the Trainer in FP8: its model, its checkpoint in all forms, and the folder of its model."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = torch.utils.data.DataLoader(torch.arange(128).reshape(8, 16) % 96, batch_size=4)
+    module, trainer = Module(), L.Trainer(precision="fp8-rowwise", accelerator="cpu", max_steps=2, **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, data)
+    trainer.save_checkpoint(folder / "trainer.ckpt")
+    net = module.net
+    torch.save({"model": net.state_dict(), "step": 2}, folder / "fabric.ckpt")
+    save_file({n: t.contiguous() for n, t in net.state_dict().items()}, folder / "plain.safetensors")
+    torch.save(net.state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
+    (folder / "model").mkdir()
+    net.config.save_pretrained(folder / "model")
+    net.generation_config.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "notes.txt"):
+        (folder / "model" / name).write_text(name)
+    lightning_lowprec.export(net, folder / "live", format="compressed-tensors", progress=False)
+    return folder
+
+
+def export(folder, checkpoint, out, *options, format="compressed-tensors", precision="fp8-rowwise"):
+    given = [] if precision is None else [f"--precision={precision}"]
+    given += [] if any(option.startswith("--model") for option in options) else [f"--model={folder / 'model'}"]
+    return main(["export", str(folder / checkpoint), str(out), f"--format={format}", *given, *options])
+
+
+@pytest.mark.parametrize("checkpoint", ["trainer.ckpt", "fabric.ckpt", "plain.safetensors", "old.pt"])
+def test_every_form_of_a_checkpoint_becomes_what_the_live_model_becomes(trained, tmp_path, capsys, checkpoint):
+    assert export(trained, checkpoint, tmp_path / "out") == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "7 weights: the codes are those of the last step, bit for bit" in said
+    assert ("2 tensors of the checkpoint belong to other modules" in said) == (checkpoint == "trainer.ckpt")
+    live, read = tensors(trained / "live"), tensors(tmp_path / "out")
+    assert live.keys() == read.keys()
+    assert all(torch.equal(live[name].view(torch.uint8), read[name].view(torch.uint8)) for name in live)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} < names
+    assert "notes.txt" not in names
+    assert json.loads((tmp_path / "out" / "lowprec_export.json").read_text())["codes_of_the_last_step"] == 7
+
+
+def measured_by_hand(folder, out):
+    """SNR of the logits, equal greedy tokens and perplexities of 128 tokens, by transformers' own `generate`."""
+    tokens = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))
+    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "model")).eval()
+    reference.load_state_dict(torch.load(folder / "fabric.ckpt")["model"])
+    served = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+    with torch.no_grad():
+        texts = [model(tokens).logits[0].float() for model in (reference, served)]
+        greedy = reference.generate(tokens[:, :32], max_new_tokens=256, min_new_tokens=256, do_sample=False)
+        chosen = served(greedy).logits[0].argmax(-1)
+    noise, signal = (texts[1] - texts[0]).square().sum(), texts[0].square().sum()
+    losses = [torch.nn.functional.cross_entropy(text[:-1], tokens[0, 1:]).item() for text in texts]
+    return 10 * torch.log10(signal / noise).item(), (chosen[31:-1] == greedy[0, 32:]).sum().item(), losses
+
+
+def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_path, capsys):
+    assert export(trained, "trainer.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 0
+    said = capsys.readouterr().out
+    snr, same, (before, after) = measured_by_hand(trained, tmp_path / "out")
+    assert f"logits {snr:.1f} dB from the checkpoint's" in said
+    assert f"{same} of 256 greedy tokens are the same" in said
+    found = re.search(r"perplexity ([\d.e+]+), the checkpoint's ([\d.e+]+) \(", said).groups()
+    assert [float(value) for value in found] == pytest.approx([math.exp(after), math.exp(before)], rel=1e-3)
+    bounds = ["--check", f"--min_snr={snr + 1}", "--max_perplexity=1e-9"]
+    assert export(trained, "trainer.ckpt", tmp_path / "strict", *bounds, format="hf-fp8-block") == 1
+    said = capsys.readouterr().out
+    assert "check failed: the logits' SNR is below" in said
+    assert "check failed: the perplexity differs" in said
+
+
+def test_high_precision_is_checked_too(trained, tmp_path, capsys):
+    options = ["--dtype=fp32", "--check", "--min_snr=120", "--min_agreement=1"]
+    assert export(trained, "fabric.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
+    assert "256 of 256 greedy tokens" in capsys.readouterr().out
+
+
+def test_another_precision_than_the_checkpoints_is_refused(trained, tmp_path, capsys):
+    for precision, text in (
+        (None, "was trained by torchao, and does not say by which recipe. Name the precision of the run"),
+        ("msamp-o3", "`precision='msamp-o3'` is not valid: the checkpoint was trained by torchao"),
+        ("bf16-mixed", "`precision='bf16-mixed'` is not valid: the checkpoint was trained by torchao"),
+    ):
+        assert export(trained, "trainer.ckpt", tmp_path / "out", precision=precision) == 2
+        assert text in capsys.readouterr().err
+    assert export(trained, "live", tmp_path / "out") == 2
+    assert "the checkpoint holds codes of low precision" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_fp8_gets_the_formats_own_scales(trained, tmp_path, capsys):
+    assert export(trained, "fabric.ckpt", tmp_path / "out", precision="bf16-mixed") == 0
+    assert "7 weights: rounded for the first time, by the format's own scales" in capsys.readouterr().out
+    weight = llama_weight(trained)
+    name = "model.layers.0.mlp.up_proj.weight"
+    scale = (448 / weight.abs().amax(1, keepdim=True).double()).float()
+    assert torch.equal(tensors(tmp_path / "out")[f"{name}_scale"], scale.reciprocal())
+
+
+def test_blocks_of_transformer_engine_have_the_scales_that_it_trained_with(trained, tmp_path, capsys):
+    options = (trained, "plain.safetensors", tmp_path / "out")
+    assert export(*options, format="hf-fp8-block", precision="fp8-block") == 0, capsys.readouterr().err
+    assert "7 weights: the codes are those of the last step" in capsys.readouterr().out
+    weight, name = llama_weight(trained), "model.layers.0.mlp.up_proj.weight"  # [256, 128]: two blocks
+    amax = weight.reshape(2, 128, 128).abs().amax((1, 2)).double()
+    scale = torch.exp2(torch.floor(torch.log2(448 / amax))).float()  # Float8BlockScaling: powers of two
+    stored = tensors(tmp_path / "out")
+    assert torch.equal(stored[f"{name}_scale_inv"], scale.reciprocal().reshape(2, 1))
+    codes = (weight * scale.repeat_interleave(128)[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(stored[name].view(torch.uint8), codes.view(torch.uint8))
+
+
+def llama_weight(folder):
+    return torch.load(folder / "fabric.ckpt")["model"]["model.layers.0.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_hidden_layers": 2}, "it lacks 9: 'model.layers.1.self_attn.q_proj.weight'"),
+        (
+            {"intermediate_size": 512},
+            "'model.layers.0.mlp.gate_proj.weight' is (256, 128) in the checkpoint and (512, 128)",
+        ),
+        ({"num_hidden_layers": 0}, "it has beside them 9: "),
+    ],
+    ids=["missing", "shape", "unexpected"],
+)
+def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, capsys, change, text):
+    other = json.loads((trained / "model" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    status = export(trained, "trainer.ckpt", tmp_path / "out", f"--model={tmp_path}", format="hf", precision=None)
+    said = capsys.readouterr().err
+    assert status == 2
+    assert "the checkpoint is of another model than `--model`" in said
+    assert text in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_and_missing_checkpoints_are_named(trained, tmp_path, capsys):
+    whole = (trained / "plain.safetensors").read_bytes()
+    (trained / "cut.safetensors").write_bytes(whole[:-100])
+    for checkpoint, text in (
+        ("cut.safetensors", "is no file of safetensors, or is damaged"),
+        ("none.ckpt", "is no file"),
+    ):
+        assert export(trained, checkpoint, tmp_path / "out") == 2
+        assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_path, capsys):
+    import peft
+
+    torch.manual_seed(2)
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), lora)
+    torch.save({"state_dict": {f"net.{n}": t for n, t in model.state_dict().items()}}, tmp_path / "lora.ckpt")
+    lora.save_pretrained(tmp_path)
+    options = [f"--model={trained / 'model'}", "--dtype=fp32"]
+    assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 2
+    assert "Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`" in capsys.readouterr().err
+    options += [f"--adapter_config={tmp_path}", "--merge_adapters"]
+    assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
+    merged, values = model.merge_and_unload().state_dict(), tensors(tmp_path / "out")
+    for name, value in merged.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
+
+
+def test_memory_is_that_of_some_rows_and_not_of_a_tensor(tmp_path):
+    """The largest tensor has 410 MB; its file has holes in place of zeros."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": 100_000, "hidden_size": 1024, "tie_word_embeddings": True})
+    config.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    stored = [Stored(name, tuple(t.shape), torch.float32) for name, t in named_tensors(model).items()]
+    SafetensorsFile(tmp_path / "big.safetensors", stored, {}).abandon()
+    with (tmp_path / "big.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) + sum(tensor.size for tensor in stored))
+    arguments = ["export", str(tmp_path / "big.safetensors"), str(tmp_path / "out"), "--format=compressed-tensors"]
+    arguments += [f"--model={tmp_path / 'model'}", "--precision=fp8-rowwise"]
+    code = f"""
+import resource
+from lightning_lowprec.tools.cli import main
+import transformers.models.llama.modeling_llama
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert main({arguments!r}) == 0
+print("GREW", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    ended = python("-c", code, cwd=tmp_path, environ={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 0, ended.stderr
+    assert max(tensor.size for tensor in stored) > 0.4e9
+    assert int(re.search(r"GREW (\d+)", ended.stdout)[1]) * 1024 < 0.25e9
