@@ -20,6 +20,7 @@ from lightning_lowprec.precision.half_eval import HalfEval
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.plain import plain
 from lightning_lowprec.registration import register, unregister
+from lightning_lowprec.serving.evaluation import LowPrecisionEval
 from lightning_lowprec.serving.export import export
 from lightning_lowprec.serving.state import fp8_state
 from lightning_lowprec.te.plugin import FP8TE
@@ -38,6 +39,7 @@ __all__ = [
     "HalfMixed",
     "Int8TorchAO",
     "LossScale",
+    "LowPrecisionEval",
     "MXFP8TorchAO",
     "MasterConfig",
     "export",

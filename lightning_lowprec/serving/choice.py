@@ -47,6 +47,13 @@ def of_layers(model: nn.Module) -> Choice:
     return Choice(roundings=roundings, kept=kept)
 
 
+def of_names(model: nn.Module) -> Choice:
+    """Return the choice of a live model whose forward has no codes that a format takes: its converted layers."""
+    found = [(model_name(matmul.fqn), matmul.kind) for matmul, module in matmuls(model) if backends.owner(module)]
+    names = (fqn if kind == STACKED else _join(fqn, "weight") for fqn, kind in found if not is_of_adapter(fqn))
+    return Choice(roundings=dict.fromkeys(names))
+
+
 def of_plan(plan: Plan, rounding: WeightRounding | None) -> Choice:
     """Return the choice of a plan, whose weights are rounded one way."""
     roundings = {

@@ -52,6 +52,8 @@ class Format:
     """Returns ``quantization_config`` of the config."""
     takes_experts: bool = True
     """Whether servers read codes of experts that the model stacks, one Linear per expert."""
+    activation_scales_in_float32: bool = True
+    """Whether servers compute the scales of activations in float32; else in the dtype of the activations."""
     refusal: Callable[[tuple[int, ...]], str | None] = lambda shape: None
     """Returns why a weight of this shape, [N, K], stays in high precision."""
     metadata: Callable[[Header], dict[str, str]] = lambda header: {}

@@ -65,5 +65,6 @@ FORMAT: Final = Format(
     names=_names,
     config=_config,
     takes_experts=False,  # transformers 5 finds no codes for the Parameter in which it stacks the experts
+    activation_scales_in_float32=False,
     metadata=_metadata,
 )

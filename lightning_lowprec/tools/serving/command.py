@@ -17,6 +17,7 @@ from lightning_lowprec.registration import validate_name
 from lightning_lowprec.serving.adapters import WithoutAdapter
 from lightning_lowprec.serving.choice import NOTHING, Choice, of_plan
 from lightning_lowprec.serving.export import DtypeName, Exported, Options, served_model, write
+from lightning_lowprec.serving.first_rounding import WITHOUT_FP8
 from lightning_lowprec.serving.formats.registry import FormatName, find
 from lightning_lowprec.serving.shards import check_out
 from lightning_lowprec.serving.source import LiveModel, Source
@@ -24,9 +25,6 @@ from lightning_lowprec.tools.planning.source import load
 from lightning_lowprec.tools.serving.adapter_config import read_config
 from lightning_lowprec.tools.serving.check import Bounds, check
 from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, open_source
-
-WITHOUT_FP8 = "fp8-rowwise"
-"""The precision whose plan says which layers become codes, where the run had no FP8."""
 
 
 def run(argv: Sequence[str]) -> int:
