@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Annotated, Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import Count, Rule
+from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion.gemms import ALL_GEMMS
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
@@ -39,6 +39,7 @@ from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fusion import engines, fused_modules
+from lightning_lowprec.te.fusion.choice import Fuse
 from lightning_lowprec.te.layer_recipes import LayerRecipes, is_per_layer, make_layer_recipes
 from lightning_lowprec.te.phases import check_phases
 from lightning_lowprec.te.wire_format import gather_refusal
@@ -55,16 +56,6 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
 """The name for ``precision=`` of each kind of recipe and format."""
 WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
-
-
-Fuse = Annotated[
-    Literal["auto", False],
-    Rule(
-        "'auto' or False. A te.TransformerLayer is written into the model by hand, and runs in FP8 under FP8TE;"
-        " docs/which-backend.md compares the two"
-    ),
-]
-"""What ``fuse=`` takes."""
 
 
 class TEChoices(
