@@ -23,7 +23,7 @@ from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "FP8TE",
     "MSAMP",
