@@ -188,15 +188,19 @@ def on_terminal(monkeypatch):
             patch.setattr(sys, "stdout", stream)
             function()
             stream.flush()
-            said = os.read(ours, 1 << 16) if _has_said(ours) else b""
+            said = _said(ours)
         os.close(ours)
         return said.decode()
 
     return look
 
 
-def _has_said(descriptor):
-    return bool(select.select([descriptor], [], [], 0.1)[0])
+def _said(descriptor):
+    """All that was written; the kernel hands it over in pieces."""
+    found = b""
+    while select.select([descriptor], [], [], 0.2)[0]:
+        found += os.read(descriptor, 1 << 16)
+    return found
 
 
 @pytest.fixture
