@@ -37,6 +37,7 @@ optimizer.step()
 
 def build_sdist(folder: Path) -> Path:
     """Build the sdist in a process of its own, by setuptools' build hook; return its path."""
+    (ROOT / f"{PACKAGE}.egg-info" / "SOURCES.txt").unlink(missing_ok=True)  # files of an earlier build would go along
     hook = f"from setuptools import build_meta; print('built', build_meta.build_sdist({str(folder)!r}))"
     said = subprocess.run([sys.executable, "-c", hook], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return folder / said.split()[-1]
