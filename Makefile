@@ -18,13 +18,14 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench clean
+.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
 	@echo "make test        run the tests"
 	@echo "make check       lint and types"
+	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
@@ -79,6 +80,9 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+package: $(VENV)/.installed
+	$(VENV)/bin/python -m tools.package
+
 test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest tests/gpu -W default
 
@@ -118,4 +122,4 @@ bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) .nullgpu .pytest_cache .mypy_cache .ruff_cache

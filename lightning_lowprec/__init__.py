@@ -28,7 +28,7 @@ from lightning_lowprec.torchao.plugin import FP8TorchAO
 from lightning_lowprec.torchao_prototype.int8 import Int8TorchAO
 from lightning_lowprec.torchao_prototype.mxfp8 import MXFP8TorchAO
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "FP8TE",
     "MSAMP",

@@ -14,6 +14,7 @@ INSTALL = {
     "matplotlib": "pip install 'lightning-lowprec[report]'",
     "transformers": "pip install 'lightning-lowprec[hf]'",
     "safetensors": "pip install 'lightning-lowprec[hf]'",
+    "shtab": "pip install 'lightning-lowprec[completion]'",
 }
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pickle import UnpicklingError
+from typing import Any, final
 
 from lightning_lowprec import __version__
 from lightning_lowprec.extras import quiet
+from lightning_lowprec.tools import completion
 from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
+from lightning_lowprec.tools.guide import READER_ENDED, STOPPED, exit_codes, guide
+from lightning_lowprec.tools.terminal import paint
 
 COMMANDS = {
     "doctor": "show which precisions run on this machine, why others do not, and what to install",
@@ -36,18 +41,11 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="lowprec",
-        description="Low-precision training for Lightning and Fabric.\n\n"
-        + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
-        epilog="`lowprec COMMAND --help` shows the options of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv:
+        print(guide(__version__))
+        return 0
+    args = _parser().parse_args(argv)
     debug = args.debug
     if args.command != "run" and "--debug" in args.arguments:  # arguments of `run` may be those of the script
         args.arguments.remove("--debug")
@@ -55,11 +53,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_from_working_folder()
     try:
         with quiet():
-            return _run(args.command, args.arguments)
+            status = _run(args.command, args.arguments)
+        sys.stdout.flush()  # here, where a reader that has ended is noticed
+        return status
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(f"\nlowprec {args.command}: stopped", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return READER_ENDED
     except (ValueError, ImportError, OSError, UnpicklingError) as error:
         if debug or (args.command == "fit" and not isinstance(error, OSError)):
             raise  # an error in `fit` may come from the user's own model
         return _refuse(args.command, error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowprec",
+        description="Low-precision training for Lightning and Fabric.\n\n"
+        + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
+        epilog=f"{exit_codes()}\n\n`lowprec COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "--completion", choices=completion.SHELLS, action=_Complete, help="print a script that completes lowprec"
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def completion_script(shell: completion.Shell) -> str:
+    """Return the script that completes ``lowprec`` in a shell. The parsers of all commands are imported."""
+    return completion.script(shell, COMMANDS, lambda command: _run(command, []))
+
+
+@final
+class _Complete(argparse.Action):
+    """Print the completion script and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        """Write to stdout; without shtab, say what to install."""
+        try:
+            print(completion_script(values))
+        except ImportError as error:
+            parser.error(str(error))
+        parser.exit()
 
 
 def _run(command: str, arguments: list[str]) -> int:
@@ -75,7 +119,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _refuse(command: str, error: Exception) -> int:
-    print(f"lowprec {command}: error: {error}", file=sys.stderr)
+    print(f"lowprec {command}: {paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
     print(f"`lowprec --debug {command} ...` shows the traceback.", file=sys.stderr)
     return 2
 

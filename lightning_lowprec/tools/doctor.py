@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -32,8 +32,9 @@ from lightning_lowprec.private import transformer_engine as transformer_engine_n
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.private import transformers_names as published_names
 from lightning_lowprec.registration import validate_name
-from lightning_lowprec.tools import hardware_text
+from lightning_lowprec.tools import doctor_report, hardware_text
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
+from lightning_lowprec.tools.terminal import Colour, paint, working
 
 _WIDTH: Final = 120
 LIBRARIES = (
@@ -86,13 +87,18 @@ def availability(name: str, device: torch.device) -> Availability:
     return Availability(name=name, runs=True, emulated=emulated, known=doubt is None, reason=reason, summary=summary)
 
 
-def survey(device: torch.device) -> list[Availability]:
-    """Judge every name, in the order of the table."""
-    return [availability(name, device) for name in precisions.TABLE]
+def survey(device: torch.device, advance: Callable[[], None] = lambda: None) -> list[Availability]:
+    """Judge every name, in the order of the table, and call ``advance`` after each."""
+    found = []
+    for name in precisions.TABLE:
+        found.append(availability(name, device))
+        advance()
+    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return device, bf16, driver, versions, backends, and the private names that the libraries no longer have."""
+    """Return device, bf16, driver, versions, backends, private names that moved, and libraries that do not import."""
+    moved, broken = _moved()
     return {
         "device": describe(device),
         "bf16": bf16_refusal(device) is None,
@@ -103,8 +109,20 @@ def machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "backends": {backend.title: _status(backend) for backend in backends.registered()},
-        "moved": [name for library in LIBRARIES for name in library.moved()],
+        "moved": moved,
+        "broken": broken,
     }
+
+
+def _moved() -> tuple[list[str], dict[str, str]]:
+    """Return the private names that libraries no longer have; and libraries that do not import, with the error."""
+    moved, broken = [], {}
+    for library in LIBRARIES:
+        try:
+            moved += library.moved()
+        except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:
+            broken[library.__name__.rpartition(".")[2]] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return moved, broken
 
 
 def versions() -> dict[str, str | None]:
@@ -138,8 +156,8 @@ def _status(backend: Backend) -> str:
     return "imports" if refusal is None else refusal.splitlines()[0]
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lowprec doctor",
         description="Print which precisions run here, why others do not, what to install, and what to try first.",
@@ -152,7 +170,20 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--all", action="store_true", help="print what runs where, for every architecture")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print what a bug report needs, as Markdown: versions, device, backends, precisions; no host name, user"
+        " name, home folder or environment variable",
+    )
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
+    args = make_parser().parse_args(argv)
+    if args.report:
+        return _report(args)
     if args.all:
         return _whole(as_json=args.json)
     device = _device(args.device) if args.device else default_device()
@@ -160,7 +191,7 @@ def run(argv: Sequence[str]) -> int:
         return _elsewhere(args.name, device, as_json=args.json)
     if args.name is not None:
         return _one(args.name, device, as_json=args.json)
-    facts, verdicts = machine(device), survey(device)
+    facts, verdicts = _asked(device)
     if args.json:
         recommended = advice(verdicts, facts["bf16"])
         found: dict[str, Sequence[Any]] = {"precisions": verdicts, "recommended": recommended}
@@ -168,6 +199,23 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps({**facts, **rows, "commands": commands(recommended)}, indent=2))
     else:
         print(_text(facts, verdicts))
+    return 0
+
+
+def _asked(device: torch.device) -> tuple[dict[str, Any], list[Availability]]:
+    """Return the facts of the machine, and the verdict on every name."""
+    with working("asking the backends", total=len(precisions.TABLE)) as shown:
+        return machine(device), survey(device, shown.advance)
+
+
+def _report(args: argparse.Namespace) -> int:
+    options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise ValueError(f"`--report` does not go with {' or '.join(given)}: the report is about all of this machine.")
+    facts, verdicts = _asked(default_device())
+    rows = [(verdict.name, _word(verdict), verdict.reason) for verdict in verdicts]
+    print(doctor_report.markdown(facts, rows))
     return 0
 
 
@@ -208,6 +256,9 @@ def _elsewhere(name: str | None, found: Architecture, *, as_json: bool) -> int:
 def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     validate_name(name)
     if name not in precisions.TABLE:
+        if as_json:
+            print(json.dumps({"name": name, "runs": True, "reason": "Lightning's own precision"}, indent=2))
+            return 0
         print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
         return 0
     verdict = availability(name, device)
@@ -231,6 +282,9 @@ def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
         lines.append(
             f"warning   the installed libraries are not all supported; they no longer have: {', '.join(facts['moved'])}"
         )
+    lines += [
+        f"warning   {library} is installed and does not import: {why}" for library, why in facts["broken"].items()
+    ]
     lines += ["", *_families(verdicts), ""]
     for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
         names = [verdict.name for verdict in verdicts if verdict.reason == reason]
@@ -255,7 +309,12 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     for verdict in verdicts:
         rows.setdefault((_family(verdict.name), _word(verdict)), []).append(verdict.name)
     width = max(len(family) for family, _ in rows)
-    return [f"{family:<{width}}  {word:<9}  {in_words(names)}" for (family, word), names in rows.items()]
+    return [f"{family:<{width}}  {_painted(word)}  {in_words(names)}" for (family, word), names in rows.items()]
+
+
+def _painted(word: str) -> str:
+    colour: Colour = "green" if word == "yes" else "red" if word == "no" else "yellow"
+    return paint(f"{word:<9}", colour, sys.stdout)
 
 
 def _family(name: str) -> str:

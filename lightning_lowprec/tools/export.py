@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jsonargparse import ArgumentParser
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.stored_weights import WEIGHT_KEYS, check_file, find_weights, load
+from lightning_lowprec.tools.terminal import working
 
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,11 +34,21 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_function_arguments(export, as_group=False, as_positional=True, skip={"force"})
     parser.add_argument("--force", action="store_true", help="replace the new file if it exists")
-    args = parser.parse_args(argv)
-    weights = export(**vars(args))
+    parser.add_argument("--json", action="store_true", help="print JSON: the file, and shape and dtype of each tensor")
+    args = vars(parser.parse_args(argv))
+    as_json, out = args.pop("json"), args["out"]
+    with working(f"exporting {args['checkpoint']}"):
+        weights = export(**args)
     size = sum(value.numel() * value.element_size() for value in weights.values())
-    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {args.out}")
+    if as_json:
+        print(json.dumps({"out": str(out), "bytes": size, "tensors": _described(weights)}, indent=1))
+        return 0
+    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {out}")
     return 0
+
+
+def _described(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    return {n: {"shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")} for n, v in weights.items()}
 
 
 def export(

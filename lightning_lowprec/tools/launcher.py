@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     """Launch a command with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if not Path(args.script).is_file() and console_command(args.script) is None:
         raise ValueError(
             f"`script={args.script!r}` is not a file and no console command of this Python; expected the path of a"
@@ -63,7 +63,8 @@ def _not_python(name: str) -> str:
     return "" if found is None else f" ({found} is there, and belongs to another environment, or is no Python.)"
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lowprec run",
         description="Launch a script or a console command that contains a Fabric or a Trainer. Options go before the"

@@ -192,6 +192,21 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     assert trained == ["32-true", "bf16-mixed"]
 
 
+def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, capfd):
+    def train(spec, name, seed):
+        os.write(1, b"said by the model\n")  # as a process of a training does, which inherits stdout
+        return result(name, val_steps=[1, 2], step_seconds=[0.1], train_losses=[math.nan, 1.0])
+
+    monkeypatch.setattr(runner, "run_one", train)
+    assert main(["compare", "--precisions=32-true", f"--out={tmp_path}", "--json"]) == 0
+    stdout, stderr = capfd.readouterr()
+    assert stdout == (tmp_path / "results.json").read_text()
+    assert json.loads(stdout)["results"][0]["train_losses"] == [None, 1.0]
+    assert "said by the model" in stderr
+    os.write(1, b"back\n")
+    assert capfd.readouterr().out == "back\n"
+
+
 def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path, no_training, capsys):
     (tmp_path / "file").write_text("")
     assert main(["compare", f"--out={tmp_path / 'file' / 'out'}"]) == 2

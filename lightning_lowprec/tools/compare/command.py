@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from jsonargparse import ArgumentParser
 
@@ -31,9 +34,28 @@ def run(argv: Sequence[str]) -> int:
         help="sample what FP8 takes from every layer: a folder for `lowprec monitor` per run",
     )
     parser.add_argument("--force", action="store_true", help="write over the report of an earlier comparison")
+    parser.add_argument("--json", action="store_true", help="print JSON: the content of results.json")
     args = vars(parser.parse_args(argv))
+    as_json = args.pop("json")
     args["precisions"] = [name.strip() for name in args["precisions"].split(",")]
-    comparison = compare(CompareSpec(**args))
-    print(text(comparison))
-    print(comparison.spec.out / REPORT)
+    with _prints_to_stderr() if as_json else nullcontext():
+        comparison = compare(CompareSpec(**args))
+    if as_json:
+        print(comparison.to_json(), end="")
+    else:
+        print(text(comparison))
+        print(comparison.spec.out / REPORT)
     return 0 if comparison.ok else 1
+
+
+@contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """Send what models print in the processes of the trainings to stderr, so that stdout is JSON alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

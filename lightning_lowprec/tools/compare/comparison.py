@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from lightning_lowprec.tools.compare.paired import Cost, judge_seeds
 from lightning_lowprec.tools.compare.result import PrecisionResult, Verdict, judge
 from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.strict_json import finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,4 @@ class Comparison:
             asdict(result) | verdict | {"final_val": result.final_val, "step_time": result.step_time}
             for result, verdict in zip(self.results, verdicts, strict=True)
         ]
-        return json.dumps(_finite(figures), indent=1, allow_nan=False, default=str) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(figures), indent=1, allow_nan=False, default=str) + "\n"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.callbacks.readings import FILE, Reading, Thresholds, by_layer, read
 from lightning_lowprec.tools.monitor.page import page
+from lightning_lowprec.tools.strict_json import finite
 from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.terminal import working
 
 Samplings = Mapping[int, Sequence[Reading]]
 _NOTHING_BEYOND: Final = "keep=[]"
@@ -44,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help=f"the folder of the run, or its {FILE}")
     parser.add_argument("--html", type=Path | None, help="the page to write; by default monitor.html beside the file")
     parser.add_argument("--keep", action="store_true", help="print `keep=[...]`: the layers beyond a limit; no page")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every layer; with --keep a list of names")
     parser.add_argument("--top", type=int, default=10, help="the number of layers in the table")
     parser.add_class_arguments(Thresholds, as_group=False)
     args = parser.parse_args(argv)
@@ -54,13 +58,18 @@ def run(argv: Sequence[str]) -> int:
             f"`run={str(args.run)!r}` has no {FILE}; expected the `folder` of a NumericsMonitor (in a Trainer its"
             " `default_root_dir` unless `folder=` was given)."
         )
-    samplings = read(path)
-    layers = worst(samplings, limits)
+    with working(f"reading {path}"):
+        samplings = read(path)
+        layers = worst(samplings, limits)
+        if not args.keep:
+            out = args.html or path.with_name("monitor.html")
+            out.write_text(page(samplings))
     if args.keep:
-        print(keep(layers, limits))
+        print(json.dumps(_kept(layers, limits), indent=1) if args.json else keep(layers, limits))
         return 0
-    out = args.html or path.with_name("monitor.html")
-    out.write_text(page(samplings))
+    if args.json:
+        print(json.dumps(_as_json(samplings, layers, limits, out), indent=1, allow_nan=False))
+        return 0
     print("\n".join(format_table([_HEADER, *map(_cells, layers[: args.top])], right=range(1, 6))))
     beyond = [layer for layer in layers if layer.beyond >= limits.patience]
     print(f"{len(layers)} layers, {len(samplings)} samplings, steps {min(samplings)} to {max(samplings)}.")
@@ -96,6 +105,20 @@ def keep(layers: Sequence[Worst], limits: Thresholds) -> str:
     if not bad:
         return _NOTHING_BEYOND
     return "keep=[\n" + "".join(f'    "{layer.fqn}",  # {layer.reason}\n' for layer in bad) + "]"
+
+
+def _kept(layers: Sequence[Worst], limits: Thresholds) -> list[str]:
+    return [layer.fqn for layer in layers if layer.beyond >= limits.patience]
+
+
+def _as_json(samplings: Samplings, layers: Sequence[Worst], limits: Thresholds, out: Path) -> dict[str, Any]:
+    return {
+        "page": str(out),
+        "steps": list(samplings),
+        "limits": asdict(limits),
+        "layers": finite([asdict(layer) for layer in layers]),
+        "keep": _kept(layers, limits),
+    }
 
 
 _HEADER: Final = ("layer", "output dB", "input to 0", "weight to 0", "gradient to 0", "beyond", "reason")

@@ -24,6 +24,7 @@ from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footp
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
+from lightning_lowprec.tools.terminal import working
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,8 +39,9 @@ def run(argv: Sequence[str]) -> int:
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = _name(args.precision)
-    source = load(args.source, args.args or {})
-    plan = _plan(args, source.model, name)
+    with working("building the model and planning its layers"):
+        source = load(args.source, args.args or {})
+        plan = _plan(args, source.model, name)
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(

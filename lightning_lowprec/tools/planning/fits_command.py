@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.planning.fits import DEFAULT_NAMES, MARGIN, MARGIN_SHARE, Report, fits
 from lightning_lowprec.tools.planning.fits_text import text
 from lightning_lowprec.tools.planning.source import load
+from lightning_lowprec.tools.terminal import working
 
-_QUIET: Final = 2.0  # seconds without a line on stderr
 STRATEGIES: Final = ("fsdp2",)
 
 
@@ -30,29 +28,18 @@ def run(args: Any) -> int:
         )
     if args.source is None:
         raise ValueError("`source` is missing: give a model, such as a folder with a config.json or my.py:Model.")
-    source = load(args.source, args.args or {})
     names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
-    report = fits(
-        source.model, args.fits, names=names, batch=args.batch, sequence=args.seq, checkpointing=args.checkpointing,
-        fused=args.fused, devices=args.devices, data=_first_batch(args.data, args.data_args or {}),
-        progress=_Progress(),
-    )  # fmt: skip
+    with working("building the model") as shown:
+        source = load(args.source, args.args or {})
+        report = fits(
+            source.model, args.fits, names=names, batch=args.batch, sequence=args.seq, fused=args.fused,
+            checkpointing=args.checkpointing, devices=args.devices,
+            data=_first_batch(args.data, args.data_args or {}), progress=lambda words: shown.say(f"simulating {words}"),
+        )  # fmt: skip
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{text(report, source.origin, markdown=True)}\n", encoding="utf-8")
     print(json.dumps(_json(report, source.origin), indent=1) if args.json else text(report, source.origin))
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
-
-
-@final
-class _Progress:
-    """Say on stderr what is being simulated, once the command takes long."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def __call__(self, words: str) -> None:
-        if time.monotonic() - self._start > _QUIET:
-            print(f"simulating {words} ...", file=sys.stderr, flush=True)
 
 
 def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:

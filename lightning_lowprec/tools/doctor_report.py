@@ -1,0 +1,82 @@
+"""``lowprec doctor --report``: what a bug report needs to know about a machine, and nothing about its owner."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_lowprec import __version__
+from lightning_lowprec.conversion.name_suffixes import in_words
+from lightning_lowprec.tools.table import format_table
+
+_PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<>|/\\]+[/\\])+")
+"""The folders of an absolute path, without the last part."""
+_QUOTED: Final = re.compile(r"(?<=['\"`])(?:~|[A-Za-z]:)?[/\\][^'\"`\n]*[/\\](?=[^'\"`/\\\n]+['\"`])")
+"""The same in quotes, where folders may have spaces."""
+_SECRET: Final = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
+_TOO_SHORT: Final = 2  # letters: a name of one letter would be found everywhere
+
+
+def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
+    """Return the report.
+
+    Args:
+        facts: what ``doctor.machine`` returns.
+        verdicts: name, answer and reason of each precision.
+    """
+    versions = {**facts["versions"], "lightning-lowprec": __version__}
+    rows = [("runs", "precisions", "how, or why not")]
+    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
+        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), " ".join(reason.split())))
+    lines = [
+        "### `lowprec doctor --report`",
+        "",
+        *format_table([("what", "found"), *_machine(facts, versions)], markdown=True),
+        "",
+        *format_table(rows, markdown=True),
+    ]
+    return without_owner("\n".join(lines))
+
+
+def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> list[tuple[str, str]]:
+    return [
+        ("system", f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
+        ("Python", f"{platform.python_implementation()} {facts['python']}"),
+        ("device", facts["device"]),
+        ("architecture", facts["architecture"]),
+        ("bf16", "yes" if facts["bf16"] else "no"),
+        ("driver", facts["driver"] or "no NVIDIA driver"),
+        ("CUDA of torch", facts["cuda"] or "none"),
+        *((library, number or "not installed") for library, number in versions.items()),
+        *((f"backend {title}", " ".join(status.split())) for title, status in facts["backends"].items()),
+        *((f"{library} does not import", why) for library, why in facts["broken"].items()),
+        ("private names that moved", ", ".join(facts["moved"]) or "none"),
+    ]
+
+
+def without_owner(text: str) -> str:
+    """Return a text without folders of paths, user name, host name, home folder, and values of secret variables."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= _TOO_SHORT:
+            text = text.replace(value, "SECRET")
+    for folder in {str(Path.home()), str(Path.home().resolve())} - {"/"}:
+        text = text.replace(folder, "~")
+    text = _PATH.sub(".../", _QUOTED.sub(".../", text))
+    host = socket.gethostname()
+    for name, placeholder in ((host, "HOST"), (host.partition(".")[0], "HOST"), (_user(), "USER")):
+        if len(name) >= _TOO_SHORT:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container whose user has no name
+        return ""

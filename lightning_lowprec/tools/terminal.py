@@ -1,0 +1,91 @@
+"""Colours and progress on a terminal: nothing of both where the output goes to a file or to another program."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Final, Literal, TextIO, final
+
+from tqdm import tqdm
+
+Colour = Literal["red", "green", "yellow"]
+_CODES: Final = {"red": 31, "green": 32, "yellow": 33}
+APPEARS: Final = 2.0
+"""Seconds after which work that goes on is shown."""
+_EVERY: Final = 1.0  # seconds between two updates of the line
+
+
+def paint(text: str, colour: Colour, stream: TextIO) -> str:
+    """Return the text in a colour if the stream is a terminal that shows colours and ``NO_COLOR`` is not set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
+
+
+@contextmanager
+def working(words: str, total: int | None = None) -> Iterator[Working]:
+    """Show on stderr what is being done, from the moment on that the block has taken two seconds.
+
+    On a terminal this is one line with the time, and with a bar if ``total`` is given; the line is cleared at the end.
+    Elsewhere only what ``say`` is given is written, one line each.
+
+    Args:
+        words: the work, such as ``"reading last.ckpt"``.
+        total: the number of calls of ``advance``, if known.
+    """
+    shown = Working(words, total)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+@final
+class Working:
+    """The line about one piece of work; ``working`` makes it."""
+
+    def __init__(self, words: str, total: int | None) -> None:
+        self._start = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._end = Event()
+        form = "{desc} ... {elapsed}" if total is None else "{desc} {percentage:3.0f}%|{bar}| {n}/{total} {elapsed}"
+        self._bar = tqdm(
+            total=total, desc=words, bar_format=form, leave=False, delay=APPEARS, disable=not self._terminal,
+            dynamic_ncols=True,
+        )  # fmt: skip
+        self._thread = Thread(target=self._refresh, daemon=True)
+        if self._terminal:
+            self._thread.start()
+
+    def say(self, words: str) -> None:
+        """Name the work that begins now."""
+        if self._terminal:
+            self._bar.set_description_str(words, refresh=self._late)
+        elif self._late:
+            print(f"{words} ...", file=sys.stderr, flush=True)
+
+    def advance(self) -> None:
+        """Count one part of the work as done."""
+        self._bar.update()
+
+    def close(self) -> None:
+        """Clear the line."""
+        self._end.set()
+        if self._terminal:
+            self._thread.join()
+        self._bar.close()
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._start > APPEARS
+
+    def _refresh(self) -> None:
+        """Draw the line again and again: one call of another library may take longer than two seconds."""
+        wait = APPEARS
+        while not self._end.wait(wait):
+            self._bar.delay, wait = 0, _EVERY  # with a delay, tqdm would not clear the line at the end
+            self._bar.refresh()

@@ -1,0 +1,97 @@
+"""What is published: metadata without addresses of this workplace, one version everywhere, the files of the project."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+import lightning_lowprec
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PUBLISHED = [
+    "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE",
+    "MANIFEST.in", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / ".github").rglob("*.yml"))),
+]  # fmt: skip
+
+
+def test_one_version_everywhere():
+    version = PROJECT["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert lightning_lowprec.__version__ == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    headings = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[:2] == [("Unreleased", ""), (version, citation["date-released"])]
+
+
+def test_the_citation_has_every_field_that_the_format_needs():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_classifiers_say_what_the_other_fields_say():
+    classifiers = PROJECT["classifiers"]
+    assert len(classifiers) == len(set(classifiers))
+    assert not any(entry.startswith("License ::") for entry in classifiers), "`license` has the SPDX name"
+    minors = [int(entry.rpartition(".")[2]) for entry in classifiers if re.search(r":: 3\.\d+$", entry)]
+    assert minors == list(range(min(minors), max(minors) + 1))
+    assert PROJECT["requires-python"] == f">=3.{min(minors)}"
+    assert sys.version_info.minor in minors
+    assert "Typing :: Typed" in classifiers
+    assert (ROOT / "lightning_lowprec" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_path_and_no_address_of_a_machine(name):
+    """The only addresses are those of well-known sites; nobody has given the project a site yet."""
+    text = (ROOT / name).read_text()
+    assert not re.findall(r"(?<![\w./-])/(?:work|tmp|root|home|opt|srv)/", text)
+    known = (
+        "keepachangelog.com/",
+        "www.apache.org/licenses",
+        "github.com/pytorch/ao",
+        "github.com/NVIDIA/TransformerEngine",
+    )
+    links = re.findall(r"https?://([^\s)\"'>]+)", text)
+    assert [link for link in links if not link.startswith(known)] == []
+    assert not re.findall(r"index-url|find-links", text)
+    assert "urls" not in PROJECT
+
+
+def test_extras_are_named_where_a_message_sends_users():
+    from lightning_lowprec.extras import INSTALL
+
+    named = {extra for remedy in INSTALL.values() for extra in re.findall(r"lightning-lowprec\[(\w+)\]", remedy)}
+    assert named == {"report", "hf", "completion"}
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_every_issue_template_is_a_form_that_asks_for_the_report():
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) == 2
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= form.keys()
+        fields = {field["id"]: field for field in form["body"] if field["type"] == "textarea"}
+        assert "`lowprec doctor --report`" in fields["report"]["attributes"]["label"]
+        if "bug" in path.name:
+            assert fields["report"]["validations"]["required"] is True
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/command-line.md"])
+def test_links_and_targets_are_there(name):
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= set(targets)
+
+
+def test_ci_builds_the_package():
+    assert "make package" in (ROOT / ".ci" / "run").read_text().splitlines()

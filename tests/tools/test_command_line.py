@@ -1,0 +1,270 @@
+"""What every `lowprec` command has in common: guide, exit codes, JSON, completion, progress, colours."""
+
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_lowprec
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools import cli, terminal
+from lightning_lowprec.tools.cli import COMMANDS, main
+from lightning_lowprec.tools.completion import SHELLS
+from lightning_lowprec.tools.guide import EXIT_CODES, GUIDE
+from tests.tools.test_monitor_command import write
+
+ROOT = Path(lightning_lowprec.__file__).parents[1]
+PAGE = (ROOT / "docs" / "command-line.md").read_text()
+
+
+def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lowprec"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert {command.split()[1] for _, command in GUIDE} == set(COMMANDS)
+    assert all(question in said and command in said for question, command in GUIDE)
+    assert len(said.splitlines()) <= 16
+    assert max(map(len, said.splitlines())) <= 110
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The completion script of each shell."""
+    return {shell: cli.completion_script(shell) for shell in SHELLS}
+
+
+def test_the_commands_of_the_guide_have_options_that_exist(scripts):
+    options = set(re.findall(r"--[\w.-]+", scripts["bash"]))
+    for _, command in GUIDE:
+        assert {word for word in shlex.split(command) if word.startswith("--")} - {"--model", "--data"} <= options
+
+
+def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    rows = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", PAGE, flags=re.MULTILINE))
+    assert {int(code): meaning for code, meaning in rows.items()} == EXIT_CODES
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in said
+
+
+def test_ctrl_c_and_a_reader_that_ends_are_no_tracebacks(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_lowprec.tools.doctor.run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\nlowprec doctor: stopped\n"
+    with pytest.raises(KeyboardInterrupt):
+        main(["--debug", "doctor"])
+
+
+def test_a_reader_that_has_ended(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert main(["doctor", "--all"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+# ---- JSON
+
+
+def test_monitor_prints_json(tmp_path, capsys):
+    write(tmp_path, {2: ("gradient", 0.75, 12.0)})
+    assert main(["monitor", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == [0, 100, 200, 300, 400]
+    assert found["keep"] == ["blocks.2.up"]
+    assert found["layers"][0]["fqn"] == "blocks.2.up"
+    assert found["layers"][0]["underflow"]["gradient"] == 0.75
+    assert Path(found["page"]).is_file()
+    assert main(["monitor", str(tmp_path), "--keep", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["blocks.2.up"]
+
+
+def test_export_prints_json(tmp_path, capsys):
+    torch.save({"a": torch.zeros(2, 3), "n": torch.zeros((), dtype=torch.int64)}, tmp_path / "a.pt")
+    assert main(["export", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--dtype=bf16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "out": str(tmp_path / "b.pt"),
+        "bytes": 6 * 2 + 8,
+        "tensors": {"a": {"shape": [2, 3], "dtype": "bfloat16"}, "n": {"shape": [], "dtype": "int64"}},
+    }
+
+
+def test_doctor_prints_json_for_a_name_of_lightning_too(capsys):
+    assert main(["doctor", "--for", "bf16-mixed", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"] is True
+
+
+def test_every_command_with_data_has_the_option(scripts):
+    for command in ("doctor", "plan", "compare", "monitor", "export"):
+        line = next(line for line in scripts["bash"].splitlines() if f"_{command}_option_strings=" in line)
+        assert " --json " in line.replace(")", " "), command
+
+
+# ---- completion
+
+
+def completed(scripts, tmp_path, shell, *words):
+    """What pressing TAB at the last word offers, in a real shell."""
+    path = tmp_path / f"lowprec.{shell}"
+    path.write_text(scripts[shell])
+    if shell == "fish":
+        program = f"source {path}; complete -C {shlex.quote(shlex.join(words[:-1]) + ' ' + words[-1])}"
+    else:
+        program = (
+            f"source {path}; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1};"
+            f" _shtab_lowprec lowprec {shlex.join([words[-1], words[-2]])}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        )
+    ran = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return {line.split("\t")[0] for line in ran.stdout.splitlines()} - {""}
+
+
+def test_bash_completes_commands_options_names_and_files(scripts, tmp_path):
+    assert completed(scripts, tmp_path, "bash", "lowprec", "") == set(COMMANDS)
+    rowwise = {name for name in TABLE if name.startswith("fp8-row")}
+    for words in (["doctor", "--for"], ["run", "--precision"], ["fit", "--trainer.precision"]):
+        assert completed(scripts, tmp_path, "bash", "lowprec", *words, "fp8-row") == rowwise
+    assert completed(scripts, tmp_path, "bash", "lowprec", "compare", "--max") == {"--max-steps", "--max-loss-gap"}
+    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--dtype", "") == {"keep", "fp32", "bf16", "fp16"}
+    (tmp_path / "script.py").touch()
+    run = ["run", "--precision", "fp8-hybrid", str(tmp_path / "scr")]
+    assert completed(scripts, tmp_path, "bash", "lowprec", *run) == {str(tmp_path / "script.py")}
+
+
+def test_the_scripts_of_the_other_shells_know_every_command_and_name(scripts):
+    for shell in ("zsh", "fish"):
+        for word in (*COMMANDS, *TABLE, "max-loss-gap", "trainer.precision"):
+            assert re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![\w])", scripts[shell]), (shell, word)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_other_shells_read_their_script(scripts, tmp_path, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    (tmp_path / "script").write_text(scripts[shell])
+    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=60)
+    if shell == "fish":
+        offered = completed(scripts, tmp_path, "fish", "lowprec", "doctor", "--for", "fp8-row")
+        assert offered == {name for name in TABLE if name.startswith("fp8-row")}
+
+
+def test_completion_without_shtab_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as end:
+        main(["--completion", "bash"])
+    assert end.value.code == 2
+    assert "pip install 'lightning-lowprec[completion]'" in capsys.readouterr().err
+
+
+# ---- progress and colours, on a real terminal
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Return what a function writes to stderr and stdout that are terminals."""
+
+    def look(function):
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        with open(theirs, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            patch.setattr(sys, "stdout", stream)
+            function()
+            stream.flush()
+            said = _said(ours)
+        os.close(ours)
+        return said.decode()
+
+    return look
+
+
+def _said(descriptor):
+    """All that was written; the kernel hands it over in pieces."""
+    found = b""
+    while select.select([descriptor], [], [], 0.2)[0]:
+        found += os.read(descriptor, 1 << 16)
+    return found
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(terminal, "APPEARS", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
+def test_long_work_is_shown_even_within_one_call_and_the_line_is_cleared(on_terminal):
+    def one_long_call():
+        with terminal.working("reading last.ckpt"):
+            time.sleep(0.3)
+
+    said = on_terminal(one_long_call)
+    assert "reading last.ckpt ... 00:00" in said
+    assert re.split(r"[\r\n]", said.rstrip("\r"))[-1].strip() == "", "cleared"
+
+
+@pytest.mark.usefixtures("soon")
+def test_counted_work_has_a_bar(on_terminal):
+    def three_of_four():
+        with terminal.working("asking", total=4) as shown:
+            for _ in range(3):
+                shown.advance()
+            time.sleep(0.3)
+
+    assert re.search(r"asking  75%\|.+\| 3/4 00:00", on_terminal(three_of_four))
+
+
+def test_short_work_is_not_shown(on_terminal):
+    def short():
+        with terminal.working("reading", total=2) as shown:
+            shown.advance()
+            shown.say("writing")
+            shown.advance()
+
+    assert on_terminal(short) == ""
+
+
+@pytest.mark.usefixtures("soon")
+def test_into_a_file_go_lines_of_what_was_said_and_no_bar(capsys):
+    with terminal.working("reading", total=2) as shown:
+        shown.say("too early")
+        time.sleep(0.1)
+        shown.advance()
+        shown.say("simulating fp8-hybrid")
+    assert capsys.readouterr().err == "simulating fp8-hybrid ...\n"
+
+
+RED, GREEN = "\x1b[31m", "\x1b[32m"
+
+
+def test_colours_on_a_terminal_only_and_not_with_no_color(on_terminal, monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    wrong = ["monitor", "no-such-run"]
+    assert f"lowprec monitor: {RED}error:" in on_terminal(lambda: main(wrong))
+    assert GREEN in on_terminal(lambda: main(["doctor"]))
+    assert main(wrong) == 2
+    assert main(["doctor"]) == 0
+    piped = capsys.readouterr()
+    assert "\x1b" not in piped.err + piped.out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in on_terminal(lambda: main(wrong))
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in on_terminal(lambda: main(wrong))
