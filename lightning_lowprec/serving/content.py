@@ -160,7 +160,19 @@ class Content:
     # ---- their values
 
     def chunks(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield a name, and the next elements of the tensor of this name; several tensors may grow at once."""
+        """Yield a name, and the next elements of the tensor of this name; several tensors may grow at once.
+
+        The caller's autocast does not reach the arithmetic.
+        """
+        made = self._made()
+        while True:
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                chunk = next(made, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def _made(self) -> Iterator[tuple[str, Tensor]]:
         for group, targets in self._groups:
             if group.is_renamed:
                 name = group.names[0]

@@ -57,4 +57,6 @@ def _tensors(content: Content) -> Iterator[tuple[str, Tensor]]:
         parts.setdefault(name, []).append(part)
         elements[name] = elements.get(name, 0) + part.numel()
         if elements[name] == torch.Size(shapes[name]).numel():
-            yield name, torch.cat(parts.pop(name)).reshape(shapes[name])
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # knows no float8
+                whole = torch.cat(parts.pop(name))
+            yield name, whole.reshape(shapes[name])
