@@ -127,7 +127,7 @@ class Backend:
     """Return how a layer rounds its tensors in the present forward, or why that is not known; None for a module that
     multiplies nothing. See :class:`~lightning_lowprec.callbacks.NumericsMonitor`."""
 
-    weight_roundings: Callable[[nn.Module], Mapping[str, WeightRounding]] = lambda layer: {}
+    weight_roundings: Callable[[nn.Module], Mapping[str, WeightRounding | None]] = lambda layer: {}
     """Return how the forward of a layer rounds its weights, by the names of its Parameters; see ``PrecisionName``."""
 
     def owns(self, module: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, cast
 
 from torch import nn
 
@@ -15,6 +16,9 @@ from lightning_lowprec.precision import half_norms
 from lightning_lowprec.torchao_prototype.int8 import Int8TorchAO
 from lightning_lowprec.torchao_prototype.mxfp8 import MXFP8TorchAO
 from lightning_lowprec.torchao_prototype.plugin import BACKEND as NAME
+
+if TYPE_CHECKING:
+    from lightning_lowprec.torchao_prototype.layer import PrototypeLayer
 
 
 def _revert(model: nn.Module) -> None:
@@ -39,6 +43,11 @@ def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
 
 def _numerics(layer: nn.Module) -> LayerNumerics | str | None:
     return "its scales belong to rows and columns, or to blocks of 32 values, and change with each product"
+
+
+def _weight_roundings(layer: nn.Module) -> Mapping[str, None]:
+    """Return the weight, whose codes no server's format has: the format's own scales are what it gets."""
+    return {} if "forward" in cast("PrototypeLayer", layer).in_high else {"weight": None}
 
 
 BACKEND: Final = Backend(
@@ -75,4 +84,5 @@ BACKEND: Final = Backend(
     set_phase=_set_phase,
     cuts_layers=False,
     numerics=_numerics,
+    weight_roundings=_weight_roundings,
 )

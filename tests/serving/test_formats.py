@@ -95,6 +95,18 @@ def test_other_scales_than_the_runs_are_measured(tmp_path):
     assert f"{done.second_rounding:.1f} dB" in done.text()
 
 
+def test_weights_of_int8_get_the_scales_of_the_format(tmp_path):
+    model = llama()
+    weight = model.get_submodule(UP).weight.detach().clone()
+    done = export(converted(model, "int8-mixed"), tmp_path / "out", "compressed-tensors")
+    assert (done.same, done.other, done.new) == (0, 0, len(done.coded))
+    stored = tensors(tmp_path / "out")
+    scale = stored[f"{UP}.weight_scale"]
+    torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / 448)
+    spacing = (weight.abs() / 2**3).clamp(min=2**-9 * scale)  # of e4m3 around a value, at most
+    assert ((stored[f"{UP}.weight"].float() * scale - weight).abs() <= 0.5001 * spacing).all()
+
+
 @pytest.mark.parametrize("format", ["hf", *FP8_FORMATS])
 def test_transformers_loads_the_stored_values(tmp_path, format):
     model = converted(llama(tie_word_embeddings=True), "fp8-rowwise").eval()
