@@ -9,6 +9,7 @@ import pytest
 
 import lightning_lowprec
 from tests import forked
+from tests.fsdp2.ranks import free_port
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 MODULES = """
@@ -165,7 +166,7 @@ print(fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:])
 def test_stock_fabric_launcher_with_lt_precision(project):
     (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="import lightning_lowprec"))
     code = "from lightning.fabric.cli import _main; _main()"
-    result = python("-c", code, "run", "script.py", cwd=project, LT_PRECISION="fp8-e4m3")
+    result = python("-c", code, "run", f"--main-port={free_port()}", "script.py", cwd=project, LT_PRECISION="fp8-e4m3")
     assert "fp8-e4m3 1" in result.stdout
 
 
