@@ -36,7 +36,7 @@ help:
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
-	@echo "make docs        build the docs site into site/, without network once its tools are installed (60 MB on disk)"
+	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make bench       what our hooks cost, counted and timed"
 

@@ -1,10 +1,11 @@
-"""Hooks of mkdocs: write the list of names from the table of the package."""
+"""Hooks of mkdocs: write the list of names and the list of messages from the code of the package."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-BEGIN, END = "<!-- names -->", "<!-- /names -->"
+from tools.site import messages
 
 
 def names_table() -> str:
@@ -27,9 +28,14 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{key}={entry!r}' for key, entry in chosen.items())})"
 
 
+WRITTEN: Mapping[str, Callable[[], str]] = {"names": names_table, "messages": messages.page}
+"""What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the table between the markers of ``names.md``."""
-    if BEGIN not in markdown:
-        return markdown
-    before, _, rest = markdown.partition(BEGIN)
-    return f"{before}{names_table()}{rest.partition(END)[2]}"
+    """Put the written parts between their markers."""
+    for name, written in WRITTEN.items():
+        before, begin, rest = markdown.partition(f"<!-- {name} -->")
+        if begin:
+            markdown = f"{before}{written()}{rest.partition(f'<!-- /{name} -->')[2]}"
+    return markdown
