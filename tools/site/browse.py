@@ -2,31 +2,37 @@
 
     python -m tools.site.browse site
 
-A page made here opens the pages of the site one after another in a frame, and writes what it saw into its own document,
-which ``chromium --dump-dom`` prints. Without a Chromium the command says so and ends with status 0.
+A page made here opens the pages of the site one after another in a frame, and sends what it saw to the server of this
+command. Without a Chromium the command says so and ends with status 0.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from functools import partial
-from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+from urllib.parse import urlsplit
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SEARCHED = {"hysteresis": "fp16.html", "mxfp8": "names.html"}
+SEARCHED = {"overflowed": "fp16.html", "mxfp8": "names.html", "CUBLAS_STATUS_NOT_SUPPORTED": "troubleshooting.html"}
 """A word, and a page that the search must list for it."""
 PROBE = "browse-probe.html"
+SECONDS = 120
+NOTED = b"<head><script>failed = []; addEventListener('error', event => failed.push(String(event.message)))</script>"
+"""Goes into every page before its own scripts, and notes those that fail."""
 SCRIPT = """<!doctype html><meta charset="utf-8"><title>probe</title>
-<iframe id="frame" style="width:1280px;height:2000px"></iframe><pre id="seen"></pre>
+<iframe id="frame" style="width:1280px;height:2000px"></iframe>
 <script>
 const pages = PAGES, searched = SEARCHED, frame = document.getElementById("frame"), seen = {pages: {}, search: {}};
 const wait = milliseconds => new Promise(done => setTimeout(done, milliseconds));
@@ -45,20 +51,18 @@ async function search(word) {
 async function look() {
   for (const page of pages) {
     const view = await open(page);
-    const errors = [];
-    view.addEventListener("error", event => errors.push(String(event.message)));
     const pictures = [...view.document.images];
     pictures.forEach(picture => picture.loading = "eager");
     await Promise.all(pictures.map(picture => picture.decode().catch(() => null)));
     seen.pages[page] = {
-      title: view.document.title, heading: view.document.querySelector("h1")?.innerText ?? "", errors: errors,
+      title: view.document.title, heading: view.document.querySelector("h1")?.innerText ?? "", errors: view.failed,
       pictures: pictures.map(picture => [picture.getAttribute("src"), picture.naturalWidth, picture.clientWidth]),
     };
   }
   for (const word of searched) seen.search[word] = await search(word);
 }
 look().catch(error => seen.failed = String(error)).finally(() => {
-  document.getElementById("seen").textContent = JSON.stringify(seen);
+  fetch("browse-seen", {method: "POST", body: JSON.stringify(seen)});
 });
 </script>
 """
@@ -84,30 +88,55 @@ def browse(site: Path, browser: str, pages: Sequence[str]) -> dict:
     """Return what the browser saw of the pages, served on a free port of this machine.
 
     Raises:
-        RuntimeError: the browser wrote no result.
+        RuntimeError: the browser ended, or sent nothing within ``SECONDS``.
     """
-    probe = site / PROBE
-    probe.write_text(SCRIPT.replace("PAGES", json.dumps(list(pages))).replace("SEARCHED", json.dumps(list(SEARCHED))))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    probe = SCRIPT.replace("PAGES", json.dumps(list(pages))).replace("SEARCHED", json.dumps(list(SEARCHED)))
+    seen: Queue[dict] = Queue()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Site, str(site), probe, seen))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with tempfile.TemporaryDirectory() as profile:
-            done = subprocess.run(
-                [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-                 "--virtual-time-budget=300000", "--timeout=300000", "--dump-dom",
-                 f"http://127.0.0.1:{server.server_port}/{PROBE}"],
-                capture_output=True, text=True, timeout=600, check=False,
-            )  # fmt: skip
-    finally:
-        server.shutdown()
-        probe.unlink()
-    written = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout, flags=re.DOTALL)
-    if written is None:
-        raise RuntimeError(f"{browser} wrote no result; exit status {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(unescape(written[1]))
+    address = f"http://127.0.0.1:{server.server_port}/{PROBE}"
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        running = subprocess.Popen(
+            [browser, *options, f"--user-data-dir={profile}", "--remote-debugging-port=0", address],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return seen.get(timeout=SECONDS)
+        except Empty:
+            raise RuntimeError(f"{browser} sent nothing; exit status {running.poll()}.") from None
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            server.shutdown()
 
 
-class _Quiet(SimpleHTTPRequestHandler):
+class _Site(SimpleHTTPRequestHandler):
+    """Serve the folder and the probe, and take what the probe sends."""
+
+    def __init__(self, folder: str, probe: str, seen: Queue[dict], *args: Any) -> None:
+        self.probe, self.seen = probe.encode(), seen
+        super().__init__(*args, directory=folder)
+
+    def do_GET(self) -> None:
+        name = urlsplit(self.path).path
+        if not name.endswith(".html"):
+            super().do_GET()
+            return
+        page = Path(self.translate_path(name))
+        body = self.probe if name == f"/{PROBE}" else page.read_bytes().replace(b"<head>", NOTED, 1)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
     def log_message(self, format: str, *args: object) -> None:
         """Print no line per request."""
 
