@@ -8,6 +8,7 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
+DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -18,7 +19,7 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench clean
+.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,8 @@ help:
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
+	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
+	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -63,6 +66,14 @@ $(DEEPSPEED)/.installed: $(VENV)/.installed
 	@echo "Setting up $(DEEPSPEED) ..."
 	@rm -rf $(DEEPSPEED)
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target $(DEEPSPEED) $(DEEPSPEED_NEEDS)
+	@touch $@
+
+# beside the ordinary environment too: the versions are those of the extra `docs`
+$(DOCS)/.installed: pyproject.toml $(VENV)/.installed
+	@echo "Setting up $(DOCS) ..."
+	@rm -rf $(DOCS)
+	@$(VENV)/bin/python $(PIP_INSTALL) --target $(DOCS) $$($(VENV)/bin/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -118,8 +129,16 @@ test-dtypes: $(VENV)/.installed
 test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
 
+docs: $(DOCS)/.installed
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(DOCS) NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --clean --quiet
+	@echo "To read and search: python -m http.server --directory site"
+
+docs-test: docs
+	$(RUN)/python -m tools.site.check site
+	$(RUN)/python -m tools.site.browse site
+
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf dist $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""docs/migration.md names only what exists: every call of ours in it is made, every recipe and name looked up."""
+"""docs/migration names only what exists: every call of ours there is made, every recipe and name looked up."""
 
 import ast
 import re
@@ -15,7 +15,8 @@ from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.private.lightning import precision_names
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "migration.md").read_text()
+PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
+TEXT = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES)
 OURS = {
     cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, LossScale, MasterConfig)
 }
@@ -23,15 +24,17 @@ SPANS = re.findall(r"`([^`]+)`", TEXT)
 CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
 MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith("FP8TE(")]
 """Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
-PEERS = (
-    "NeMo and Megatron",
-    "SageMaker SMP v2",
-    "Accelerate",
-    "MS-AMP",
-    "Axolotl",
-    "Trainer of transformers",
-    "DeepSpeed",
-)
+PEERS = {
+    "NeMo and Megatron": "nemo-megatron",
+    "SageMaker SMP v2": "smp",
+    "Accelerate": "accelerate",
+    "MS-AMP": "ms-amp",
+    "Axolotl": "axolotl",
+    "Trainer of transformers": "transformers-trainer",
+    "DeepSpeed": "deepspeed",
+    "torchtitan": "torchtitan",
+    "plain Lightning": "lightning",
+}
 
 
 def rows():
@@ -80,8 +83,15 @@ def test_names_and_recipes_exist():
         assert {part for part in name if part} <= set(precision_names()), name
 
 
-def test_every_peer_has_a_table_and_every_row_two_cells():
-    assert re.findall(r"^## (.+)$", TEXT, flags=re.MULTILINE) == list(PEERS)
+def test_every_peer_has_a_page_with_a_table_and_their_config_beside_ours():
+    listed = re.findall(
+        r"^\* \[(.+)\]\(migration/(.+)\.md\)$", (ROOT / "docs" / "migration.md").read_text(), flags=re.M
+    )
+    assert dict(listed) == PEERS
+    assert {page.stem for page in PAGES} == set(PEERS.values())
+    for page in PAGES:
+        assert page.read_text().count("\n| there | here |\n") == 1
+        assert re.findall(r"^```(\w+)$", page.read_text(), flags=re.MULTILINE)[:2] == ["text", "python"]
     assert all(len(row) == 2 and all(row) for row in rows() if not row[0].startswith("---"))
 
 

@@ -1,63 +1,66 @@
-"""The README tells the truth about names and commands."""
+"""The README is short and tells the truth about names, commands and figures; tests/site runs its code."""
 
+import json
 import re
-from dataclasses import fields
-from inspect import signature
 from pathlib import Path
 
-from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, Int8TorchAO, MXFP8TorchAO
-from lightning_lowprec.conversion.name_suffixes import families, split
-from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+COMPARISON = ROOT / "benchmarks" / "results" / "cpu-emulated-2026-11-23" / "compare.json"
 
 
-def test_the_table_lists_exactly_the_registered_names():
-    rows = re.findall(r"^\| (`.*?) \|", README.split("## The names")[1].split("## ")[0], flags=re.MULTILINE)
-    listed = [name for row in rows if "precision=" not in row for name in re.findall(r"`([^`]+)`", row)]
-    suffixes = {name for name in listed if name.startswith("-")}
-    assert sorted({*listed} - suffixes) == sorted(name for stems in families(TABLE).values() for name in stems)
-    assert suffixes == {suffix for found in families(TABLE) for suffix in found}
+def section(title: str) -> str:
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_lines_of_suffixes_say_which_names_have_them():
-    """`-fp16` after: names. The others: all FP8 names but those that the line excepts."""
-    text = README.split("## The names")[1].split("## ")[0]
-    line = next(line for line in text.split("\n\n") if "`NAME-fp16`" in line)
-    having = {suffix: {stem for found, stems in families(TABLE).items() if suffix in found for stem in stems}
-              for suffix in ("-fp16", "-sr")}  # fmt: skip
-    said = re.findall(r"`([^`]+)`", line.split("`NAME-fp16`")[1].split(".")[0])
-    assert set(said) == having["-fp16"]
-    fp8 = {
-        name
-        for name in TABLE
-        if TABLE[name].plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO) and not split(name)[1]
-    }
-    assert fp8 - having["-sr"] == {"mxfp8", "mxfp8-te", "nvfp4", "fp8-lean"}
-    assert "`int8-mixed` and every FP8 name except `mxfp8`, `mxfp8-te`, `nvfp4` and `fp8-lean`" in " ".join(
-        text.split()
-    )
+def test_it_is_read_in_one_go():
+    assert len(README.splitlines()) <= 130
+    assert max(map(len, re.sub(r"^\|.*$", "", README, flags=re.MULTILINE).splitlines())) <= 120
 
 
-def test_the_table_of_fsdp2_lists_every_option_with_its_default():
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", README.split("## FSDP2")[1].split("## ")[0], flags=re.MULTILINE)
-    listed = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-    options = {field.name: field.default for field in fields(ShardOptions)}
-    arguments = set(signature(FSDP2Strategy).parameters) - {"options"}
-    assert arguments == set(signature(FabricFSDP2Strategy).parameters) - {"options"}
-    assert set(listed) == set(options) | arguments
-    for name, default in options.items():
-        assert f"`{default!r}`".replace("'", '"') in listed[name], name
+def test_the_example_has_six_lines():
+    example = README.split("```")[1].removeprefix("python\n")
+    assert len(example.strip().splitlines()) == 6
 
 
-def test_every_command_is_shown():
-    assert all(f"lowprec {command}" in README for command in COMMANDS)
+def test_pip_comes_first_and_make_second():
+    assert [line.split()[0] for line in section("Install").split("```")[1].splitlines()[1:3]] == ["pip", "make"]
 
 
-def test_the_two_commands_exist():
-    assert README.split("```")[1].split()[:2] == ["make", "demo"]
+def test_which_name_has_six_rows_of_names_that_exist():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section("Which name?"), flags=re.MULTILINE)[1:]
+    rows = [row for row in rows if "---" not in row[0]]
+    assert len(rows) == 6
+    words = [word for _, names in rows for word in re.findall(r"`([^`]+)`", names)]
+    assert {word for word in words if "=" not in word} <= set(TABLE)
+
+
+def test_five_commands():
+    lines = section("Five commands").split("```")[1].splitlines()[1:]
+    assert len({line.split()[1] for line in lines}) == len(lines) == 5
+
+
+def test_the_makefile_has_every_target():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", README, flags=re.MULTILINE)) <= set(targets)
+
+
+def test_the_bytes_are_those_of_the_page_on_speed():
+    """tests/benchmarks/test_ledger_results.py holds that page."""
+    speed = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \|", (ROOT / "docs" / "speed.md").read_text(), flags=re.MULTILINE))
+    counted = " ".join(section("Speed and memory").split("<!-- performance: end -->")[1].split())
+    figures = [speed[row] for row in (
+        "`fp8-tensorwise-remainder`", "Lightning's `bf16-mixed`, compiled", "torchao by hand, tensorwise, compiled"
+    )]  # fmt: skip
+    assert re.findall(r"([\d.]+) GB", counted) == figures
+
+
+def test_the_sentence_under_the_picture_is_what_was_compared():
+    results = json.loads(COMPARISON.read_text())
+    finals = {run["name"]: run["final_val"] for run in results["results"]}
+    assert list(finals) == ["32-true", "bf16-mixed", "fp8-hybrid"]
+    apart = max(abs(value / finals["32-true"] - 1) for value in finals.values())
+    assert f"{100 * apart:.1f} %" in README
+    assert f"after {results['spec']['max_steps']} steps" in README

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch.utils.cpp_extension import get_default_build_root
 
 HELPERS: Final = ("deepspeed_shm_comm", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion", "async_io")
 """The folders of helpers that training compiles."""
@@ -45,6 +44,8 @@ def check_locks() -> None:
 
 def locks() -> Iterator[Path]:
     """Yield the lock files of DeepSpeed's helpers in the folder where torch builds extensions."""
+    from torch.utils.cpp_extension import get_default_build_root  # looks for CUDA's compiler, and warns
+
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     roots = [Path(chosen)] if chosen else list(Path(get_default_build_root()).glob("*"))
     for root in roots:

@@ -44,7 +44,7 @@ def test_an_old_lock_that_nobody_holds_raises_with_the_file(lock):
 
 def test_the_folder_of_torch_without_the_variable(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setattr(stale_locks, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setattr("torch.utils.cpp_extension.get_default_build_root", lambda: str(tmp_path))
     (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
     (tmp_path / "py311_cpu" / "cpu_adam" / "lock").touch()
     assert [path.parent.name for path in stale_locks.locks()] == ["cpu_adam"]

@@ -1,0 +1,37 @@
+"""The pages of the docs and their fenced blocks of code."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: ``number`` counts the blocks of one language on the page, from 1."""
+
+    page: str
+    language: str
+    number: int
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.removeprefix('docs/').removesuffix('.md')}-{self.number}"
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    """Return the blocks of all pages, or those of one language."""
+    found = []
+    for page in PAGES:
+        counts: dict[str, int] = {}
+        text = (ROOT / page).read_text()
+        for match in re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL):
+            indent, kind, code = match.groups()
+            counts[kind] = counts.get(kind, 0) + 1
+            code = re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
+            found.append(Block(page, kind, counts[kind], code))
+    return [block for block in found if language in (None, block.language)]

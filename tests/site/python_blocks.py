@@ -1,0 +1,152 @@
+"""What the Python blocks of the docs find around them, and which of them no test can run here."""
+
+import ast
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+import lightning_lowprec
+from lightning_lowprec import (
+    FP8TE,
+    MSAMP,
+    FP8TorchAO,
+    FSDP2Strategy,
+    HalfMixed,
+    Int8TorchAO,
+    LowPrecisionEval,
+    MXFP8TorchAO,
+)
+from lightning_lowprec.callbacks import Demotion, NumericsMonitor
+from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.tools.planning.fits import fits
+from lightning_lowprec.tools.planning.source import load
+
+PLUGINS = (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, FabricFSDP2Strategy, HalfMixed, Int8TorchAO, MXFP8TorchAO)
+OURS: dict[str, Any] = {
+    cls.__name__: cls for cls in (*PLUGINS, Demotion, LowPrecisionEval, NumericsMonitor, fits, load)
+}
+
+READ = {
+    "deepspeed-1": "tests/deepspeed/test_zero_runs.py",
+    "deepspeed-2": "tests/deepspeed/trainer_runs.py",
+    "many-machines-3": "tests/fsdp2/test_expert_parallel.py",
+    "many-machines-6": "tests/fsdp2/test_parallelisms.py",
+    "many-machines-7": "tests/fsdp2/test_parallelisms.py",
+    "serving-1": "tests/tools/test_export_serving.py",
+    "serving-2": "tests/serving/test_formats.py",
+    "serving-4": "tests/serving/test_evaluation.py",
+    "transformer-engine-1": "tests/te/test_te_recipes.py",
+    "transformer-engine-2": "tests/te/test_fusion_plan.py",
+    "what-fits-1": "tests/tools/test_plan_fits.py",
+}
+"""Blocks that need several processes, DeepSpeed, a checkpoint, Transformer Engine or much time, each with the test that
+runs the same calls. The signatures of our own calls in them are checked."""
+
+
+class Block(nn.Module):
+    """A block of a model with the names that the docs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(32, 64)
+        self.fc2 = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x).relu())
+
+
+class Model(nn.Module):
+    """A model with an ``encoder``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block()
+        self.embedding = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embedding(x))
+
+
+def surroundings(name: str) -> dict[str, Any]:
+    """Return what a block may use without an import: Lightning, our public names, and the reader's model and data."""
+    model = Model()
+    return {
+        "L": L,
+        "lightning_lowprec": lightning_lowprec,
+        "torch": torch,
+        "Trainer": L.Trainer,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": [torch.zeros(4, 32)] * 2,
+        "loss_of": torch.sum,
+        "layers": 2,
+        "rank": 0,
+        "build_model": Model,
+        "Block": Block,
+        **OURS,
+        **EXTRA.get(name, dict)(),
+    }
+
+
+def _in_fabric(**options: Any) -> dict[str, Any]:
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(keep=["embedding"], **options))
+    model = Model()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    return {"fabric": fabric, "model": model, "optimizer": optimizer}
+
+
+def _not_set_up() -> dict[str, Any]:
+    return {"fabric": L.Fabric(accelerator="cpu")}
+
+
+def _with_schedule() -> dict[str, Any]:
+    return _in_fabric(schedule=[{"until": 0.5, "gemms": "bf16"}, {}])
+
+
+def _with_ddp() -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return {"ddp": nn.parallel.DistributedDataParallel(Model())}
+
+
+def _with_a_head() -> dict[str, Any]:
+    owner = SimpleNamespace(lm_head=nn.Linear(32, 64, bias=False))
+    return {"self": owner, "hidden": torch.zeros(8, 32), "targets": torch.zeros(8, dtype=torch.long)}
+
+
+EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
+    "checkpoints-1": _in_fabric,
+    "getting-started-2": _not_set_up,
+    "head-and-loss-2": _with_a_head,
+    "many-machines-9": _with_ddp,
+    "monitor-2": _in_fabric,
+    "schedule-3": _with_schedule,
+    "schedule-4": _with_schedule,
+}
+"""What single blocks find beside that."""
+
+
+def check_read(code: str) -> int:
+    """Bind the arguments of every call of ours to its signature, and return the number of these calls."""
+    calls = 0
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and (ours := _ours(node.func)) is not None:
+            names = [word.arg for word in node.keywords if word.arg is not None]
+            inspect.signature(ours).bind(*node.args, **dict.fromkeys(names))
+            calls += 1
+    return calls
+
+
+def _ours(function: ast.expr) -> Any:
+    if isinstance(function, ast.Name):
+        return OURS.get(function.id)
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        if function.value.id == "lightning_lowprec":
+            return getattr(lightning_lowprec, function.attr)
+        if function.value.id == "L":
+            return getattr(L, function.attr)
+    return None

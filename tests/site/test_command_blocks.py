@@ -1,0 +1,34 @@
+"""Every command line on the README and the site is parsed by its own parser, and names files and targets that exist."""
+
+import pytest
+
+from lightning_lowprec.tools.cli import COMMANDS
+from tests.site.commands import check_line
+from tests.site.pages import ROOT, Block, blocks
+
+LANGUAGES = {"python", "bash", "yaml", "text"}
+
+
+def test_every_block_says_its_language():
+    assert {block.language for block in blocks()} <= LANGUAGES
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
+def test_every_line_is_a_valid_command(block: Block, monkeypatch: pytest.MonkeyPatch):
+    for line in block.code.splitlines():
+        check_line(line, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["lowprec plan llama --fitz H200", "lowprec doctor --for fp9", "make nothing", "python examples/none.py",
+     "pip install '.[none]'", "curl x", "lowprec run --precision=fp9 train.py"],
+)  # fmt: skip
+def test_a_wrong_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises((AssertionError, KeyError, SystemExit, ValueError)):
+        check_line(line, monkeypatch)
+
+
+def test_every_command_is_shown():
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    assert all(f"lowprec {command}" in text for command in COMMANDS)

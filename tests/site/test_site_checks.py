@@ -1,0 +1,74 @@
+"""The tools of the site find what is wrong, and the list of names is the table of the code."""
+
+import json
+import re
+
+import pytest
+
+from lightning_lowprec.names import TABLE
+from tests.site.pages import DOCS
+from tools.site import browse, check, hooks
+
+
+def a_site(folder, body: str):
+    (folder / "search").mkdir()
+    (folder / "search" / "search_index.json").write_text(json.dumps({"docs": [{"location": "index.html#top"}]}))
+    (folder / "index.html").write_text(f'<h1 id="top">Title</h1><img src="p.png">{body}')
+    (folder / "p.png").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ('<a href="#top">x</a><a href="index.html">x</a><a href="https://example.org">x</a>', None),
+        ('<a href="none.html">x</a>', "index.html: none.html leads nowhere"),
+        ('<a href="index.html#none">x</a>', "index.html: index.html#none has no such anchor"),
+        ('<img src="none.png">', "index.html: none.png leads nowhere"),
+        ('<script src="https://example.org/a.js"></script>', "index.html: loads https://example.org/a.js"),
+    ],
+    ids=["whole", "no-page", "no-anchor", "no-picture", "another-host"],
+)
+def test_every_fault_is_found(body, fault, tmp_path, capsys: pytest.CaptureFixture[str]):
+    site = a_site(tmp_path, body)
+    assert check.faults(site) == ([] if fault is None else [fault])
+    assert check.main([str(site)]) == (fault is not None)
+    assert (fault or "every link") in capsys.readouterr().out
+
+
+def test_a_page_that_the_search_lacks_is_found(tmp_path):
+    site = a_site(tmp_path, "")
+    (site / "other.html").write_text("<h1>Other</h1>")
+    assert check.faults(site) == ["other.html: the search does not know the page"]
+    assert check.faults(tmp_path / "search") == [f"{tmp_path / 'search'} has no page"]
+
+
+def test_what_a_browser_saw_is_judged():
+    whole = {"pages": {"index.html": {"heading": "Title", "errors": [], "pictures": [["p.png", 800, 400]]}},
+             "search": {word: [f"{page}?h={word}"] for word, page in browse.SEARCHED.items()}}  # fmt: skip
+    assert browse.faults(whole, ["index.html"]) == []
+    whole["pages"]["index.html"] |= {"errors": ["x is not defined"], "pictures": [["p.png", 0, 0]]}
+    whole["search"] = {}
+    assert browse.faults(whole, ["index.html", "other.html"]) == [
+        "index.html: x is not defined",
+        "index.html: p.png is not drawn",
+        "other.html: does not open",
+        *(f"search: {word!r} does not find {page}" for word, page in browse.SEARCHED.items()),
+    ]
+
+
+def test_without_a_browser_the_command_says_so(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert browse.main([str(tmp_path)]) == 0
+    assert "not opened in a browser: none of chromium," in capsys.readouterr().out
+
+
+def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
+    written = hooks.on_page_markdown((DOCS / "names.md").read_text(), page=None)
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.*?) \| `[\w-]+` \| .+ \|$", written, flags=re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, row.plugin.__name__) for name, row in TABLE.items()]
+    assert dict(zip(TABLE, rows, strict=True))["fp8-rowwise-sr"][2] == (
+        "`recipe='rowwise'`, `fp8_format='e4m3'`, `master_weights='stochastic'`"
+    )
+    assert "`make docs` writes the list here" not in written
+    assert hooks.on_page_markdown("# Other", page=None) == "# Other"

@@ -1,0 +1,159 @@
+"""Open every page of a built site in a headless Chromium: pictures must load, no script may fail, the search must find.
+
+    python -m tools.site.browse site
+
+A page made here opens the pages of the site one after another in a frame, and sends what it saw to the server of this
+command. Without a Chromium the command says so and ends with status 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+from urllib.parse import urlsplit
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SEARCHED = {"overflowed": "fp16.html", "mxfp8": "names.html", "CUBLAS_STATUS_NOT_SUPPORTED": "troubleshooting.html"}
+"""A word, and a page that the search must list for it."""
+PROBE = "browse-probe.html"
+SECONDS = 120
+NOTED = b"<head><script>failed = []; addEventListener('error', event => failed.push(String(event.message)))</script>"
+"""Goes into every page before its own scripts, and notes those that fail."""
+SCRIPT = """<!doctype html><meta charset="utf-8"><title>probe</title>
+<iframe id="frame" style="width:1280px;height:2000px"></iframe>
+<script>
+const pages = PAGES, searched = SEARCHED, frame = document.getElementById("frame"), seen = {pages: {}, search: {}};
+const wait = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+const open = page => new Promise(done => { frame.onload = () => done(frame.contentWindow); frame.src = page; });
+async function search(word) {
+  const view = await open("index.html?for=" + word);
+  const input = view.document.querySelector("[data-md-component=search-query]");
+  input.focus(); input.value = word; input.dispatchEvent(new view.Event("keyup", {bubbles: true}));
+  for (let tries = 0; tries < 100; tries++) {
+    await wait(100);
+    const found = [...view.document.querySelectorAll(".md-search-result__link")].map(link => link.getAttribute("href"));
+    if (found.length) return found;
+  }
+  return [];
+}
+async function look() {
+  for (const page of pages) {
+    const view = await open(page);
+    const pictures = [...view.document.images];
+    pictures.forEach(picture => picture.loading = "eager");
+    await Promise.all(pictures.map(picture => picture.decode().catch(() => null)));
+    seen.pages[page] = {
+      title: view.document.title, heading: view.document.querySelector("h1")?.innerText ?? "", errors: view.failed,
+      pictures: pictures.map(picture => [picture.getAttribute("src"), picture.naturalWidth, picture.clientWidth]),
+    };
+  }
+  for (const word of searched) seen.search[word] = await search(word);
+}
+look().catch(error => seen.failed = String(error)).finally(() => {
+  fetch("browse-seen", {method: "POST", body: JSON.stringify(seen)});
+});
+</script>
+"""
+
+
+def faults(seen: dict, pages: Sequence[str]) -> list[str]:
+    """Return a line for every fault in what the browser saw."""
+    found = [f"the probe failed: {seen['failed']}"] if "failed" in seen else []
+    for page in pages:
+        entry = seen["pages"].get(page)
+        if entry is None or not entry["heading"]:
+            found.append(f"{page}: does not open")
+            continue
+        found += [f"{page}: {error}" for error in entry["errors"]]
+        found += [f"{page}: {src} is not drawn" for src, width, drawn in entry["pictures"] if not width or not drawn]
+    for word, page in SEARCHED.items():
+        if not any(page in address for address in seen["search"].get(word, [])):
+            found.append(f"search: {word!r} does not find {page}")
+    return found
+
+
+def browse(site: Path, browser: str, pages: Sequence[str]) -> dict:
+    """Return what the browser saw of the pages, served on a free port of this machine.
+
+    Raises:
+        RuntimeError: the browser ended, or sent nothing within ``SECONDS``.
+    """
+    probe = SCRIPT.replace("PAGES", json.dumps(list(pages))).replace("SEARCHED", json.dumps(list(SEARCHED)))
+    seen: Queue[dict] = Queue()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Site, str(site), probe, seen))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/{PROBE}"
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        running = subprocess.Popen(
+            [browser, *options, f"--user-data-dir={profile}", "--remote-debugging-port=0", address],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return seen.get(timeout=SECONDS)
+        except Empty:
+            raise RuntimeError(f"{browser} sent nothing; exit status {running.poll()}.") from None
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            server.shutdown()
+
+
+class _Site(SimpleHTTPRequestHandler):
+    """Serve the folder and the probe, and take what the probe sends."""
+
+    def __init__(self, folder: str, probe: str, seen: Queue[dict], *args: Any) -> None:
+        self.probe, self.seen = probe.encode(), seen
+        super().__init__(*args, directory=folder)
+
+    def do_GET(self) -> None:
+        name = urlsplit(self.path).path
+        if not name.endswith(".html"):
+            super().do_GET()
+            return
+        page = Path(self.translate_path(name))
+        body = self.probe if name == f"/{PROBE}" else page.read_bytes().replace(b"<head>", NOTED, 1)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print no line per request."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the faults, and return 1 if there are any."""
+    (folder,) = argv
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        print(f"not opened in a browser: none of {', '.join(BROWSERS)} is installed")
+        return 0
+    site = Path(folder)
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")
+    found = faults(browse(site, browser, pages), pages)
+    print("\n".join(found) or f"{browser}: opened {len(pages)} pages, saw every picture, and searched")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""Hooks of mkdocs: write the list of names and the list of messages from the code of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tools.site import messages
+
+
+def names_table() -> str:
+    """Return the Markdown table of every name, with its plugin, options and recipe of the hardware table."""
+    from lightning_lowprec.names import TABLE
+
+    rows = ["| `precision=` | plugin | options | recipe | |", "|---|---|---|---|---|"]
+    for name, row in TABLE.items():
+        options = ", ".join(f"`{key}={_shown(value)}`" for key, value in row.options.items())
+        rows.append(f"| `{name}` | `{row.plugin.__name__}` | {options} | `{row.hardware_recipe}` | {row.summary} |")
+    return "\n".join(rows)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a reader writes it; of a configuration only what differs from its defaults."""
+    defaults = getattr(type(value), "__dataclass_fields__", None)
+    if defaults is None:
+        return repr(value)
+    chosen = {key: getattr(value, key) for key, field in defaults.items() if getattr(value, key) != field.default}
+    return f"{type(value).__name__}({', '.join(f'{key}={entry!r}' for key, entry in chosen.items())})"
+
+
+WRITTEN: Mapping[str, Callable[[], str]] = {"names": names_table, "messages": messages.page}
+"""What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put the written parts between their markers."""
+    for name, written in WRITTEN.items():
+        before, begin, rest = markdown.partition(f"<!-- {name} -->")
+        if begin:
+            markdown = f"{before}{written()}{rest.partition(f'<!-- /{name} -->')[2]}"
+    return markdown
