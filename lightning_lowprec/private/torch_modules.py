@@ -22,7 +22,8 @@ _compiled_here: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 def compile_in_place(module: nn.Module, **options: Any) -> None:
     """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it."""
     module.compile(**options)
-    _compiled_here[module] = ref(module._compiled_call_impl)
+    if module._compiled_call_impl is not None:  # None if somebody has switched `Module.compile` off
+        _compiled_here[module] = ref(module._compiled_call_impl)
 
 
 def undo_compile(module: nn.Module) -> None:
