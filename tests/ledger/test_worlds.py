@@ -221,7 +221,7 @@ def test_the_command_writes_json_and_a_page(tmp_path, capsys):
     from benchmarks.ledger.worlds import main
 
     words = "--shape 8b --world 8 --precision bf16-true --layers 2 --out"
-    assert main([*words.split(), str(tmp_path)]) == 0
+    assert main([*words.split(), str(tmp_path)]) == 0, (tmp_path / "case.log").read_text()[-2000:]
     assert "8b (2 layers) on 8 (8 x 1), bf16-true: ok" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "worlds.json").read_text())["rows"]
     assert row["wire"]["reduce_scatter"] == ring(4 * PARAMETERS, 8)
