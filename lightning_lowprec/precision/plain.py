@@ -25,6 +25,7 @@ from lightning_lowprec.masters.registry import existing_masters, optimizers_with
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import left_over
+from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
 
 _GATHER: Final = (
@@ -54,7 +55,7 @@ def plain(model: Module, *, copy: bool = False) -> Module:
 
     Raises:
         TypeError: ``model`` is no module.
-        RuntimeError: the model is sharded (FSDP, FSDP2, tensor parallel), or is a part of what an optimizer with
+        RuntimeError: the model is sharded (FSDP, FSDP2, ZeRO, tensor parallel), or is a part of what an optimizer with
             masters or codes trains; the message says what to do.
     """
     if not isinstance(model, Module):
@@ -95,6 +96,7 @@ def take_back(module: Module) -> None:
 
 
 def _refuse_sharded(module: Module) -> None:
+    refuse_zero(module, "`plain(model)`", masters=True)
     sharded = [fqn for fqn, p in module.named_parameters() if isinstance(p, DTensor)]
     wrappers = (FSDPModule, FullyShardedDataParallel)
     if sharded or any(isinstance(part, wrappers) for part in module.modules()):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowprec.private.names import missing
 
@@ -17,6 +17,8 @@ OLDEST: Final = "0.19.8"
 """The oldest DeepSpeed that was run. Older ones cast buffers (rotary tables) to half precision too."""
 _WHOLE_SHAPE: Final = "ds_shape"
 """Attribute of a parameter that ZeRO-3 has cut: the shape of the whole parameter."""
+_MASTER: Final = "_hp_mapping"
+"""Attribute of a half-precision parameter whose float32 master ZeRO-1 or ZeRO-2 has cut."""
 _INITIALIZE: Final = "_setup_model_and_optimizer"
 """Method of the Trainer's DeepSpeedStrategy: gives model, optimizer and scheduler to ``deepspeed.initialize``."""
 
@@ -47,6 +49,23 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     """Return the shape of a parameter, also where ZeRO-3 has cut the parameter over the ranks and left it empty."""
     shape: torch.Size = getattr(parameter, _WHOLE_SHAPE, parameter.shape)
     return shape
+
+
+def refuse_zero(model: nn.Module, who: str, *, masters: bool = False) -> None:
+    """Raise RuntimeError if ZeRO-3 has cut the weights of a model; with ``masters``, also if ZeRO keeps their masters.
+
+    Args:
+        model: any module.
+        who: the function that needs whole weights, such as ``plain(model)``.
+        masters: whether it needs the float32 values too, which ZeRO-1 and ZeRO-2 cut.
+    """
+    marks = (_WHOLE_SHAPE, _MASTER) if masters else (_WHOLE_SHAPE,)
+    if any(getattr(parameter, mark, None) is not None for parameter in model.parameters() for mark in marks):
+        raise RuntimeError(
+            f"{who} needs whole weights{' in float32' if masters else ''}, and DeepSpeed's ZeRO has cut them. Save a"
+            " checkpoint, make a file of it by `python zero_to_fp32.py`, which lies in the checkpoint's folder, and"
+            " load the file into a fresh model."
+        )
 
 
 def before_initialize(strategy: Any, check: Callable[[Any, Any], None]) -> None:

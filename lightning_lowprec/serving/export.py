@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving import shards
 from lightning_lowprec.serving.adapters import FOLDER, WithoutAdapter, config_of
@@ -147,7 +148,9 @@ def export(
         ValueError: there is no model of transformers, no layer is converted, a weight holds NaN or inf, or ``out``
             exists.
         OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then.
+        RuntimeError: ZeRO-3 has cut the weights.
     """
+    refuse_zero(model, "`export(model, out)`")
     inner = served_model(model)
     folder = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
     options = Options(

@@ -33,6 +33,7 @@ from lightning_lowprec.conversion.matmuls import STACKED, is_conv1d, is_linear, 
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.precision.plain import unwrapped
+from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving.activations import rounded
 from lightning_lowprec.serving.adapters import WithoutAdapter, config_of, is_of_adapter, model_name
@@ -60,14 +61,14 @@ class ServedLayers:
 
     Raises:
         ValueError: no weight would become codes, or ``options`` are given for a model whose run has chosen the layers.
-        RuntimeError: the model is sharded by FSDP of the first generation, or fused.
+        RuntimeError: ZeRO-3 has cut the weights, or the model is sharded by FSDP of the first generation, or fused.
     """
 
     def __init__(self, model: nn.Module, format: Format, *, weights_only: bool, options: LayerOptions | None) -> None:
         self._model = model
+        _refuse(model)
         inner = unwrapped(model)
         inner = served_model(inner) if any(map(is_model, inner.modules())) else inner
-        _refuse(model)
         self.content = Content(
             source=WithoutAdapter(LiveModel(inner), config_of(inner), merge=False),
             model=inner,
@@ -162,6 +163,7 @@ def _choice(model: nn.Module, options: LayerOptions | None) -> Choice:
 
 def _refuse(model: nn.Module) -> None:
     """Raise for models whose layers do not compute by themselves, or have no weights of their own."""
+    refuse_zero(model, _WHO)
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise RuntimeError(f"{_WHO} does not know the weights that FSDP has flattened. Use `strategy='fsdp2'`.")

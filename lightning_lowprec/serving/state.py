@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.precision.plain import unwrapped
+from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving.adapters import WithoutAdapter, config_of
 from lightning_lowprec.serving.choice import NOTHING
@@ -37,8 +39,10 @@ def fp8_state(
 
     Raises:
         ValueError: an option is not valid, or no layer is converted.
+        RuntimeError: ZeRO-3 has cut the weights.
     """
-    inner = served_model(model) if any(map(is_model, model.modules())) else model
+    refuse_zero(model, "`fp8_state(model)`")
+    inner = served_model(model) if any(map(is_model, model.modules())) else unwrapped(model)
     layout = find(format)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype={dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")

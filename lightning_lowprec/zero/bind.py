@@ -123,9 +123,10 @@ def _attach(engine: ZeroEngine, made: Any) -> None:
     engine.attach(made)
     dtype = "bf16" if made.bfloat16_enabled() else "fp16"
     moved = "gathers weights" if engine.frees_weights else "gathers updated weights"
+    products = f"; {engine.format} is for matrix products alone" if engine.format else ""
     rank_zero_info(
         f"{engine.choice.precision}: {engine.name} keeps {dtype} weights with float32 masters, {moved} in {dtype} and"
-        f" {'scales the loss' if dtype == 'fp16' else 'scales no loss'}; FP8 is for matrix products alone."
+        f" {'scales the loss' if dtype == 'fp16' else 'scales no loss'}{products}."
     )
 
 

@@ -37,6 +37,8 @@ class ZeroEngine(Engine):
         self.name = f"DeepSpeed ZeRO-{stage}"
         self.frees_weights = stage == 3
         self.choice = choice
+        self.format = None if plugin.backend is None else plugin.format
+        """Of the layers that convert, in words; None: no layer converts."""
         self._plugin = plugin
         self._engine: Callable[[], Any] = _no_engine
         self._steps = 0

@@ -153,6 +153,30 @@ def kept_by_backward():
     return {"kept": kept, "codes": [layer.weight_codes for layer in layers], "layers": len(layers)}
 
 
+def refused_whole():
+    """What functions say of each stage's model, wrapped and bare: of masters that are cut, and of weights."""
+    said = {}
+    needs_weights = {
+        "fp8_state": lambda model: list(lp.fp8_state(model)),
+        "export": lambda model: lp.export(model, "nowhere"),
+        "LowPrecisionEval": lambda model: lp.LowPrecisionEval().on(model).__enter__(),
+    }
+    for stage in (1, 2, 3):
+        model, _ = started(fabric_of(f"deepspeed_stage_{stage}", precision="fp8-rowwise"))
+        functions = {"plain": lp.plain, **(needs_weights if stage == 3 else {})}
+        for name, function in functions.items():
+            for form, given in {"wrapped": model, "bare": model.module}.items():
+                try:
+                    function(given)
+                    said[f"{name} {stage} {form}"] = "nothing"
+                except RuntimeError as error:
+                    said[f"{name} {stage} {form}"] = str(error)
+        if stage == 2:
+            states = [{name: t.clone() for name, t in lp.fp8_state(given)} for given in (model, model.module)]
+            weights = dict(model.module.named_parameters())
+    return said, states, {name: weight.detach().clone() for name, weight in weights.items()}
+
+
 def overflow():
     """fp16: a batch whose loss overflows is skipped by DeepSpeed, and its scale halves after the hysteresis."""
     plugin = lp.HalfMixed("fp16", loss_scale=lp.LossScale(initial=2.0**8, growth_interval=2, hysteresis=1))
@@ -183,5 +207,6 @@ def main(folder):
         seen["mixtures"] = [mixture("ddp", plugins=lp.FP8TorchAO(master_weights=True))]
         seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-tensorwise") for stage in (2, 3)]
     seen["kept"] = kept_by_backward()
+    seen["refused whole"] = refused_whole()
     seen["overflow"] = overflow()
     return seen

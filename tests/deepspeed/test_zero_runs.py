@@ -114,6 +114,34 @@ def test_a_converted_weight_in_no_optimizer_raises(seen):
     assert "'net.up.bias' (and 1 more) is trainable and in no optimizer" in seen["unlearned"]
 
 
+def test_what_needs_whole_weights_names_zero_to_fp32(seen):
+    said, _, _ = seen["refused whole"]
+    assert len(said) == 2 * (3 + 3)  # plain at three stages, three others at stage 3; wrapped and bare
+    for case, message in said.items():
+        values = " in float32" if case.startswith("plain") else ""
+        assert f"needs whole weights{values}, and DeepSpeed's ZeRO has cut them" in message, case
+        assert "zero_to_fp32" in message
+
+
+def test_fp8_state_of_zero_2_decodes_to_its_whole_weights(seen):
+    _, (wrapped, bare), weights = seen["refused whole"]
+    assert wrapped.keys() == bare.keys()
+    assert all(torch.equal(wrapped[name].float(), bare[name].float()) for name in wrapped)
+    codes = {name for name, tensor in wrapped.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert codes
+    for name in codes:
+        weight, decoded = weights[name].float(), wrapped[name].float() * wrapped[f"{name}_scale"].float()
+        largest = weight.abs().amax(1, keepdim=True)
+        assert ((decoded - weight).abs() <= 2**-4 * weight.abs() + 2**-10 * largest).all()  # e4m3: 3 bits of mantissa
+
+
+def test_the_log_names_the_format_of_the_products_of_each_precision(seen):
+    lines = [line for line in seen["said"].splitlines() if "with float32 masters" in line]
+    assert any(line.startswith("int8-mixed: ") and "; int8 is for matrix products alone" in line for line in lines)
+    assert any(line.startswith("fp8-rowwise: ") and "; FP8 is for matrix products alone" in line for line in lines)
+    assert not any(line.startswith("bf16-master: ") and "is for matrix" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     "line",
     [

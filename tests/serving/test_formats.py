@@ -2,8 +2,10 @@
 
 import warnings
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -247,6 +249,14 @@ def test_fp8_state_is_what_export_writes_one_tensor_at_a_time(tmp_path):
     stored = tensors(tmp_path / "out")
     assert found.keys() == stored.keys()
     assert all(same_bits(found[name], stored[name]) for name in stored)
+
+
+def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-rowwise")
+    model = fabric.setup_module(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)))
+    found = dict(lightning_lowprec.fp8_state(model))
+    assert {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn} == {"0.weight", "2.weight"}
+    assert found.keys() == {f"{i}.{part}" for i in (0, 2) for part in ("weight", "weight_scale", "bias")}
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
