@@ -1,5 +1,6 @@
 """plan, compare and doctor from Python: what they return, what they refuse, and what a notebook shows of them."""
 
+import multiprocessing
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.compare import call
+from lightning_lowprec.tools.compare import call, runner
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
 from lightning_lowprec.tools.compare.spec import CompareSpec
@@ -137,13 +138,17 @@ def test_what_another_process_cannot_import_is_refused():
         lightning_lowprec.compare(steps=3)
 
 
-def test_progress_can_be_left_out(tmp_path, capfd):
-    settings = {"max_steps": 1, "val_every": 1, "val_batches": 1, "accelerator": "cpu", "threads": 1}
-    small = {"model_args": {"depth": 1, "width": 16, "heads": 2}, "data_args": {"max_bytes": 100_000}}
-    found = lightning_lowprec.compare(["32-true"], out=tmp_path, progress=False, **settings, **small)
-    assert found.ok
-    assert (tmp_path / "report.md").is_file()
-    assert capfd.readouterr().err == ""
+@pytest.mark.parametrize(("steps", "said"), [(1, "32-true: 100%"), (None, "")])
+def test_progress_can_be_left_out(capfd, steps, said):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send({"loss": 1.5, "seconds": 0.1, "step": 1})
+    sender.close()
+    result = PrecisionResult(name="32-true")
+    runner._receive(receiver, result, "32-true", steps)
+    assert result.train_losses == [1.5]
+    shown = capfd.readouterr().err
+    assert said in shown
+    assert bool(shown) is (steps is not None)
 
 
 def test_doctor_answers_for_every_name():

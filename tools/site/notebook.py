@@ -25,7 +25,7 @@ def _text(cell: Mapping[str, Any]) -> str:
 
 
 def _code(cell: Mapping[str, Any]) -> str:
-    source = re.sub(r"  # (noqa: E402|fmt: skip)$", "", "".join(cell["source"]), flags=re.MULTILINE)
+    source = "".join(cell["source"])
     return "\n\n".join([f"```python\n{source}\n```", *filter(None, map(_output, cell["outputs"]))])
 
 
