@@ -19,7 +19,7 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench docs docs-test clean
+.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
+	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"
 	@echo "make bench       what our hooks cost, counted and timed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -128,6 +129,9 @@ test-dtypes: $(VENV)/.installed
 
 test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
+
+notebook: $(VENV)/.installed
+	$(RUN)/python -m tools.notebook
 
 docs: $(DOCS)/.installed
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(DOCS) NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --clean --quiet

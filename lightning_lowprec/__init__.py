@@ -8,6 +8,9 @@ Import this package, and stock Lightning accepts ``precision="fp8-hybrid"`` and 
     trainer = L.Trainer(precision="fp8-hybrid")
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from lightning_lowprec import recipes
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.strategy import parallelize
@@ -27,8 +30,16 @@ from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.plugin import FP8TorchAO
 from lightning_lowprec.torchao_prototype.int8 import Int8TorchAO
 from lightning_lowprec.torchao_prototype.mxfp8 import MXFP8TorchAO
+from lightning_lowprec.version import __version__
 
-__version__ = "0.2.0"
+if TYPE_CHECKING:
+    from lightning_lowprec.tools.compare.call import compare
+    from lightning_lowprec.tools.diagnosis import doctor
+    from lightning_lowprec.tools.planning.model_plan import plan
+
+_TOOLS: Final = {"compare": "compare.call", "doctor": "diagnosis", "plan": "planning.model_plan"}
+"""The module of each tool below ``tools``; a module is imported when its tool is asked for."""
+
 __all__ = [
     "FP8TE",
     "MSAMP",
@@ -42,14 +53,25 @@ __all__ = [
     "LowPrecisionEval",
     "MXFP8TorchAO",
     "MasterConfig",
+    "__version__",
+    "compare",
+    "doctor",
     "export",
     "fp8_gradient_hook",
     "fp8_state",
     "parallelize",
     "plain",
+    "plan",
     "recipes",
     "register",
     "unregister",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.tools.{_TOOLS[name]}"), name)
+
 
 register()

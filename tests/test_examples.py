@@ -13,6 +13,8 @@ from tests import forked
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+FILES = [path for path in EXAMPLES.iterdir() if path.is_file() and path.suffix != ".ipynb"]
+"""tests/test_notebook.py runs the notebook."""
 RUNS = {
     "fsdp2.py": ["--steps=3", "--devices=2"],
     "fabric_loop.py": ["--steps=3"],
@@ -52,7 +54,7 @@ def run(name: str, cwd: Path, *more: str, launcher: Sequence[str] = ()) -> str:
     return result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
+@pytest.mark.parametrize("name", sorted(path.name for path in FILES))
 def test_example_runs(name, tmp_path):
     said = run(name, tmp_path)
     assert SAYS[name] in said
@@ -64,7 +66,7 @@ def test_example_runs(name, tmp_path):
         assert "`--precision=bf16-mixed` wins over `precision='fp8-hybrid'` of the script." in resumed
 
 
-@pytest.mark.parametrize("path", [p for p in EXAMPLES.iterdir() if p.is_file()], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_example_is_short_and_public(path):
     text = path.read_text()
     assert text.count("\n") <= 100

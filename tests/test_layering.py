@@ -20,6 +20,8 @@ FLOORS = [
         "references",
         "other_stacks",
         "losses",
+        "html",
+        "version",
         "private",
     },
     {"conversion"},

@@ -13,41 +13,16 @@ from typing import get_args
 
 from torch import nn
 
-from lightning_lowprec.conversion import selection
+from lightning_lowprec.conversion import plan_table, selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
 from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRow(Matmul):
-    """One weight of the model, and whether the weight converts."""
-
-    kept_because: str | None
-    """The reason why the weight stays in high precision; None: the weight converts."""
-    gain: float | None
-    """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
-    trains: bool
-    """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
-    recipe: str | None = None
-    """With recipes per layer, the recipe of a weight that converts, in words; None: one recipe for all."""
-    runs_in: str | None = None
-    """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
-
-    @property
-    def slower(self) -> bool:
-        """Whether FP8 is expected to lose against bf16 at this shape."""
-        return self.gain is None or self.gain < 1.0
-
-    @property
-    def kept(self) -> str:
-        """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
-        return f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The rows of all weights of one model."""
 
@@ -96,15 +71,15 @@ class Plan:
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
-        if not self.rows:
-            return "(the model has no Linear)"
-        width = max(len(row.fqn) for row in self.rows)
-        lines = []
-        for row in self.rows:
-            shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-            low = self.format if row.recipe is None else f"{self.format} ({row.recipe})"
-            lines.append(f"{row.fqn:<{width}}  {shape:>16}  {low if row.kept_because is None else row.kept}")
-        return "\n".join(lines)
+        return plan_table.as_text([(row.fqn, row) for row in self.rows], self.format)
+
+    def __repr__(self) -> str:
+        """Show the summary and a table, one line per kind of block."""
+        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.rows), self.format)}"
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook, with the expected gains."""
+        return plan_table.as_html(self.summary(), self.rows, self.format)
 
 
 def make_plan(

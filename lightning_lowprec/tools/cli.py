@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 from typing import Any, final
 
-from lightning_lowprec import __version__
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.tools import completion
 from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
 from lightning_lowprec.tools.guide import READER_ENDED, STOPPED, exit_codes, guide
 from lightning_lowprec.tools.terminal import paint
+from lightning_lowprec.version import __version__
 
 COMMANDS = {
     "doctor": "show which precisions run on this machine, why others do not, and what to install",

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -198,7 +198,7 @@ def run(argv: Sequence[str]) -> int:
         rows = {key: [asdict(row) for row in value] for key, value in found.items()}
         print(json.dumps({**facts, **rows, "commands": commands(recommended)}, indent=2))
     else:
-        print(_text(facts, verdicts))
+        print(text(facts, verdicts))
     return 0
 
 
@@ -214,7 +214,7 @@ def _report(args: argparse.Namespace) -> int:
     if given:
         raise ValueError(f"`--report` does not go with {' or '.join(given)}: the report is about all of this machine.")
     facts, verdicts = _asked(default_device())
-    rows = [(verdict.name, _word(verdict), verdict.reason) for verdict in verdicts]
+    rows = [(verdict.name, word(verdict), verdict.reason) for verdict in verdicts]
     print(doctor_report.markdown(facts, rows))
     return 0
 
@@ -247,9 +247,9 @@ def _elsewhere(name: str | None, found: Architecture, *, as_json: bool) -> int:
         column = hardware_text.as_json(found)
         print(json.dumps(column, indent=2) if as_json else "\n".join(hardware_text.column(found)))
         return 0
-    cell, text = hardware_text.one(name, found)
+    cell, said = hardware_text.one(name, found)
     refused = cell.runs is False
-    print(json.dumps(asdict(cell), indent=2) if as_json else text, file=sys.stderr if refused else sys.stdout)
+    print(json.dumps(asdict(cell), indent=2) if as_json else said, file=sys.stderr if refused else sys.stdout)
     return int(refused)
 
 
@@ -265,12 +265,13 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(verdict), indent=2))
     else:
-        text = f"{_line(verdict)}\n{verdict.reason}"
-        print(text, file=sys.stdout if verdict.runs else sys.stderr)
+        said = f"{_line(verdict)}\n{verdict.reason}"
+        print(said, file=sys.stdout if verdict.runs else sys.stderr)
     return 0 if verdict.runs else 1
 
 
-def _text(facts: dict[str, Any], verdicts: list[Availability]) -> str:
+def text(facts: Mapping[str, Any], verdicts: Sequence[Availability]) -> str:
+    """Return the answer for a terminal: the machine, every name, every reason, and what to try first."""
     found = ", ".join(f"{name} {number or '(not installed)'}" for name, number in facts["versions"].items())
     lines = [
         f"device    {facts['device']}",
@@ -307,14 +308,14 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     """Return one line per family and answer: half precision, the names without a backend, and each backend."""
     rows: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
-        rows.setdefault((_family(verdict.name), _word(verdict)), []).append(verdict.name)
+        rows.setdefault((_family(verdict.name), word(verdict)), []).append(verdict.name)
     width = max(len(family) for family, _ in rows)
-    return [f"{family:<{width}}  {_painted(word)}  {in_words(names)}" for (family, word), names in rows.items()]
+    return [f"{family:<{width}}  {_painted(answer)}  {in_words(names)}" for (family, answer), names in rows.items()]
 
 
-def _painted(word: str) -> str:
-    colour: Colour = "green" if word == "yes" else "red" if word == "no" else "yellow"
-    return paint(f"{word:<9}", colour, sys.stdout)
+def _painted(answer: str) -> str:
+    colour: Colour = "green" if answer == "yes" else "red" if answer == "no" else "yellow"
+    return paint(f"{answer:<9}", colour, sys.stdout)
 
 
 def _family(name: str) -> str:
@@ -325,10 +326,11 @@ def _family(name: str) -> str:
 
 
 def _line(verdict: Availability) -> str:
-    return f"{verdict.name}  {_word(verdict):<9}  {verdict.summary}"
+    return f"{verdict.name}  {word(verdict):<9}  {verdict.summary}"
 
 
-def _word(verdict: Availability) -> str:
+def word(verdict: Availability) -> str:
+    """Return the answer in a word: yes, emulated, no or not known."""
     if verdict.runs and not verdict.known:
         return "not known"
     return "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"

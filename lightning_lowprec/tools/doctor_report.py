@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_lowprec import __version__
 from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.version import __version__
 
 _PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<>|/\\]+[/\\])+")
 """The folders of an absolute path, without the last part."""

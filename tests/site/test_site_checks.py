@@ -7,7 +7,7 @@ import pytest
 
 from lightning_lowprec.names import TABLE
 from tests.site.pages import DOCS
-from tools.site import browse, check, hooks
+from tools.site import browse, check, hooks, notebook
 
 
 def a_site(folder, body: str):
@@ -72,3 +72,20 @@ def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
     )
     assert "`make docs` writes the list here" not in written
     assert hooks.on_page_markdown("# Other", page=None) == "# Other"
+
+
+def test_the_page_of_the_notebook_has_every_cell_and_output():
+    written = hooks.on_page_markdown((DOCS / "first-steps.md").read_text(), page=None)
+    cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+    for cell in cells[1:]:
+        source = "".join(cell["source"])
+        shown = source.replace("](../docs/", "](") if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        assert shown in written
+    html = [line for line in written.splitlines() if line.startswith("<div>")]
+    assert len(html) == sum(
+        "text/html" in output.get("data", {}) for cell in cells for output in cell.get("outputs", [])
+    )
+    assert len([line for line in html if 'src="data:image/png;base64,' in line]) == 1
+    assert all(line.endswith("</div>") for line in html), "Markdown leaves a line of HTML alone"
+    assert re.findall("^# .*", written, flags=re.MULTILINE)[0] == "# First steps"
+    assert "](../" not in written

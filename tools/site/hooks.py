@@ -1,11 +1,11 @@
-"""Hooks of mkdocs: write the list of names and the list of messages from the code of the package."""
+"""Hooks of mkdocs: write the list of names, the list of messages, and the page of the notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools.site import messages
+from tools.site import messages, notebook
 
 
 def names_table() -> str:
@@ -28,7 +28,7 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{key}={entry!r}' for key, entry in chosen.items())})"
 
 
-WRITTEN: Mapping[str, Callable[[], str]] = {"names": names_table, "messages": messages.page}
+WRITTEN: Mapping[str, Callable[[], str]] = {"names": names_table, "messages": messages.page, "notebook": notebook.page}
 """What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
 
 

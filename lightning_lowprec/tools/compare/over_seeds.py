@@ -43,14 +43,14 @@ def _cost(cost: Cost, metric: str) -> str:
     return f"{said}, or {cost.more_steps.percent(1, sign=False)} {kind} steps."
 
 
-def table(comparison: Comparison, *, markdown: bool) -> list[str]:
-    """Return the table with one row per precision."""
-    rows = [("precision", comparison.spec.val_metric, "gap", "more steps", "train loss", "step time", "peak memory",
-             "verdict")]  # fmt: skip
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the cells of the table with one row per precision, header first."""
+    header = ("precision", comparison.spec.val_metric, "gap", "more steps", "train loss", "step time", "peak memory")
+    cells: list[tuple[str, ...]] = [(*header, "verdict")]
     for (name, runs), verdict in zip(comparison.runs.items(), comparison.verdicts, strict=True):
         cost = comparison.costs.get(name)
         steps = None if cost is None else cost.more_steps
-        rows.append(
+        cells.append(
             (
                 name,
                 _spread([run.final_val for run in runs]),
@@ -62,7 +62,7 @@ def table(comparison: Comparison, *, markdown: bool) -> list[str]:
                 verdict.text,
             )
         )
-    return format_table(rows, right=range(1, 7), markdown=markdown)
+    return cells
 
 
 def table_of_seeds(comparison: Comparison) -> list[str]:

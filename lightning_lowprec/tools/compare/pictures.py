@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,14 @@ SMOOTHING_SHARE = 20
 
 def draw_losses(comparison: Comparison, path: Path) -> None:
     """Write a PNG: the training loss, the validation metric, and its distance from the baseline."""
-    picture(comparison).savefig(path)
+    path.write_bytes(png(comparison))
+
+
+def png(comparison: Comparison) -> bytes:
+    """Return the picture as the content of a PNG file, the same bytes for the same figures."""
+    content = BytesIO()
+    picture(comparison).savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
 
 
 def picture(comparison: Comparison) -> Figure:

@@ -41,7 +41,7 @@ def markdown(comparison: Comparison) -> str:
     environment = {"device": device, "python": platform.python_version(), **versions()}
     parts = [
         f"# {spec.model} under {len(spec.precisions)} precisions",
-        _verdict(comparison),
+        verdict(comparison) if comparison.ok else f"**{verdict(comparison)}**",
         "\n".join(_table(comparison, markdown=True)),
         *(f"> {remark}" for remark in remarks(comparison)),
         "![training loss, validation metric, and its distance from the baseline](loss.png)",
@@ -90,29 +90,37 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def _table(comparison: Comparison, *, markdown: bool) -> list[str]:
+    cells, right = rows(comparison)
+    return format_table(cells, right=right, markdown=markdown)
+
+
+def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
+    """Return the cells of the table, header first, and the columns that are aligned to the right."""
     if comparison.spec.seeds > 1:
-        return over_seeds.table(comparison, markdown=markdown)
-    rows = [("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory", "verdict")]
-    for result, verdict in zip(comparison.results, comparison.verdicts, strict=True):
-        rows.append(
+        return over_seeds.rows(comparison), range(1, 7)
+    header = ("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory", "verdict")
+    cells: list[tuple[str, ...]] = [header]
+    for result, judged in zip(comparison.results, comparison.verdicts, strict=True):
+        cells.append(
             (
                 result.name,
                 _number(result.final_val, ".4f"),
-                _number(verdict.gap, "+.2%"),
+                _number(judged.gap, "+.2%"),
                 _number(result.final_train, ".4f"),
                 _number(result.step_time, ".1f", 1e3, " ms"),
                 _number(result.peak_memory, ".0f", 2**-20, " MiB"),
-                verdict.text,
+                judged.text,
             )
         )
-    return format_table(rows, right=range(1, 6), markdown=markdown)
+    return cells, range(1, 6)
 
 
 def _number(value: float | None, form: str, scale: float = 1.0, unit: str = "") -> str:
     return "-" if value is None else f"{value * scale:{form}}{unit}"
 
 
-def _verdict(comparison: Comparison) -> str:
+def verdict(comparison: Comparison) -> str:
+    """Return one sentence: whether every precision ended near the baseline, and which did not."""
     spec = comparison.spec
     rule = f"the final {spec.val_metric} within {100 * spec.max_loss_gap:g}% of {spec.baseline}'s"
     if spec.seeds > 1:
@@ -120,7 +128,7 @@ def _verdict(comparison: Comparison) -> str:
     if comparison.ok:
         return f"Every precision trained and ended with {rule}."
     failed = [name for name, v in zip(spec.precisions, comparison.verdicts, strict=True) if not v.ok]
-    return f"**Not every precision ended with {rule}: {', '.join(failed)}.**"
+    return f"Not every precision ended with {rule}: {', '.join(failed)}."
 
 
 def _code(block: str) -> str:

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from lightning_lowprec.extras import require
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.report import REPORT, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import train
 
@@ -29,11 +29,15 @@ START = "spawn"
 """How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
 
 
-def compare(spec: CompareSpec) -> Comparison:
+def compare(spec: CompareSpec, *, progress: bool = True) -> ShownComparison:
     """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs.
 
     A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
     below are raised before anything trains.
+
+    Args:
+        spec: the settings.
+        progress: whether a bar per run is shown on stderr.
 
     Raises:
         ValueError: a precision is unknown, the model or the data is no class path, or the folder holds a report.
@@ -46,7 +50,8 @@ def compare(spec: CompareSpec) -> Comparison:
     for path in (spec.model, spec.data):
         load_class(path)
     with _own(spec.out, force=spec.force):
-        comparison = Comparison(spec=spec, results=[run_one(spec, name, seed) for seed, name in spec.runs])
+        results = [run_one(spec, name, seed, progress=progress) for seed, name in spec.runs]
+        comparison = ShownComparison(spec=spec, results=results)
         write_report(comparison)
     return comparison
 
@@ -73,7 +78,7 @@ def _own(out: Path, *, force: bool) -> Iterator[None]:
         lock.release()
 
 
-def run_one(spec: CompareSpec, name: str, seed: int) -> PrecisionResult:
+def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -> PrecisionResult:
     """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``.
 
     With several seeds, stderr goes to ``<out>/<name>-seed<seed>.log``.
@@ -90,7 +95,7 @@ def run_one(spec: CompareSpec, name: str, seed: int) -> PrecisionResult:
     sender.close()  # the process has its own copy; without ours, the pipe ends when the process ends
     result = PrecisionResult(name=name, seed=seed)
     try:
-        _receive(receiver, result, title, spec.max_steps)
+        _receive(receiver, result, title, spec.max_steps if progress else None)
         process.join()
     finally:
         process.kill()
@@ -102,10 +107,13 @@ def run_one(spec: CompareSpec, name: str, seed: int) -> PrecisionResult:
     return result
 
 
-def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int) -> None:
-    """Add the figures to ``result`` and show them, until the process closes the pipe."""
+def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int | None) -> None:
+    """Add the figures to ``result`` until the process closes the pipe; show them unless ``max_steps`` is None."""
     interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
-    with tqdm(total=max_steps, desc=title, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
+    hidden = max_steps is None
+    with tqdm(
+        total=max_steps, desc=title, unit="step", dynamic_ncols=True, mininterval=interval, disable=hidden
+    ) as bar:
         while True:
             try:
                 message = figures.recv()

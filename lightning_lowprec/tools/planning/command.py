@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from torch import nn
 
-from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.options import LayerOptions, take
-from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning import fits_command, widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
+from lightning_lowprec.tools.planning.model_plan import converting_name, plan_of, recipes_of
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
@@ -38,10 +32,11 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
-    name = _name(args.precision)
+    name = converting_name(args.precision)
     with working("building the model and planning its layers"):
         source = load(args.source, args.args or {})
-        plan = _plan(args, source.model, name)
+        recipes = recipes_of(dict(map(_pattern, args.recipe or ())), args.precision, name)
+        plan = plan_of(source.model, name, recipes, take(LayerOptions, vars(args)))
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(
@@ -81,40 +76,6 @@ def run(argv: Sequence[str]) -> int:
     page = text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
     print(json.dumps(data, indent=1) if args.json else page)
     return 0 if plan.converted else 1
-
-
-def _plan(args: Any, model: nn.Module, name: PrecisionName) -> Plan:
-    return make_plan(
-        model,
-        take(LayerOptions, vars(args)),
-        recipe=_recipes(args.recipe, args.precision, name),
-        alignment=name.alignment,
-        stores_codes=name.bytes_of_codes is not None,
-        conv1d=name.conv1d != "kept",
-        experts=name.experts,
-        base=name.options.get("base", "bf16"),
-        format=name.plugin.format,
-    )
-
-
-def _name(precision: str) -> PrecisionName:
-    validate_name(precision)
-    converting = {name: row for name, row in precisions.TABLE.items() if row.plugin.backend is not None}
-    if precision not in converting:
-        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
-    return converting[precision]
-
-
-def _recipes(given: Sequence[str] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
-    """Return the recipes per layer that ``--recipe`` gives, or the recipe of the precision."""
-    if not given:
-        return name.gains
-    recipes = backends.get(name.plugin.backend).recipes
-    if not recipes:
-        raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `--recipe` out.")
-    values = dict(_pattern(entry) for entry in given)
-    known = name.layer_recipes or tuple(recipes)
-    return RecipeMap.of(values, names=known, base=known[0])
 
 
 def _pattern(entry: str) -> tuple[str, Any]:

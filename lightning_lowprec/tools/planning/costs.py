@@ -11,7 +11,8 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.matmuls import CONV1D
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
-from lightning_lowprec.conversion.plan import Plan, PlanRow
+from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan_row import PlanRow
 
 SEQUENCE_LENGTH = 4096
 LAYOUT: Mapping[str, tuple[int, int, int, int]] = {

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
-from lightning_lowprec.conversion.plan import Plan, PlanRow
+from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.fsdp2.options import blocks
 from lightning_lowprec.tools.planning import volume
 from lightning_lowprec.tools.planning.costs import Bytes, gathered_rows

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from lightning_lowprec.conversion.gains import SOURCE
-from lightning_lowprec.conversion.plan import Plan, PlanRow
+from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan_table import grouped, verdict_with_gain
 from lightning_lowprec.tools.planning.costs import Bytes, Flops
 from lightning_lowprec.tools.planning.per_rank import Rank
 from lightning_lowprec.tools.table import format_table
@@ -44,8 +44,8 @@ def text(
         markdown: write Markdown.
         all_rows: one row per layer, not one per kind of block.
     """
-    rows = [(row.fqn, row) for row in plan.rows] if all_rows else _collapse(plan.rows)
-    cells = [(name or "(the model)", _shape(row), _verdict(row, plan.format)) for name, row in rows]
+    rows = [(row.fqn, row) for row in plan.rows] if all_rows else grouped(plan.rows)
+    cells = [(name or "(the model)", row.shape, verdict_with_gain(row, plan.format)) for name, row in rows]
     return "\n\n".join(
         [
             f"{'# ' if markdown else ''}{origin}: {plan.summary()}",
@@ -67,30 +67,6 @@ def _of_ranks(ranks: Sequence[Rank], markdown: bool) -> list[str]:
         sizes = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
         lines.append((rank.precision, *(_size(size) if size else "-" for size in sizes)))
     return ["\n".join(format_table(lines, right=range(1, 6), markdown=markdown)), RANK_NOTE]
-
-
-def _collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
-    """Join rows that differ in block numbers only: (how many and the fqn with ``*``, one of the rows)."""
-    groups: dict[tuple[object, ...], list[PlanRow]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
-        groups.setdefault(
-            (pattern, row.in_features, row.out_features, row.kept_because, row.trains, row.recipe), []
-        ).append(row)
-    return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
-
-
-def _shape(row: PlanRow) -> str:
-    return f"{row.in_features} -> {row.out_features}" + (f" x {row.stored}" if row.stored > 1 else "")
-
-
-def _verdict(row: PlanRow, format: str) -> str:
-    if row.kept_because is not None:
-        return row.kept
-    fp8 = format if row.recipe is None else f"{format} ({row.recipe})"
-    if format != "FP8":
-        return fp8
-    return f"{fp8}, slower than bf16" if row.gain is None else f"{fp8}, about {row.gain:.2f}x"
 
 
 def _costs(plan: Plan, flops: Flops) -> list[str]:

@@ -1,0 +1,100 @@
+"""The plan of a model from Python: what ``lowprec plan`` prints, as an object that a notebook shows as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from torch import nn
+
+from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions
+from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.registration import validate_name
+from lightning_lowprec.tools.planning.source import load
+
+
+def plan(
+    model: nn.Module | str,
+    precision: str = "fp8-hybrid",
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    **options: Unpack[LayerChoices],
+) -> Plan:
+    """Return which layers of a model run in low precision, and why the others do not. Nothing is changed or trained.
+
+    A notebook shows the plan as a table; ``print(plan)`` has one line per layer.
+
+    Args:
+        model: a model, also on the meta device; or what ``lowprec plan`` takes: a class path (``"my.Model"``), a config
+            or a checkpoint, or a model type of transformers (``"llama"``), of which no weights are made or downloaded.
+        precision: the name of a precision that converts layers.
+        recipe: recipes per layer, by pattern; the first pattern that matches wins: ``{"*.o_proj": "rowwise", "*":
+            "tensorwise"}``.
+        options: the choices of layers that plugins take too: ``keep``, ``only``, ``min_gain`` and the others.
+
+    Raises:
+        ValueError: the precision is not known or converts no layers, or a pattern matches no layer.
+        TypeError: the model or an option is of a wrong type.
+    """
+    if not isinstance(model, nn.Module | str):
+        raise TypeError(
+            f"`model={model!r}` is not valid; expected a Module, or a string as for `lowprec plan`, such as 'llama'."
+        )
+    name = converting_name(precision)
+    found = load(model, {}).model if isinstance(model, str) else model
+    return plan_of(found, name, recipes_of(recipe, precision, name), LayerOptions(**options))
+
+
+def plan_of(model: nn.Module, name: PrecisionName, recipe: Recipe | RecipeMap, options: LayerOptions) -> Plan:
+    """Return the plan of a model under a precision.
+
+    Args:
+        model: the model.
+        name: the row of the precision in the table of names.
+        recipe: the recipe of the gains, or recipes per layer.
+        options: the user's choices of layers.
+    """
+    return make_plan(
+        model,
+        options,
+        recipe=recipe,
+        alignment=name.alignment,
+        stores_codes=name.bytes_of_codes is not None,
+        conv1d=name.conv1d != "kept",
+        experts=name.experts,
+        base=name.options.get("base", "bf16"),
+        format=name.plugin.format,
+    )
+
+
+def converting_name(precision: str) -> PrecisionName:
+    """Return the row of a precision that converts layers.
+
+    Raises:
+        ValueError: the precision is not known, or converts no layers.
+    """
+    validate_name(precision)
+    converting = {name: row for name, row in precisions.TABLE.items() if row.plugin.backend is not None}
+    if precision not in converting:
+        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
+    return converting[precision]
+
+
+def recipes_of(given: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
+    """Return the recipes per layer that the user gives, or the recipe of the precision.
+
+    Raises:
+        ValueError: the precision has no recipes per layer, or a recipe is not known.
+    """
+    if not given:
+        return name.gains
+    recipes = backends.get(name.plugin.backend).recipes
+    if not recipes:
+        raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `recipe` (`--recipe`) out.")
+    known = name.layer_recipes or tuple(recipes)
+    return RecipeMap.of(given, names=known, base=known[0])

@@ -1,0 +1,90 @@
+"""The notebook of the examples runs as a user runs it, and what is committed is what its cells print."""
+
+import re
+from base64 import b64decode
+
+import nbformat
+import pytest
+from PIL import Image
+
+from tools import notebook as tool
+
+COMMITTED = tool.load()
+CODE = tool.code_cells(COMMITTED)
+pytestmark = pytest.mark.timeout(900)  # all cells run in one fixture: a minute of computing, more on a busy machine
+
+
+def html(cell) -> str:
+    return "".join(output.data.get("text/html", "") for output in cell.outputs if "data" in output)
+
+
+def cell_with(notebook, text: str):
+    (cell,) = [cell for cell in tool.code_cells(notebook) if text in cell.source]
+    return cell
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """The notebook after a run in a folder of its own."""
+    return tool.execute(COMMITTED, tmp_path_factory.mktemp("notebook"))
+
+
+def test_it_runs_without_a_complaint(executed):
+    assert tool.complaints(executed) == []
+    assert re.search(r"val_loss after 30 steps: \d\.\d\d$", cell_with(executed, "trainer.fit").outputs[-1].text.strip())
+    comparison = html(cell_with(executed, "lowprec.compare"))
+    assert "<b>Every precision trained and ended with the final val_loss within 1% of 32-true" in comparison
+    assert "data:image/png;base64," in comparison
+    assert [o.output_type for o in cell_with(executed, "lowprec.compare").outputs] == ["execute_result"], "no bar"
+    assert "try first" in html(cell_with(executed, "lowprec.doctor()"))
+
+
+@pytest.mark.parametrize("mark", ["ByteGPT()\nlowprec.plan", "with torch.device", "trainer.precision_plugin.plan"])
+def test_a_plan_is_the_committed_one(executed, mark):
+    assert html(cell_with(executed, mark)) == html(cell_with(COMMITTED, mark)) != ""
+
+
+def test_the_committed_outputs_are_those_of_the_committed_cells():
+    assert [cell.metadata[tool.EXECUTED] for cell in CODE] == [tool.digest(cell.source) for cell in CODE]
+    assert [cell.execution_count for cell in CODE] == list(range(1, len(CODE) + 1))
+    silent = [cell.source for cell in CODE[2:] if not cell.outputs]
+    assert silent == [], "every cell but the first two shows something"
+    assert tool.complaints(COMMITTED) == []
+
+
+def test_the_committed_picture_shows_curves(tmp_path):
+    (data,) = re.findall(r"data:image/png;base64,([\w+/=]+)", html(cell_with(COMMITTED, "lowprec.compare")))
+    (tmp_path / "loss.png").write_bytes(b64decode(data, validate=True))
+    picture = Image.open(tmp_path / "loss.png")
+    assert picture.width >= 1000
+    assert len(picture.convert("RGB").getcolors(2**24)) > 20, "something is drawn"
+
+
+def test_the_committed_notebook_tells_nothing_about_its_machine():
+    text = tool.NOTEBOOK.read_text()
+    text = re.sub(r"base64,[\w+/=]+", "", text)
+    assert not re.findall(r"(?<![\w./-])/(?:work|tmp|root|home|opt|srv|usr)/", text)
+    assert not re.findall(r"https?://", text)
+    assert not re.findall(r"20\d\d-\d\d-\d\d|\d\d:\d\d:\d\d", text), "dates and times"
+    assert set(COMMITTED.metadata) == {"kernelspec", "language_info"}
+    assert all(set(cell.metadata) <= {tool.EXECUTED} for cell in COMMITTED.cells)
+
+
+def test_cells_use_public_names_and_their_links_lead_somewhere():
+    source = "\n".join(cell.source for cell in CODE)
+    assert not re.findall(r"import _(?!_)|\._(?!_)", source)
+    assert source.count("\n") <= 100
+    prose = "\n".join(cell.source for cell in COMMITTED.cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\(([^)#]+)\)", prose)
+    assert len(links) >= 5
+    assert [link for link in links if not (tool.NOTEBOOK.parent / link).is_file()] == []
+
+
+def test_complaints_can_be_found():
+    cell = nbformat.v4.new_code_cell("f()")
+    cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text="UserWarning: this is odd")]
+    assert tool.complaints(nbformat.v4.new_notebook(cells=[cell])) == ["'f()': UserWarning: this is odd"]
+    cell.outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="bad", traceback=[])]
+    assert tool.complaints(nbformat.v4.new_notebook(cells=[cell])) == ["'f()': bad"]
+    cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text="fp8-hybrid: converted 8 of 9")]
+    assert tool.complaints(nbformat.v4.new_notebook(cells=[cell])) == []
