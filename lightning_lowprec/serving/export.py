@@ -340,7 +340,12 @@ def _write_beside(
                 shutil.copy(file, folder / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    report = {
+    (folder / REPORT).write_text(json.dumps(report(options, done), indent=2) + "\n")
+
+
+def report(options: Options, done: Exported) -> dict[str, Any]:
+    """Return the content of the file ``lowprec_export.json``."""
+    return {
         "format": options.format,
         "dtype": options.dtype,
         "weights_only": options.weights_only,
@@ -351,4 +356,3 @@ def _write_beside(
         "codes_rounded_for_the_first_time": done.new,
         "kept": dict(done.kept),
     }
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
