@@ -263,7 +263,8 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
             return 0
         print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
         return 0
-    verdict = availability(name, device)
+    with working(f"asking whether {name} runs"):
+        verdict = availability(name, device)
     if as_json:
         print(strict_json.dumps(asdict(verdict)))
     else:

@@ -23,8 +23,11 @@ import torch
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.serving.formats.registry import FormatName
-from lightning_lowprec.tools import cli, terminal
+from lightning_lowprec.tools import cli, doctor, terminal
 from lightning_lowprec.tools.cli import COMMANDS, main
+from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.completion import SHELLS, parser_actions
 from lightning_lowprec.tools.guide import EXIT_CODES, GUIDE
 from tests.serving.models import llama, tensors
@@ -311,6 +314,27 @@ def test_counted_work_has_a_bar(on_terminal):
             time.sleep(0.3)
 
     assert re.search(r"asking  75%\|.+\| 3/4 00:00", on_terminal(three_of_four))
+
+
+@pytest.mark.usefixtures("soon")
+def test_one_question_to_the_doctor_and_the_ends_of_a_comparison_are_shown(on_terminal, monkeypatch, tmp_path):
+    def slowly(module, name, result=None):
+        real = getattr(module, name)
+
+        def slow(*args, **options):
+            time.sleep(0.3)
+            return real(*args, **options) if result is None else result
+
+        monkeypatch.setattr(module, name, slow)
+
+    slowly(doctor, "availability")
+    assert "asking whether fp8-rowwise runs ... 00:0" in on_terminal(lambda: main(["doctor", "--for", "fp8-rowwise"]))
+    slowly(runner, "load_class")
+    slowly(runner, "write_report", result=True)
+    monkeypatch.setattr(runner, "run_one", lambda spec, name, seed: PrecisionResult(name=name, seed=seed))
+    said = on_terminal(lambda: runner.compare(CompareSpec(precisions=["32-true"], out=tmp_path)))
+    assert "importing the model and the data ... 00:0" in said
+    assert "drawing the report ... 00:0" in said
 
 
 def test_short_work_is_not_shown(on_terminal):
