@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
 from lightning_lowprec.msamp.linear import ScaledLinear
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.names import create
@@ -131,3 +132,18 @@ def test_a_name_without_a_backend_takes_over_what_it_could_never_have_trained(sa
         create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
     with pytest.raises(RuntimeError, match="trained by another, and here"):
         create("fp8-hybrid").load_state_dict({"backend": "another"})
+
+
+def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():
+    whole = torch.nn.Sequential(Net(), Net(), torch.nn.Linear(4, 4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.bias"])  # the user's own
+    plugin = MSAMP("O2")
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(whole)
+    coded = {"0.first.weight", "0.second.weight", "1.first.weight", "1.second.weight"}
+    assert set(whole._ddp_params_and_buffers_to_ignore) == coded | {"2.bias"}
+    assert plain(whole[0]) is whole[0]
+    assert set(whole._ddp_params_and_buffers_to_ignore) == {"1.first.weight", "1.second.weight", "2.bias"}
+    assert not hasattr(whole[0].first.weight, "_ddp_ignored")
+    plain(whole[1])
+    assert whole._ddp_params_and_buffers_to_ignore == ["2.bias"]
