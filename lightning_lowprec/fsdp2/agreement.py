@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 from torch import distributed as dist
 
 T = TypeVar("T")
-KEPT_CLASSES: Final = (FileNotFoundError, UnpicklingError, ValueError)
+KEPT_CLASSES: Final = (FileNotFoundError, OSError, UnpicklingError, ValueError)
 """Exceptions that keep their class on the ranks where they did not happen; others become a RuntimeError there."""
 
 

@@ -13,7 +13,7 @@ ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -27,9 +27,11 @@ from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
-from lightning_lowprec.private.torch import ignore_in_ddp
+from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
 from lightning_lowprec.references import alive
 
+_EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""The models whose weights of codes DDP ignores; DDP reads their names in the model that it gets."""
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
@@ -38,8 +40,28 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
 
     Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
     """
-    ignore_in_ddp(model, _coded_names(model))
+    _exclude(model)
     broadcast_codes(model, group)
+
+
+def include_again(model: nn.Module, reverted: Collection[int]) -> None:
+    """Let DDP train parameters again that were codes: in ``model``, and in every model that holds ``model``.
+
+    Args:
+        model: whose weights were codes.
+        reverted: the ids of the parameters.
+    """
+    for holder in {model, *_EXCLUDING}:
+        named = holder.named_parameters(remove_duplicate=False)
+        train_in_ddp(holder, {name for name, p in named if id(p) in reverted})
+
+
+def _exclude(model: nn.Module) -> set[str]:
+    """Let DDP ignore the parameters of codes, and return their names."""
+    coded = _coded_names(model)
+    ignore_in_ddp(model, coded)
+    _EXCLUDING.add(model)
+    return coded
 
 
 def _coded_names(model: nn.Module) -> set[str]:
@@ -119,8 +141,7 @@ class DDPModels:
 
     def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
         """Let DDP ignore the weights of codes of ``module``; raise ValueError if no weight is left for DDP to train."""
-        coded = _coded_names(module)
-        ignore_in_ddp(module, coded)
+        coded = _exclude(module)
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         if will_train and _ranks() and trained and coded.issuperset(trained):
             fqn = trained[-1].rpartition(".")[0]

@@ -41,6 +41,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 
 BACKEND: Final = "msamp"
@@ -267,3 +268,10 @@ class MSAMP(LowPrecision):
         if clip_val > 0:
             self._average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # ---- state
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale, and the name of the backend."""
+        return {**super().state_dict(), BACKEND_STATE: BACKEND}

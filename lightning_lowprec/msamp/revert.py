@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import in_place
+from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer
 from lightning_lowprec.msamp.weight import master_of, msamp_state_of, revert_weight_, values_of
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import train_in_ddp
 
 
 def revert(model: nn.Module) -> None:
@@ -31,7 +31,7 @@ def revert(model: nn.Module) -> None:
     for linear in scaled_linears(model).values():
         if msamp_state_of(linear.weight) is None:
             in_place.revert(linear)
-    train_in_ddp(model, coded.keys())
+    include_again(model, {id(p) for p in coded.values()})
 
 
 @torch.no_grad()

@@ -97,15 +97,24 @@ def check_backend(plugin: Any, state: Mapping[str, Any]) -> None:
 def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> None:
     """Raise if a checkpoint was trained by another backend than the one that ``precision`` means here.
 
+    A backend of the checkpoint that ``precision`` never means, such as MS-AMP for fp8-hybrid, is a change of precision,
+    which every checkpoint allows.
+
     Raises:
         RuntimeError: the message lists a name that always means the old backend, and one for the new backend.
     """
     stored = state.get(BACKEND_STATE, backend)
-    if stored != backend:
+    if stored != backend and _may_mean(precision, stored):
         raise RuntimeError(
             f"The checkpoint was trained by {stored}, and here `precision={precision!r}` means {backend}. To go on with"
             f" {stored}, use {pinned(precision, stored)}; to change over, {pinned(precision, backend)}."
         )
+
+
+def _may_mean(precision: str, name: str) -> bool:
+    """Return whether a name without a backend means this backend on some machine; yes for an unknown backend."""
+    found = next((backend for backend in backends.registered() if backend.name == name), None)
+    return found is None or f"{split(precision)[0]}{found.suffix}" in found.names
 
 
 def pinned(precision: str, *names: str) -> str:

@@ -119,17 +119,20 @@ class WithoutAdapter(Source):
     def _whole(self, name: str) -> Tensor:
         return self._source.rows(name, 0, self._source.shapes()[name].size[0]).float()
 
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the adapter to a folder that PEFT loads."""
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the matrices of the adapter by PEFT's names; of a sharded model, all ranks call this."""
+        return {
+            f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight": self._whole(name).to(dtype).clone()
+            for weight, matrices in self._matrices.items()
+            for matrix, name in matrices.items()
+        }
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        """Write the adapter's matrices to a folder that PEFT loads."""
         require("safetensors.torch", "a LoRA adapter")
         from safetensors.torch import save_file
 
         folder.mkdir()
-        tensors = {
-            f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight": self._whole(name).to(dtype)
-            for weight, matrices in self._matrices.items()
-            for matrix, name in matrices.items()
-        }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = {**(self.config or {}), "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=_plain) + "\n")

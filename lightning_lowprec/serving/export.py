@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
@@ -21,6 +22,7 @@ from lightning_lowprec.serving.adapters import FOLDER, WithoutAdapter, config_of
 from lightning_lowprec.serving.choice import NOTHING, Choice, of_layers
 from lightning_lowprec.serving.content import Content
 from lightning_lowprec.serving.formats.registry import FormatName, find
+from lightning_lowprec.serving.one_writer import OneWriter
 from lightning_lowprec.serving.source import LiveModel, Source
 
 DtypeName = Literal["bf16", "fp32", "fp16"]
@@ -52,9 +54,9 @@ class Options:
         dtype: of all weights that are no codes.
         weights_only: let servers round weights only, and multiply in ``dtype``.
         merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
-        files_from: the folder from which tokenizer and generation files are copied.
+        files_from: the folder from which tokenizer and generation files are copied; rank 0 alone must have the folder.
         shard_bytes: the largest size of a file.
-        progress: whether a bar is shown.
+        progress: whether a bar is shown, on a terminal.
     """
 
     format: FormatName
@@ -70,8 +72,6 @@ class Options:
         find(self.format)
         if self.dtype not in DTYPES:
             raise ValueError(f"`dtype={self.dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")
-        if self.files_from is not None and not self.files_from.is_dir():
-            raise ValueError(f"`files_from={str(self.files_from)!r}` is no folder; expected one with a tokenizer.")
 
 
 @final
@@ -142,12 +142,13 @@ def export(
         weights_only: let servers round weights only, and multiply in ``dtype``.
         merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
         tokenizer: a tokenizer or processor with ``save_pretrained``, or a folder whose tokenizer files are copied.
-        progress: whether a bar is shown.
+        progress: whether a bar is shown, on a terminal.
 
     Raises:
         ValueError: there is no model of transformers, no layer is converted, a weight holds NaN or inf, or ``out``
             exists.
-        OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then.
+        OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then. All ranks of a
+            sharded model raise.
         RuntimeError: ZeRO-3 has cut the weights.
     """
     refuse_zero(model, "`export(model, out)`")
@@ -242,29 +243,56 @@ def write(
             f"`format={options.format!r}` would store no weight in FP8: {reasons}. Use `format='hf'`, which stores all"
             " weights in high precision."
         )
+    writer = OneWriter(is_shared=_is_sharded(model))
+    with ExitStack() as opened:
+        begun = writer.run(lambda: opened.enter_context(_begun(out, model, content, options)))
+        put = None if begun is None else begun.put
+        writer.take(content.chunks(), put, agree_after=options.shard_bytes)
+        kept_adapter = weights.layers if not options.merge_adapters else 0
+        matrices = weights.tensors(DTYPES[options.dtype]) if kept_adapter else {}
+        done = _exported(out, content, kept_adapter)
+
+        def finish() -> None:
+            assert begun is not None
+            begun.files.finish()
+            if matrices:
+                weights.save(begun.folder / FOLDER, matrices)
+            _write_beside(begun.folder, model, begun.config, options, tokenizer, done)
+            opened.close()  # gives the folder its name
+
+        writer.run(finish)
+    return done
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A folder that is being written."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    files: shards.ShardFiles
+    bar: Any
+
+    def put(self, name: str, rows: Tensor) -> None:
+        self.files.write(name, rows)
+        self.bar.update(rows.nbytes)
+
+
+@contextmanager
+def _begun(out: Path, model: Any, content: Content, options: Options) -> Iterator[_Begun]:
+    """Yield a folder for the content, which becomes ``out`` at the end; after an error nothing is left."""
+    if options.files_from is not None and not options.files_from.is_dir():
+        raise ValueError(f"`files_from={str(options.files_from)!r}` is no folder; expected one with a tokenizer.")
     stored = content.stored()
-    is_writer = not _is_sharded(model) or not dist.is_initialized() or dist.get_rank() == 0
-    if is_writer:
-        with shards.new_folder(out, sum(tensor.size for tensor in stored)) as folder:
-            config = _config(model, content, options)  # before the weights, because a format may refuse the options
-            shards.write(
-                folder,
-                stored,
-                content.chunks(),
-                content.metadata(),
-                shard_bytes=options.shard_bytes,
-                progress=options.progress,
-            )
-            kept_adapter = weights.layers if not options.merge_adapters else 0
-            if kept_adapter:
-                weights.save(folder / FOLDER, DTYPES[options.dtype])
-            done = _exported(out, content, kept_adapter)
-            _write_beside(folder, model, config, options, tokenizer, done)
-            return done
-    for _ in content.chunks():
-        pass  # rank 0 gathers with all ranks
-    kept_adapter = weights.layers if not options.merge_adapters else 0
-    return _exported(out, content, kept_adapter)
+    size = sum(tensor.size for tensor in stored)
+    config = _config(model, content, options)  # before the weights, because a format may refuse the options
+    with (
+        shards.new_folder(out, size) as folder,
+        shards.ShardFiles(folder, stored, content.metadata(), shard_bytes=options.shard_bytes) as files,
+        tqdm(total=size, unit="B", unit_scale=True, desc="export", disable=None if options.progress else True) as bar,
+    ):
+        yield _Begun(folder=folder, config=config, files=files, bar=bar)
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -315,7 +343,12 @@ def _write_beside(
                 shutil.copy(file, folder / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    report = {
+    (folder / REPORT).write_text(json.dumps(report(options, done), indent=2) + "\n")
+
+
+def report(options: Options, done: Exported) -> dict[str, Any]:
+    """Return the content of the file ``lowprec_export.json``."""
+    return {
         "format": options.format,
         "dtype": options.dtype,
         "weights_only": options.weights_only,
@@ -326,4 +359,3 @@ def _write_beside(
         "codes_rounded_for_the_first_time": done.new,
         "kept": dict(done.kept),
     }
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")

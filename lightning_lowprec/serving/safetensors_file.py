@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -93,5 +94,6 @@ class SafetensorsFile:
         assert not unfinished, unfinished
 
     def abandon(self) -> None:
-        """Close the file, which is not complete."""
-        self._file.close()
+        """Close the file, which is not complete. That its last bytes do not fit on the disk is no second error."""
+        with suppress(OSError):
+            self._file.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from torch import Tensor
-from tqdm import tqdm
+from typing_extensions import Self
 
 from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
 
@@ -57,50 +57,54 @@ def check_out(out: Path) -> None:
         raise ValueError(f"`out={str(out)!r}` is not valid; expected a folder in a folder that exists.")
 
 
-def write(
-    folder: Path,
-    tensors: Sequence[Stored],
-    chunks: Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, str],
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    progress: bool = True,
-) -> None:
-    """Write the files and, of several, their index.
+@final
+class ShardFiles:
+    """The files of a folder and, of several files, their index; a context that closes what is open.
 
     Args:
         folder: an empty folder.
-        tensors: all tensors, in the order of ``chunks``.
-        chunks: names, and the next elements of the tensor of that name.
+        tensors: all tensors, in the order in which they come.
         metadata: for the headers.
         shard_bytes: the largest size of a file; a larger tensor has a file of its own.
-        progress: whether a bar is shown.
     """
-    groups = _groups(tensors, shard_bytes)
-    names = [_file_name(number, len(groups)) for number in range(len(groups))]
-    file_of = {tensor.name: names[number] for number, group in enumerate(groups) for tensor in group}
-    total = sum(tensor.size for tensor in tensors)
-    files: dict[str, SafetensorsFile] = {}
-    left = {name: sum(t.size for t in group) for name, group in zip(names, groups, strict=True)}
-    by_name = dict(zip(names, groups, strict=True))
-    try:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="export", disable=not progress) as bar:
-            for name, rows in chunks:
-                file = file_of[name]
-                if file not in files:
-                    files[file] = SafetensorsFile(folder / file, by_name[file], {"format": "pt", **metadata})
-                files[file].write(name, rows)
-                left[file] -= rows.numel() * rows.element_size()
-                bar.update(rows.numel() * rows.element_size())
-                if not left[file]:
-                    files.pop(file).close()
-    finally:
-        for unfinished in files.values():
+
+    def __init__(
+        self, folder: Path, tensors: Sequence[Stored], metadata: Mapping[str, str], *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        groups = _groups(tensors, shard_bytes)
+        names = [_file_name(number, len(groups)) for number in range(len(groups))]
+        self._folder, self._metadata = folder, {"format": "pt", **metadata}
+        self._tensors = dict(zip(names, groups, strict=True))
+        self._file_of = {tensor.name: name for name, group in self._tensors.items() for tensor in group}
+        self._left = {name: sum(tensor.size for tensor in group) for name, group in self._tensors.items()}
+        self._total = sum(self._left.values())
+        self._open: dict[str, SafetensorsFile] = {}
+
+    def __enter__(self) -> Self:
+        """Return the files."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files that are not complete."""
+        for unfinished in self._open.values():
             unfinished.abandon()
-    assert not any(left.values()), "a tensor was not written"
-    if len(names) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def write(self, name: str, rows: Tensor) -> None:
+        """Append the next elements to a tensor, and close the file that is complete with them."""
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = SafetensorsFile(self._folder / file, self._tensors[file], self._metadata)
+        self._open[file].write(name, rows)
+        self._left[file] -= rows.nbytes
+        if not self._left[file]:
+            self._open.pop(file).close()
+
+    def finish(self) -> None:
+        """Write the index, after the last tensor."""
+        assert not any(self._left.values()), "a tensor was not written"
+        if len(self._tensors) > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _groups(tensors: Sequence[Stored], shard_bytes: int) -> list[list[Stored]]:

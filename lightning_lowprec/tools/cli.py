@@ -8,9 +8,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pickle import UnpicklingError
-from typing import Any, final
+from typing import Any, Final, final
 
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.tools import completion
@@ -37,6 +37,8 @@ MODULES = {
     "run": "launcher",
 }
 """The module whose ``run`` takes the arguments of a command."""
+MODES: Final[Mapping[str, Sequence[list[str]]]] = {"export": ([], ["--format"])}
+"""For a command with several parsers, the arguments that choose each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def completion_script(shell: completion.Shell) -> str:
     """Return the script that completes ``lowprec`` in a shell. The parsers of all commands are imported."""
-    return completion.script(shell, COMMANDS, lambda command: _run(command, []))
+    return completion.script(shell, {name: (words, MODES.get(name, ([],))) for name, words in COMMANDS.items()}, _run)
 
 
 @final

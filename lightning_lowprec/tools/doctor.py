@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shutil
 import subprocess
@@ -32,7 +31,7 @@ from lightning_lowprec.private import transformer_engine as transformer_engine_n
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.private import transformers_names as published_names
 from lightning_lowprec.registration import validate_name
-from lightning_lowprec.tools import doctor_report, hardware_text
+from lightning_lowprec.tools import doctor_report, hardware_text, strict_json
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 from lightning_lowprec.tools.terminal import Colour, paint, working
 
@@ -196,7 +195,7 @@ def run(argv: Sequence[str]) -> int:
         recommended = advice(verdicts, facts["bf16"])
         found: dict[str, Sequence[Any]] = {"precisions": verdicts, "recommended": recommended}
         rows = {key: [asdict(row) for row in value] for key, value in found.items()}
-        print(json.dumps({**facts, **rows, "commands": commands(recommended)}, indent=2))
+        print(strict_json.dumps({**facts, **rows, "commands": commands(recommended)}))
     else:
         print(text(facts, verdicts))
     return 0
@@ -235,7 +234,7 @@ def _device(name: str) -> torch.device | Architecture:
 
 def _whole(*, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({key: hardware_text.as_json(found) for key, found in ARCHITECTURES.items()}, indent=2))
+        print(strict_json.dumps({key: hardware_text.as_json(found) for key, found in ARCHITECTURES.items()}))
     else:
         print(hardware_text.whole())
     return 0
@@ -245,11 +244,14 @@ def _elsewhere(name: str | None, found: Architecture, *, as_json: bool) -> int:
     """Answer for an architecture by the table alone: packages and drivers of this machine say nothing about it."""
     if name is None:
         column = hardware_text.as_json(found)
-        print(json.dumps(column, indent=2) if as_json else "\n".join(hardware_text.column(found)))
+        print(strict_json.dumps(column) if as_json else "\n".join(hardware_text.column(found)))
         return 0
     cell, said = hardware_text.one(name, found)
     refused = cell.runs is False
-    print(json.dumps(asdict(cell), indent=2) if as_json else said, file=sys.stderr if refused else sys.stdout)
+    if as_json:
+        print(strict_json.dumps(asdict(cell)))
+    else:
+        print(said, file=sys.stderr if refused else sys.stdout)
     return int(refused)
 
 
@@ -257,13 +259,14 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     validate_name(name)
     if name not in precisions.TABLE:
         if as_json:
-            print(json.dumps({"name": name, "runs": True, "reason": "Lightning's own precision"}, indent=2))
+            print(strict_json.dumps({"name": name, "runs": True, "reason": "Lightning's own precision"}))
             return 0
         print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
         return 0
-    verdict = availability(name, device)
+    with working(f"asking whether {name} runs"):
+        verdict = availability(name, device)
     if as_json:
-        print(json.dumps(asdict(verdict), indent=2))
+        print(strict_json.dumps(asdict(verdict)))
     else:
         said = f"{_line(verdict)}\n{verdict.reason}"
         print(said, file=sys.stdout if verdict.runs else sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_lowprec.extras import require
+from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.stored_weights import WEIGHT_KEYS, check_file, find_weights, load
 from lightning_lowprec.tools.terminal import working
 
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
         weights = export(**args)
     size = sum(value.numel() * value.element_size() for value in weights.values())
     if as_json:
-        print(json.dumps({"out": str(out), "bytes": size, "tensors": _described(weights)}, indent=1))
+        print(strict_json.dumps({"out": str(out), "bytes": size, "tensors": _described(weights)}))
         return 0
     print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {out}")
     return 0

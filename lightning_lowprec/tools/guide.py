@@ -22,7 +22,7 @@ STOPPED: Final = 130
 READER_ENDED: Final = 141
 EXIT_CODES: Final = {
     0: "the command has done its work, and the answer is yes",
-    1: "the answer is no: the precision does not run here, nothing converts or fits, a comparison failed;"
+    1: "the answer is no: the precision does not run here, nothing converts or fits, a comparison or check failed;"
     " or an error of your own code under fit and run",
     2: "wrong arguments, or an input that is missing or cannot be read; nothing was changed",
     STOPPED: "stopped by Ctrl-C",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+
+def dumps(value: Any) -> str:
+    """Return a value as JSON, with null for every float that is not finite."""
+    return json.dumps(finite(value), indent=1, allow_nan=False)
 
 
 def finite(value: Any) -> Any:

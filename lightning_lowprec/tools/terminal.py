@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from threading import Event, Thread
 from typing import Final, Literal, TextIO, final
 
@@ -24,6 +24,23 @@ def paint(text: str, colour: Colour, stream: TextIO) -> str:
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
+
+
+@contextmanager
+def prints_to_stderr(*, wanted: bool = True) -> Iterator[None]:
+    """Send what the user's model prints, in processes that it starts too, to stderr, so that stdout is JSON alone."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

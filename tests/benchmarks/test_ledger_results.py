@@ -29,9 +29,9 @@ def entries(folder=FOLDER):
     return [Entry.from_json({**entry, "kernels": []}) for entry in data["entries"]]
 
 
-def shown(marker):
-    """The rows of a table of the page, by the first cell."""
-    text = PAGE.read_text().partition(f"<!-- {marker}")[2].partition(f"<!-- /{marker}")[0]
+def shown(marker, page=PAGE):
+    """The rows of a table of a page, by the first cell."""
+    text = page.read_text().partition(f"<!-- {marker}")[2].partition(f"<!-- /{marker}")[0]
     return {
         row[0]: row[1:] for row in (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()[3:] if line)
     }
@@ -49,6 +49,58 @@ def figures(entry):
 def test_the_page_on_backends_shows_the_ledger():
     found = {entry.contender: entry for entry in entries()}
     assert shown("ledger") == {words: figures(found[key]) for words, key in FORMS.items()}
+
+
+SPEED = {
+    "Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled",
+    "Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled",
+    "torchao by hand, tensorwise, compiled": "torchao tensorwise, compiled",
+    "`fp8-tensorwise`": "ours fp8-tensorwise",
+    "`fp8-tensorwise-remainder`": "ours fp8-tensorwise-remainder",
+    '`fp8-tensorwise-remainder`, `head="fp8"`': "ours fp8-tensorwise-remainder, fp8 head",
+    "`msamp-o2`": "ours msamp-o2",
+}
+
+
+def test_the_page_on_speed_shows_the_ledger():
+    found = {entry.contender: entry for entry in entries()}
+    page = ROOT / "docs/speed.md"
+    times = {
+        rates: {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
+        for rates in roofline.H200
+    }
+    base = SPEED["Lightning's `bf16-mixed`, compiled"]
+    table = shown("speed", page)
+    assert table.keys() == SPEED.keys()
+    for words, key in SPEED.items():
+        entry, (block, optimizer, peak, time, ahead) = found[key], table[words]
+        assert [block, time, peak] == [figures(entry)[0], figures(entry)[3], figures(entry)[2]]
+        assert float(optimizer) == round(entry.phase("optimizer").bytes / entry.parameters, 1)
+        assert float(ahead) == round(times["middle"][base] / times["middle"][key], 2)
+    best = SPEED['`fp8-tensorwise-remainder`, `head="fp8"`']
+    slow, fast = (times[rates][base] / times[rates][best] for rates in ("pessimistic", "optimistic"))
+    assert f"rates the best row is {slow:.2f} ahead, with the optimistic ones {fast:.2f}." in page.read_text()
+
+
+def test_sentences_with_figures_are_those_of_the_ledger():
+    found = {entry.contender: entry for entry in entries()}
+    blocks = {key: f"{entry.block().bytes / 1e9:.2f}" for key, entry in found.items()}
+    ours, remainder = blocks["ours fp8-tensorwise"], blocks["ours fp8-tensorwise-remainder"]
+    torchao, te = found["ours fp8-tensorwise"], found["ours fp8-hybrid-te"]
+    by_te, by_torchao = (roofline.predict(entry, roofline.assumed()).total for entry in (te, torchao))
+    rowwise = [blocks[f"ours fp8-rowwise{inside}"] for inside in (", scaled inside", "")]
+    for page, sentence in {
+        "CHANGELOG.md": f"reads and writes {remainder} GB beside its matrix products, under `fp8-tensorwise` {ours} (",
+        "docs/names.md": f"reads and writes {remainder} GB per step beside its matrix products under"
+        f" `fp8-tensorwise-remainder`, and {ours} GB under `fp8-tensorwise`",
+        "docs/what-converts.md": f"{rowwise[0]} GB per block of an 8B-shaped stack instead of {rowwise[1]} (",
+        "README.md": f"moves {remainder} GB per step under `fp8-tensorwise-remainder`,"
+        f" {blocks['lightning bf16-mixed, compiled']} GB under Lightning's compiled `bf16-mixed`, and"
+        f" {blocks['torchao tensorwise, compiled']} GB under torchao by hand",
+        "docs/which-backend.md": f"to need {1 - by_torchao / by_te:.1%} less time than `fp8-hybrid-te`, and holds"
+        f" {(te.peak - torchao.peak) / 1e9:.1f} GB less.".replace("%", " %"),
+    }.items():
+        assert sentence in " ".join((ROOT / page).read_text().split()), page
 
 
 def test_the_page_shows_the_ledger_of_transformer_engines_blocks():

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
 from lightning_lowprec.msamp.linear import ScaledLinear
 from lightning_lowprec.msamp.weight import master_of, values_of
+from lightning_lowprec.names import create
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Net, fit, in_fabric
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -109,3 +111,39 @@ def test_other_levels_and_layers_take_over_the_values_and_lightnings_own_precisi
         ):  # the first decay is noticed
             fit(precision, module)
     assert type(fit(MSAMP("O1"), module)[0].first) is ScaledLinear  # the weights of O1 are those of O2
+
+
+def test_a_checkpoint_names_its_backend_and_older_ones_without_it_resume(saved, tmp_path):
+    checkpoint = torch.load(saved / "O2.ckpt", weights_only=True)
+    assert checkpoint["MSAMP"].pop("backend") == "msamp"
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    continued = [
+        fit(MSAMP("O2"), epochs=4, path=path)[0].losses for path in (saved / "O2.ckpt", tmp_path / "older.ckpt")
+    ]
+    assert len(continued[0]) == 8
+    assert continued[0] == continued[1]
+
+
+def test_a_name_without_a_backend_takes_over_what_it_could_never_have_trained(saved):
+    module, _ = fit("fp8-hybrid", epochs=4, path=saved / "O2.ckpt")
+    assert len(module.losses) == 8
+    create("fp8-hybrid").load_state_dict({"backend": "torchao_prototype"})
+    with pytest.raises(RuntimeError, match=r"trained by transformer_engine, .* use 'fp8-hybrid-te'; to change over"):
+        create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
+    with pytest.raises(RuntimeError, match="trained by another, and here"):
+        create("fp8-hybrid").load_state_dict({"backend": "another"})
+
+
+def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():
+    whole = torch.nn.Sequential(Net(), Net(), torch.nn.Linear(4, 4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.bias"])  # the user's own
+    plugin = MSAMP("O2")
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(whole)
+    coded = {"0.first.weight", "0.second.weight", "1.first.weight", "1.second.weight"}
+    assert set(whole._ddp_params_and_buffers_to_ignore) == coded | {"2.bias"}
+    assert plain(whole[0]) is whole[0]
+    assert set(whole._ddp_params_and_buffers_to_ignore) == {"1.first.weight", "1.second.weight", "2.bias"}
+    assert not hasattr(whole[0].first.weight, "_ddp_ignored")
+    plain(whole[1])
+    assert whole._ddp_params_and_buffers_to_ignore == ["2.bias"]

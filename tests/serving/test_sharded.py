@@ -1,16 +1,24 @@
 """Sharded models and sharded checkpoints: each tensor is gathered, or read, when its turn comes."""
 
+import resource
 import warnings
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
+from lightning_lowprec.serving.choice import NOTHING
+from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.served_layers import ServedLayers
+from lightning_lowprec.serving.source import LiveModel, Source
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
 from tests.serving.models import config, decoded, llama, tensors
@@ -79,7 +87,72 @@ def _train(rank, folder):
     L.Trainer(max_steps=2, **options).fit(module, data)
     state = dict(lightning_lowprec.fp8_state(module, dtype="fp32"))
     found["without"] = all(same(state[name], found["msamp-o3"][2][name]) for name in state)
+    found["refused"] = _refused(rank, module, folder)
+    found["full disk"] = _full_disk(rank, module.net, folder)
+    found["adapter"] = _with_adapter(folder)
     return found
+
+
+def _refused(rank, module, folder):
+    """What every rank gets where rank 0 alone refuses."""
+    Path(f"{folder}/of rank 1").mkdir(exist_ok=True)
+    cases = {
+        "exists": (f"{folder}/msamp-o3", None),
+        "below a file": (f"{folder}/config/config.json/out", None),
+        "name too long": (f"{folder}/{'n' * 300}", None),
+        "no tokenizer": (f"{folder}/refused", f"{folder}/of rank {rank}"),
+    }
+    found = {}
+    for case, (out, tokenizer) in cases.items():
+        with pytest.raises((ValueError, OSError)) as error:
+            lightning_lowprec.export(module, out, format="hf", tokenizer=tokenizer, progress=False)
+        found[case] = type(error.value).__name__, str(error.value)
+    return found
+
+
+class Counted(Source):
+    """A model that counts the tensors that are read."""
+
+    def __init__(self, model):
+        self._model, self.read = LiveModel(model), {}
+
+    def shapes(self):
+        return self._model.shapes()
+
+    def rows(self, name, start, stop):
+        self.read[name] = True
+        return self._model.rows(name, start, stop)
+
+
+def _full_disk(rank, model, folder):
+    """Rank 0 may write 40 kB to a file; the first tensor has 49 kB. Return the error, and what was read."""
+    source = Counted(model)
+    options = Options(format="hf", dtype="fp32", shard_bytes=60_000, progress=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write(source, model, NOTHING, Path(f"{folder}/full"), options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    read = len(source.read)
+    dist.barrier()  # rank 0 has deleted its folder then
+    left = [path.name for path in Path(folder).iterdir() if "full" in path.name]
+    done = write(source, model, NOTHING, Path(f"{folder}/full"), options)
+    return str(error.value), read, done.tensors, left
+
+
+def _with_adapter(folder):
+    import peft
+
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), lora)
+    expected = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    fully_shard(model)
+    done = lightning_lowprec.export(model, f"{folder}/lora", format="hf", dtype="fp32", progress=False)
+    return done.adapter_layers, expected
 
 
 def same(a, b):
@@ -133,3 +206,39 @@ def test_the_folder_of_shards_becomes_the_same_folder(trained, precision, tmp_pa
     live, read = tensors(folder / precision), tensors(tmp_path / "out")
     assert live.keys() == read.keys()
     assert all(torch.equal(live[name].view(torch.uint8), read[name].view(torch.uint8)) for name in live)
+
+
+def test_every_rank_raises_what_rank_0_refuses(trained):
+    _, ranks = trained
+    expected = {
+        "exists": ("ValueError", "exists; expected a new folder"),
+        "below a file": ("ValueError", "expected a folder in a folder that exists"),
+        "name too long": ("OSError", "File name too long"),
+        "no tokenizer": ("ValueError", "is no folder; expected one with a tokenizer"),
+    }
+    for rank in ranks:
+        assert rank["refused"].keys() == expected.keys()
+        for case, (kind, text) in rank["refused"].items():
+            assert kind == expected[case][0]
+            assert expected[case][1] in text
+
+
+def test_a_disk_that_is_full_in_the_middle_ends_every_rank_soon_and_leaves_nothing(trained):
+    folder, ranks = trained
+    for rank, found in enumerate(ranks):
+        said, read, whole, left = found["full disk"]
+        assert said.startswith("rank 0: ") == (rank == 1)
+        assert read == 2, "of 12 tensors: the ranks ask each other after each 60 kB"
+        assert whole == 12
+        assert left == []
+    assert len(tensors(folder / "full")) == 12
+
+
+def test_the_adapter_of_a_sharded_model_is_gathered_by_all_ranks(trained):
+    folder, ranks = trained
+    stored = load_file(folder / "lora" / "adapter" / "adapter_model.safetensors")
+    for rank in ranks:
+        layers, expected = rank["adapter"]
+        assert layers == 1
+        assert stored.keys() == expected.keys()
+        assert all(torch.equal(stored[name], expected[name]) for name in stored)

@@ -1,6 +1,8 @@
 """What every `lowprec` command has in common: guide, exit codes, JSON, completion, progress, colours."""
 
+import argparse
 import json
+import math
 import os
 import pty
 import re
@@ -11,17 +13,24 @@ import subprocess
 import sys
 import termios
 import time
+import warnings
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools import cli, terminal
+from lightning_lowprec.serving.formats.registry import FormatName
+from lightning_lowprec.tools import cli, doctor, terminal
 from lightning_lowprec.tools.cli import COMMANDS, main
-from lightning_lowprec.tools.completion import SHELLS
+from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.completion import SHELLS, parser_actions
 from lightning_lowprec.tools.guide import EXIT_CODES, GUIDE
+from tests.serving.models import llama, tensors
 from tests.tools.test_monitor_command import write
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -112,10 +121,85 @@ def test_doctor_prints_json_for_a_name_of_lightning_too(capsys):
     assert json.loads(capsys.readouterr().out)["runs"] is True
 
 
-def test_every_command_with_data_has_the_option(scripts):
-    for command in ("doctor", "plan", "compare", "monitor", "export"):
+CHATTY = """
+import torch
+print("from an import")
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("from a model")
+        self.layer = torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 64)
+    def forward(self, x):
+        return self.head(self.layer(x))
+"""
+WITH_JSON = {
+    "doctor": [],
+    "doctor --for": ["fp8-rowwise"],
+    "doctor --device": ["sm_80", "--for=fp8-rowwise"],
+    "doctor --all": [],
+    "plan": ["chatty.py:Model"],
+    "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],
+    "plan --precisions": [],
+    "monitor": ["."],
+    "monitor --keep": ["."],
+    "export": ["a.pt", "b.pt"],
+    "export --format": ["hf", "small/model.safetensors", "served", "--model=small", "--check", "--min_snr=1000"],
+}
+"""Every form of a command that prints results, but for `compare`, which test_compare.py runs; and its arguments."""
+ANSWERS_NO = {"doctor --device", "export --format"}
+
+
+@pytest.mark.parametrize("form", WITH_JSON)
+def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("chatty.py").write_text(CHATTY)
+    write(tmp_path, {2: ("gradient", 0.75, 12.0)})
+    torch.save({"a": torch.tensor([math.nan])}, "a.pt")
+    if "small" in " ".join(WITH_JSON[form]):
+        llama().save_pretrained("small")
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        status = main([*form.split(), *WITH_JSON[form], "--json"])
+    said = capfd.readouterr()
+    assert json.loads(said.out, parse_constant=pytest.fail), said.err
+    assert status == (form in ANSWERS_NO)
+
+
+def test_the_page_lists_the_forms_with_json():
+    section = PAGE.partition("## JSON")[2].partition("```")[0]
+    forms = [form for form in re.findall(r"`([^`]+)`", section) if form.split()[0] in COMMANDS]
+    assert set(forms) == {*WITH_JSON, "compare"}
+
+
+def test_every_parser_of_a_command_that_prints_results_has_json_and_all_options_are_completed(scripts):
+    for command in COMMANDS:
         line = next(line for line in scripts["bash"].splitlines() if f"_{command}_option_strings=" in line)
-        assert " --json " in line.replace(")", " "), command
+        completed = set(re.findall(r"--[\w.+-]+", line))
+        for mode in cli.MODES.get(command, ([],)):
+            options = {
+                option.replace("_", "-") if command != "fit" else option
+                for action in parser_actions(command, mode, cli._run)
+                for option in action.option_strings
+                if action.help != argparse.SUPPRESS and option.startswith("--")
+            }
+            assert ("--json" in options) == (command not in ("fit", "run")), (command, mode)
+            assert options <= completed, (command, mode)
+
+
+def test_json_of_an_export_for_servers(tmp_path, capsys):
+    model = llama()
+    model.save_pretrained(tmp_path / "small")
+    arguments = ["export", str(tmp_path / "small"), str(tmp_path / "out"), f"--model={tmp_path / 'small'}"]
+    assert main([*arguments, "--format=compressed-tensors", "--precision=fp8-rowwise", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    report = json.loads((tmp_path / "out" / "lowprec_export.json").read_text())
+    assert found.items() > report.items()
+    stored = tensors(tmp_path / "out")
+    assert found["out"] == str(tmp_path / "out")
+    assert found["bytes"] == sum(tensor.nbytes for tensor in stored.values())
+    assert (found["tensors_written"], found["weights_in_fp8"], found["check"]) == (len(stored), 7, None)
 
 
 # ---- completion
@@ -143,6 +227,8 @@ def test_bash_completes_commands_options_names_and_files(scripts, tmp_path):
         assert completed(scripts, tmp_path, "bash", "lowprec", *words, "fp8-row") == rowwise
     assert completed(scripts, tmp_path, "bash", "lowprec", "compare", "--max") == {"--max-steps", "--max-loss-gap"}
     assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--dtype", "") == {"keep", "fp32", "bf16", "fp16"}
+    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--format", "") == set(get_args(FormatName))
+    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--precision", "fp8-row") == rowwise
     (tmp_path / "script.py").touch()
     run = ["run", "--precision", "fp8-hybrid", str(tmp_path / "scr")]
     assert completed(scripts, tmp_path, "bash", "lowprec", *run) == {str(tmp_path / "script.py")}
@@ -228,6 +314,27 @@ def test_counted_work_has_a_bar(on_terminal):
             time.sleep(0.3)
 
     assert re.search(r"asking  75%\|.+\| 3/4 00:00", on_terminal(three_of_four))
+
+
+@pytest.mark.usefixtures("soon")
+def test_one_question_to_the_doctor_and_the_ends_of_a_comparison_are_shown(on_terminal, monkeypatch, tmp_path):
+    def slowly(module, name, result=None):
+        real = getattr(module, name)
+
+        def slow(*args, **options):
+            time.sleep(0.3)
+            return real(*args, **options) if result is None else result
+
+        monkeypatch.setattr(module, name, slow)
+
+    slowly(doctor, "availability")
+    assert "asking whether fp8-rowwise runs ... 00:0" in on_terminal(lambda: main(["doctor", "--for", "fp8-rowwise"]))
+    slowly(runner, "load_class")
+    slowly(runner, "write_report", result=True)
+    monkeypatch.setattr(runner, "run_one", lambda spec, name, seed: PrecisionResult(name=name, seed=seed))
+    said = on_terminal(lambda: runner.compare(CompareSpec(precisions=["32-true"], out=tmp_path)))
+    assert "importing the model and the data ... 00:0" in said
+    assert "drawing the report ... 00:0" in said
 
 
 def test_short_work_is_not_shown(on_terminal):

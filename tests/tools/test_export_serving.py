@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
@@ -122,6 +123,21 @@ def test_high_precision_is_checked_too(trained, tmp_path, capsys):
     options = ["--dtype=fp32", "--check", "--min_snr=120", "--min_agreement=1"]
     assert export(trained, "fabric.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
     assert "256 of 256 greedy tokens" in capsys.readouterr().out
+
+
+def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
+    BertModel(BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
+        tmp_path / "bert"
+    )
+    options = (f"--model={tmp_path / 'bert'}", "--check")
+    assert export(tmp_path, "bert", tmp_path / "out", *options, format="hf", precision=None) == 2
+    assert "`--check` takes causal language models, and Bert" in capsys.readouterr().err
+    assert export(trained, "fabric.ckpt", tmp_path / "out", "--check", "--check_text=none.txt") == 2
+    assert "`check_text='none.txt'` is no file" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert export(trained, "fabric.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 2
+    assert "`--check` of `--format hf-fp8-block` needs accelerate" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"bert"}
 
 
 def test_another_precision_than_the_checkpoints_is_refused(trained, tmp_path, capsys):

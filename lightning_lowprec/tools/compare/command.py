@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.tools.compare.report import REPORT, text
 from lightning_lowprec.tools.compare.runner import compare
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
+from lightning_lowprec.tools.terminal import prints_to_stderr
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     args = vars(parser.parse_args(argv))
     as_json = args.pop("json")
     args["precisions"] = [name.strip() for name in args["precisions"].split(",")]
-    with _prints_to_stderr() if as_json else nullcontext():
+    with prints_to_stderr(wanted=as_json):
         comparison = compare(CompareSpec(**args))
     if as_json:
         print(comparison.to_json(), end="")
@@ -46,16 +44,3 @@ def run(argv: Sequence[str]) -> int:
         print(text(comparison))
         print(comparison.spec.out / REPORT)
     return 0 if comparison.ok else 1
-
-
-@contextmanager
-def _prints_to_stderr() -> Iterator[None]:
-    """Send what models print in the processes of the trainings to stderr, so that stdout is JSON alone."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -23,6 +23,7 @@ from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import train
+from lightning_lowprec.tools.terminal import working
 
 ERROR_LINES = 12
 START = "spawn"
@@ -46,13 +47,15 @@ def compare(spec: CompareSpec, *, progress: bool = True) -> ShownComparison:
     """
     for name in spec.precisions:
         validate_name(name)
-    require("matplotlib", "`lowprec compare`")
-    for path in (spec.model, spec.data):
-        load_class(path)
+    with working("importing the model and the data"):
+        require("matplotlib", "`lowprec compare`")
+        for path in (spec.model, spec.data):
+            load_class(path)
     with _own(spec.out, force=spec.force):
         results = [run_one(spec, name, seed, progress=progress) for seed, name in spec.runs]
         comparison = ShownComparison(spec=spec, results=results)
-        write_report(comparison)
+        with working("drawing the report"):
+            write_report(comparison)
     return comparison
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +11,8 @@ from typing import Any, Final, final
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.callbacks.readings import FILE, Reading, Thresholds, by_layer, read
+from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.monitor.page import page
-from lightning_lowprec.tools.strict_json import finite
 from lightning_lowprec.tools.table import format_table
 from lightning_lowprec.tools.terminal import working
 
@@ -65,10 +64,10 @@ def run(argv: Sequence[str]) -> int:
             out = args.html or path.with_name("monitor.html")
             out.write_text(page(samplings))
     if args.keep:
-        print(json.dumps(_kept(layers, limits), indent=1) if args.json else keep(layers, limits))
+        print(strict_json.dumps(_kept(layers, limits)) if args.json else keep(layers, limits))
         return 0
     if args.json:
-        print(json.dumps(_as_json(samplings, layers, limits, out), indent=1, allow_nan=False))
+        print(strict_json.dumps(_as_json(samplings, layers, limits, out)))
         return 0
     print("\n".join(format_table([_HEADER, *map(_cells, layers[: args.top])], right=range(1, 6))))
     beyond = [layer for layer in layers if layer.beyond >= limits.patience]
@@ -116,7 +115,7 @@ def _as_json(samplings: Samplings, layers: Sequence[Worst], limits: Thresholds, 
         "page": str(out),
         "steps": list(samplings),
         "limits": asdict(limits),
-        "layers": finite([asdict(layer) for layer in layers]),
+        "layers": [asdict(layer) for layer in layers],
         "keep": _kept(layers, limits),
     }
 

@@ -12,13 +12,14 @@ from jsonargparse import ArgumentParser
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, take
+from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning import fits_command, widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
 from lightning_lowprec.tools.planning.model_plan import converting_name, plan_of, recipes_of
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.terminal import working
+from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,12 +29,12 @@ def run(argv: Sequence[str]) -> int:
         return fits_command.run(args)
     if args.precisions is not None:
         rows = [widths.widths(name) for name in widths.all_names()]
-        print(json.dumps(rows, indent=1) if args.json else widths.text(rows))
+        print(strict_json.dumps(rows) if args.json else widths.text(rows))
         return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     name = converting_name(args.precision)
-    with working("building the model and planning its layers"):
+    with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
         recipes = recipes_of(dict(map(_pattern, args.recipe or ())), args.precision, name)
         plan = plan_of(source.model, name, recipes, take(LayerOptions, vars(args)))
@@ -74,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         "per_rank": [asdict(rank) for rank in ranks],
     }
     page = text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
-    print(json.dumps(data, indent=1) if args.json else page)
+    print(strict_json.dumps(data) if args.json else page)
     return 0 if plan.converted else 1
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.planning.fits import DEFAULT_NAMES, MARGIN, MARGIN_SHARE, Report, fits
 from lightning_lowprec.tools.planning.fits_text import text
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.terminal import working
+from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 STRATEGIES: Final = ("fsdp2",)
 
@@ -29,7 +29,7 @@ def run(args: Any) -> int:
     if args.source is None:
         raise ValueError("`source` is missing: give a model, such as a folder with a config.json or my.py:Model.")
     names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
-    with working("building the model") as shown:
+    with working("building the model") as shown, prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
         report = fits(
             source.model, args.fits, names=names, batch=args.batch, sequence=args.seq, fused=args.fused,
@@ -38,7 +38,7 @@ def run(args: Any) -> int:
         )  # fmt: skip
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{text(report, source.origin, markdown=True)}\n", encoding="utf-8")
-    print(json.dumps(_json(report, source.origin), indent=1) if args.json else text(report, source.origin))
+    print(strict_json.dumps(_json(report, source.origin)) if args.json else text(report, source.origin))
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
 
 

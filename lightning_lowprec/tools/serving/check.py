@@ -9,6 +9,7 @@ models see the same tokens at every place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.serving.coding import step_of
+from lightning_lowprec.serving.formats.registry import FormatName
 from lightning_lowprec.serving.source import Source, named_tensors
 
 GREEDY_TOKENS: Final = 256
 _PROMPT: Final = 32
 _TEXT_TOKENS: Final = 512
+_READ_WITH: Final[Mapping[FormatName, str]] = {"hf-fp8-block": "accelerate", "compressed-tensors": "compressed_tensors"}
+"""What transformers needs to load a format."""
 
 
 @final
@@ -84,6 +88,20 @@ class Result:
         """Whether all bounds are held."""
         return not self.failures
 
+    def as_json(self) -> dict[str, Any]:
+        """Return what was measured, and the bounds that are not held."""
+        before, after = self.perplexity
+        return {
+            "snr_db": self.snr,
+            "greedy_agreement": self.agreement,
+            "greedy_tokens": self.tokens,
+            "perplexity_of_the_checkpoint": before,
+            "perplexity_of_the_folder": after,
+            "perplexity_change": self.perplexity_change,
+            "failures": self.failures,
+            "holds": self.holds,
+        }
+
     def text(self) -> str:
         """Return some lines for people."""
         before, after = self.perplexity
@@ -105,7 +123,25 @@ class _Reference(NamedTuple):
     """Of the text, [T, V]."""
 
 
-def check(skeleton: Any, source: Source, out: Path, bounds: Bounds) -> Result:
+def refuse_unchecked(skeleton: Any, format: FormatName) -> None:
+    """Raise if a folder of this model and format cannot be compared here.
+
+    Raises:
+        ImportError: a package that loads the folder is not installed.
+        ValueError: the model is no causal language model.
+    """
+    transformers = require("transformers", "--check")
+    if not isinstance(skeleton, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(skeleton.config), ())):
+        raise ValueError(
+            f"`--check` takes causal language models, and {type(skeleton).__name__} is none; leave it out."
+        )
+    if format in _READ_WITH:
+        require(_READ_WITH[format], f"`--check` of `--format {format}`")
+
+
+def check(
+    skeleton: Any, source: Source, out: Path, bounds: Bounds, *, say: Callable[[str], None] = lambda _: None
+) -> Result:
     """Compare.
 
     Args:
@@ -113,17 +149,12 @@ def check(skeleton: Any, source: Source, out: Path, bounds: Bounds) -> Result:
         source: the checkpoint, by the model's names, without an adapter or merged.
         out: the folder.
         bounds: what must hold.
-
-    Raises:
-        ImportError: a package that loads the folder is not installed.
-        ValueError: the model is no causal language model.
+        say: is told what begins.
     """
     transformers = require("transformers", "--check")
-    if type(skeleton.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"`--check` takes causal language models, and {type(skeleton).__name__} is none; leave it out."
-        )
+    say("checking: the model of the checkpoint generates")
     reference = _measure_reference(skeleton, source, _tokens(out, bounds, skeleton.config))
+    say("checking: the model of the folder reads")
     served = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
     with torch.no_grad():
         logits = served(reference.text).logits[0].float()

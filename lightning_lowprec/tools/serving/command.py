@@ -16,33 +16,56 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.serving.adapters import WithoutAdapter
 from lightning_lowprec.serving.choice import NOTHING, Choice, of_plan
-from lightning_lowprec.serving.export import DtypeName, Exported, Options, served_model, write
+from lightning_lowprec.serving.export import DtypeName, Exported, Options, report, served_model, write
 from lightning_lowprec.serving.first_rounding import WITHOUT_FP8
 from lightning_lowprec.serving.formats.registry import FormatName, find
 from lightning_lowprec.serving.shards import check_out
 from lightning_lowprec.serving.source import LiveModel, Source
+from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning.source import load
 from lightning_lowprec.tools.serving.adapter_config import read_config
-from lightning_lowprec.tools.serving.check import Bounds, check
+from lightning_lowprec.tools.serving.check import Bounds, Result, check, refuse_unchecked
 from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, open_source
+from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the folder, print what was written, and with ``--check`` compare; return 1 if a bound is not held."""
     args = _parser().parse_args(argv)
-    out = Path(args.out)
+    out, bounds, options = Path(args.out), take_bounds(args), _options(args)
     check_out(out)
-    opened = _open(args)
-    done = _write(args, opened, out)
-    print(done.text())
-    if opened.left_out:
-        print(f"{opened.left_out} tensors of the checkpoint belong to other modules, and were left out")
-    if not args.check:
-        return 0
-    adapted = WithoutAdapter(opened.source, opened.adapter, merge=args.merge_adapters)
-    result = check(opened.model, adapted, out, take_bounds(args))
-    print(result.text())
-    return 0 if result.holds else 1
+    with prints_to_stderr(wanted=args.json):
+        with working(f"reading {args.checkpoint}"):
+            opened = _open(args)
+        if args.check:
+            refuse_unchecked(opened.model, args.format)
+        done = _write(args, opened, out, options)
+        if not args.json:
+            print(done.text())
+            if opened.left_out:
+                print(f"{opened.left_out} tensors of the checkpoint belong to other modules, and were left out")
+        result = None
+        if args.check:
+            adapted = WithoutAdapter(opened.source, opened.adapter, merge=args.merge_adapters)
+            with working("checking") as shown:
+                result = check(opened.model, adapted, out, bounds, say=shown.say)
+    if args.json:
+        print(strict_json.dumps(_as_json(options, done, opened.left_out, result)))
+    elif result is not None:
+        print(result.text())
+    return 0 if result is None or result.holds else 1
+
+
+def _as_json(options: Options, done: Exported, left_out: int, result: Result | None) -> dict[str, Any]:
+    return {
+        "out": str(done.out),
+        "bytes": done.size,
+        "tensors_written": done.tensors,
+        "tensors_left_out": left_out,
+        "adapter_layers": done.adapter_layers,
+        **report(options, done),
+        "check": None if result is None else result.as_json(),
+    }
 
 
 @final
@@ -70,14 +93,17 @@ def _open(args: Any) -> Opened:
     return Opened(source=source, model=model, adapter=adapter, trained_by=backend_of(content), left_out=source.left_out)
 
 
-def _write(args: Any, opened: Opened, out: Path) -> Exported:
-    options = Options(
+def _options(args: Any) -> Options:
+    return Options(
         format=args.format,
         dtype=args.dtype,
         weights_only=args.weights_only,
         merge_adapters=args.merge_adapters,
         files_from=_files_from(args),
     )
+
+
+def _write(args: Any, opened: Opened, out: Path, options: Options) -> Exported:
     choice = NOTHING if find(args.format).scale_per is None else _choice(args, opened)
     return write(opened.source, opened.model, choice, out, options, opened.adapter)
 
@@ -171,6 +197,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--first_last_layers_bf16", action="store_true", help="the run kept the first and last blocks")
     parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
     _add_check(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON: what was written, and with --check the result")
     return parser
 
 
