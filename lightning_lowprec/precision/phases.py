@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
+from typing_extensions import Self
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion import backends
@@ -43,6 +44,30 @@ class ScheduledPhases:
         self._checked = False
         self._applied: int | None = None
         self._logged: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Sequence[Mapping[str, Any]] | None,
+        head: str,
+        check: Callable[[Schedule], None] = lambda _: None,
+    ) -> Self | None:
+        """Return the phases of a plugin's option ``schedule``, or None without a schedule.
+
+        Args:
+            schedule: the option.
+            head: the plugin's option ``head``.
+            check: raises a ValueError if the plugin cannot compute one of the phases.
+
+        Raises:
+            ValueError: the schedule is not valid, or ``check`` raises.
+        """
+        if schedule is None:
+            return None
+        checked = Schedule.of(schedule)
+        checked.check_head(head)
+        check(checked)
+        return cls(checked)
 
     @property
     def current(self) -> Phase | None:

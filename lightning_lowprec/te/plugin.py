@@ -195,11 +195,11 @@ class FP8TE(Scheduled):
         Raises:
             ValueError: the schedule is not valid, or Transformer Engine cannot compute one of its phases.
         """
-        checked = None if schedule is None else Schedule.of(schedule)
-        if checked is not None:
-            checked.check_head(self.head)
-            check_phases(checked, self._all_recipes, fuse=self.fuse)
-        self.phases = None if checked is None else ScheduledPhases(checked)
+
+        def check(phases: Schedule) -> None:
+            check_phases(phases, self._all_recipes, fuse=self.fuse)
+
+        self.phases = ScheduledPhases.of(schedule, self.head, check)
 
     @property
     def _all_recipes(self) -> list[Any]:

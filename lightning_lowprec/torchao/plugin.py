@@ -184,16 +184,14 @@ class FP8TorchAO(Scheduled):
         Raises:
             ValueError: the schedule is not valid, or names a product as FP8 that the recipe computes in bf16.
         """
-        if schedule is None:
-            self.phases = None
-            return
-        checked = Schedule.of(schedule)
-        checked.check_head(self.head)
-        if self.config is not None:
-            checked.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
-        elif "rowwise_with_gw_hp" in self.kinds:
-            checked.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
-        self.phases = ScheduledPhases(checked)
+
+        def check(phases: Schedule) -> None:
+            if self.config is not None:
+                phases.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
+            elif "rowwise_with_gw_hp" in self.kinds:
+                phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
+
+        self.phases = ScheduledPhases.of(schedule, self.head, check)
 
     @property
     @override

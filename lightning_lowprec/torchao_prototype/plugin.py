@@ -32,7 +32,7 @@ from lightning_lowprec.precision.options import (
     LossScaleOptions,
 )
 from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -103,12 +103,7 @@ class TorchAOPrototype(Scheduled):
         Raises:
             ValueError: the schedule is not valid.
         """
-        if schedule is None:
-            self.phases = None
-            return
-        checked = Schedule.of(schedule)
-        checked.check_head(self.head)
-        self.phases = ScheduledPhases(checked)
+        self.phases = ScheduledPhases.of(schedule, self.head)
 
     @property
     @override

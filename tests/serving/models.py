@@ -14,6 +14,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from lightning_lowprec.names import create
+
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 128,
@@ -50,6 +52,12 @@ def mixtral():
 def gpt2():
     torch.manual_seed(0)
     return spread_rows(GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=4)))
+
+
+def converted(model, precision):
+    """The model, as a name of the table converts it."""
+    create(precision).convert_module(model)
+    return model
 
 
 def tensors(folder):

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
-from lightning_lowprec.names import create
 from lightning_lowprec.serving.served_layers import ServedLayers
-from tests.serving.models import FP8_FORMATS, llama, mixtral, served, spread_rows
+from tests.serving.models import FP8_FORMATS, converted, llama, mixtral, served, spread_rows
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -33,11 +32,6 @@ def quiet_libraries():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def converted(model, precision):
-    create(precision).convert_module(model)
-    return model
 
 
 def db(signal, other):

@@ -11,9 +11,19 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 import lightning_lowprec
-from lightning_lowprec.names import create
 from lightning_lowprec.serving import coding, shards
-from tests.serving.models import FP8_FORMATS, codes_name, config, decoded, gpt2, llama, mixtral, served, tensors
+from tests.serving.models import (
+    FP8_FORMATS,
+    codes_name,
+    config,
+    converted,
+    decoded,
+    gpt2,
+    llama,
+    mixtral,
+    served,
+    tensors,
+)
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -25,11 +35,6 @@ def quiet_transformers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def converted(model, precision):
-    create(precision).convert_module(model)
-    return model
 
 
 def export(model, out, format, **options):
