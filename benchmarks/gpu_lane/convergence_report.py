@@ -34,7 +34,7 @@ def convergence(data: Data) -> str:
 
 def _head(data: Data, compared: Runs) -> str:
     run, facts = curves.every(compared)[0], figures_of(data, "convergence").get(TEXT, {})
-    text = f"text with digest {run['text']}"
+    text = f"text with digest {run['text'][:16]}"
     if facts:
         text += f": {facts['train_tokens']} tokens to learn and {facts['val_tokens']} to validate"
     epochs = max(r["epochs"] for r in curves.every(compared))

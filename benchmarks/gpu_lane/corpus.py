@@ -1,9 +1,10 @@
 """The text of ``convergence`` as tokens, made once per output folder.
 
-The text is the Python sources of the installed packages: a machine without network has no other text of this size. The
-files are split and ordered as those of ``lowprec compare``, by a hash of their paths. A file with the content of an
-earlier file is left out. ``digest`` tells the text of one machine from that of another: losses on different texts do
-not compare. The tokenizer is a byte-level BPE as GPT-2's, trained on the beginning of the training text.
+The text is the sources of the installed packages: a machine without network has no other text of this size. Files are
+ordered by a hash of their paths, so that a limit in bytes takes a little of every package. One file in twenty, chosen
+by the same hash, is for validation. A file with the content of an earlier file is left out. The digest tells the text
+of one machine from that of another: losses on different texts do not compare. The tokenizer is a byte-level BPE as
+GPT-2's, trained on the beginning of the training text.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu_lane.item import stage
-from lightning_lowprec.tools.demo.data import split
 
 FILE = "convergence-tokens.npz"
 END = "<|endoftext|>"
 """The token between two files."""
+KINDS = {
+    "prose": (".md", ".rst", ".txt", "METADATA"),
+    "python": (".py", ".pyi"),
+    "c": (".c", ".h", ".cpp", ".hpp", ".cuh"),
+}
+"""Kinds of text, by how the name of a file ends."""
+VAL_SHARE = 20
+"""One file in so many is for validation."""
 GROUP = 512
 """Files that are encoded at once."""
 
@@ -34,17 +44,15 @@ GROUP = 512
 class Size:
     """How much text, and how many different tokens."""
 
-    train_bytes: int = 160_000_000
-    """At most; about 39 million tokens, more than one run reads."""
-    val_bytes: int = 4_000_000
-    """At most."""
+    bytes: int = 160_000_000
+    """At most; about 40 million tokens, more than one run reads."""
     sample_bytes: int = 20_000_000
     """Of the training text, for the tokenizer: about 10 seconds on two CPU cores."""
     vocabulary: int = 50_257
     """GPT-2's."""
 
 
-TOY = Size(train_bytes=400_000, val_bytes=40_000, sample_bytes=100_000, vocabulary=320)
+TOY = Size(bytes=1_000_000, sample_bytes=100_000, vocabulary=320)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Corpus:
     val: np.ndarray[Any, Any]
     """(M,) uint16."""
     facts: dict[str, Any]
-    """Digest, bytes, files, tokens, and the seconds that all of it took."""
+    """Digests of text and tokens, files, tokens, and the seconds that all of it took."""
 
 
 def corpus(size: Size, out: Path | None, packages: Path | None = None) -> Corpus:
@@ -91,7 +99,9 @@ def make(size: Size, packages: Path) -> Corpus:
     tokens = {name: encoded(tokenizer, several) for name, several in (("train", train), ("val", val))}
     lengths = {"train": sum(map(len, train)), "val": sum(map(len, val))}
     facts = {
-        "digest": digest, "size": asdict(size), "vocabulary": tokenizer.get_vocab_size(),
+        "digest": digest,
+        "tokens_digest": hashlib.sha256(tokens["train"].tobytes()).hexdigest()[:16],
+        "size": asdict(size), "vocabulary": tokenizer.get_vocab_size(),
         **{f"{name}_files": len(several) for name, several in (("train", train), ("val", val))},
         **{f"{name}_characters": length for name, length in lengths.items()},
         **{f"{name}_tokens": len(found) for name, found in tokens.items()},
@@ -102,37 +112,51 @@ def make(size: Size, packages: Path) -> Corpus:
 
 
 def texts(size: Size, packages: Path) -> tuple[list[str], list[str], str]:
-    """Return the files' texts for training and for validation, and a digest of both.
+    """Return the files' texts for training and for validation, in the order of the hashes, and the digest.
+
+    The digest is the SHA-256 of all bytes: those for training before those for validation, each sorted by kind.
 
     Raises:
         ValueError: there is no text.
     """
-    train_files, val_files = split(packages)
-    seen: set[bytes] = set()
-    train = list(_unseen(train_files, size.train_bytes, seen))
-    val = list(_unseen(val_files, size.val_bytes, seen))
-    if not train or not val:
-        raise ValueError(f"{packages} has no Python sources for training and validation.")
+    chosen: dict[tuple[str, str], list[bytes]] = {(part, kind): [] for part in ("train", "val") for kind in KINDS}
+    several: dict[str, list[str]] = {"train": [], "val": []}
+    for name, content in _unseen(packages, size.bytes):
+        part = "val" if rank(name) % VAL_SHARE == 0 else "train"
+        chosen[part, kind_of(name) or ""].append(content)
+        several[part].append(content.decode(errors="replace"))
+    if not all(several.values()):
+        raise ValueError(f"{packages} has no sources for training and validation.")
     digest = hashlib.sha256()
-    for text in (*train, END, *val):
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return train, val, digest.hexdigest()[:16]
+    for content in chain(*chosen.values()):
+        digest.update(content)
+    return several["train"], several["val"], digest.hexdigest()
 
 
-def _unseen(files: Iterable[Path], most: int, seen: set[bytes]) -> Iterator[str]:
-    """Yield the texts of files until they have ``most`` bytes, without those that are in ``seen``, which grows."""
-    total = 0
-    for file in files:
-        content = file.read_bytes()
-        mark = hashlib.sha256(content).digest()
-        if mark in seen or not content.strip():
-            continue
-        if total >= most:
+def kind_of(name: str) -> str | None:
+    """Return the kind of a file, or None if it is not text of a kind that counts."""
+    return next((kind for kind, ends in KINDS.items() if name.endswith(ends)), None)
+
+
+def rank(name: str) -> int:
+    """Return the hash of a path, relative to the folder of packages, that orders and splits the files."""
+    return zlib.crc32(name.encode())
+
+
+def _unseen(packages: Path, most: int) -> Iterator[tuple[str, bytes]]:
+    """Yield paths and contents up to the first file that does not fit into ``most`` bytes, no content twice."""
+    found = [Path(parent, file).relative_to(packages).as_posix() for parent, _, files in os.walk(packages)
+             for file in files if kind_of(file)]  # fmt: skip
+    seen: set[bytes] = set()
+    for name in sorted(found, key=lambda name: (rank(name), name)):
+        content = (packages / name).read_bytes()
+        if len(content) > most:
             return
-        seen.add(mark)
-        kept = content[: most - total]
-        total += len(kept)
-        yield kept.decode(errors="replace")
+        mark = hashlib.sha256(content).digest()
+        if content and b"\0" not in content and mark not in seen:
+            seen.add(mark)
+            most -= len(content)
+            yield name, content
 
 
 def cut(several: list[str], most: int) -> list[str]:

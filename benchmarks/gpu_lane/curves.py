@@ -16,7 +16,7 @@ Data = dict[str, Any]
 Run = Mapping[str, Any]
 Runs = dict[str, dict[int, Run]]
 """By contender, then by seed."""
-SAME = ("model", "layers", "batch", "text", "learning_rate", "warm_up")
+SAME = ("model", "layers", "batch", "text", "text_tokens", "learning_rate", "warm_up")
 """Runs that differ in one of these do not compare."""
 FIXED_STEPS = (100, 200, 400)
 SHARES = (0.25, 0.5, 1.0)

@@ -15,7 +15,8 @@ COUNTED = ROOT / "benchmarks/results/null-gpu-2026-11-23/ledger-124m.json"
 def predicted_ms(data: dict[str, Any], model: str, batch: int) -> tuple[dict[str, float], str]:
     """Return the predicted milliseconds of a step by contender, and whose rates these are.
 
-    Nothing is predicted for another model or batch than the counted one.
+    Nothing is predicted for another model or batch than the counted one, and for a contender whose products are not
+    all counted: those of ``int8-mixed`` are Triton kernels, whose FLOPs the ledger does not know.
     """
     from benchmarks.ledger import roofline
     from benchmarks.ledger.entry import Entry
@@ -23,9 +24,8 @@ def predicted_ms(data: dict[str, Any], model: str, batch: int) -> tuple[dict[str
     measured = roofline.of_the_lane(rates_of(data))
     rates = roofline.Rates("", {**roofline.assumed().values, **measured})
     entries = [Entry.from_json({**found, "kernels": []}) for found in json.loads(COUNTED.read_text())["entries"]]
-    found = {
-        entry.contender: roofline.predict(entry, rates).total
-        for entry in entries
-        if (entry.shape["name"], entry.batch) == (model, batch)
-    }
+    counted = [entry for entry in entries if (entry.shape["name"], entry.batch) == (model, batch)]
+    flops = {entry.contender: sum(entry.whole().product_flops.values()) for entry in counted}
+    most = max(flops.values(), default=0)
+    found = {e.contender: roofline.predict(e, rates).total for e in counted if flops[e.contender] == most}
     return found, "of this run (what it has not is assumed)" if measured else roofline.assumed().label
