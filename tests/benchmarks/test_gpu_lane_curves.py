@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.gpu_lane import curves, plots, predictions, report
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN
+from benchmarks.gpu_lane.machine import ROOT
 from benchmarks.gpu_lane.part_convergence import CONTENDERS
 
 COMMON = {
@@ -152,6 +153,8 @@ def test_predictions_come_from_the_committed_counts():
         amounts = [amount for phase in entry["stretches"].values() for amount in phase.values()]
         assert sum(sum(amount["product_flops"].values()) for amount in amounts) == flops, entry["contender"]
     assert "assumed" in label
+    page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    assert f"takes {found[BASELINE]:.0f} ms with bf16-mixed and {found[MAIN]:.0f} ms with `fp8-tensorwise`" in page
     assert predictions.predicted_ms(DATA, "124m", 16)[0] == {}
 
 
