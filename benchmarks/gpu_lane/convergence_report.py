@@ -44,8 +44,8 @@ def _head(data: Data, compared: Runs) -> str:
         f" ({run['learning_rate']:g} after {run['warm_up']} steps). Losses are of validation, in the precision of the"
         " contender: means over seeds, with the standard deviation where there are several seeds. `step` compares at"
         " equal steps; `s` compares at equal seconds of training, without compilation and validation. Differences are"
-        f" to {BASELINE} with the same seed; below zero is better. Differences within the deviation say nothing; of one seed, the deviation is"
-        " not known."
+        f" to {BASELINE} with the same seed; below zero is better."
+        " Differences within the deviation say nothing; of one seed, the deviation is not known."
     )
 
 
