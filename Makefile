@@ -14,7 +14,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # of tests/gpu, what compiles for minutes
 COMPILING := tests/gpu/test_alignment.py tests/gpu/test_compile.py
-LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation
+LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation convergence
 
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
@@ -34,7 +34,7 @@ help:
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    the GPU lane and the slowest of tests/gpu, on a GPU that computes nothing (20 minutes)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
-	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (about an hour)"
+	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (over an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_lane import figures, targets
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, SHARDED
-from benchmarks.gpu_lane.report import number, table
+from benchmarks.gpu_lane.markdown import number, table
 from benchmarks.gpu_lane.results import FILE, means_nothing
 
 ROOT = Path(__file__).parents[1]

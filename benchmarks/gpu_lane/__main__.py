@@ -115,6 +115,8 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
         compile=device != "cpu",
         steps=args.steps or (6 if args.smoke else 20),
         batch=args.batch,
+        seconds=args.seconds,
+        seeds=args.seeds,
         only=tuple(args.only),
         out=str(args.out.resolve()),
     )
@@ -135,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "memory",
         "optimizer",
         "accumulation",
+        "convergence",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
@@ -145,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="items whose key contains one of these")
     parser.add_argument("--steps", type=int, help="training steps of step8b and step1b (20)")
     parser.add_argument("--batch", type=int, help="sequences per step (what fits)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="training time of a run of convergence (60)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each contender of convergence (1)")
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--isolate", action="store_true", help="worker processes on CPU too")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the run, if the clock is wrong")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu_lane.item import Part
 from benchmarks.gpu_lane.part_accumulation import Accumulation
+from benchmarks.gpu_lane.part_convergence import Convergence
 from benchmarks.gpu_lane.part_linear import Linears
 from benchmarks.gpu_lane.part_memory import Memory
 from benchmarks.gpu_lane.part_optimizer import OptimizerSteps
@@ -14,6 +15,6 @@ from benchmarks.gpu_lane.part_tests import Tests
 
 ALL: tuple[Part, ...] = (
     Smoke("smoke"), Linears(), Steps("8b"), Tests(), Steps("1b"), Overhead(), Memory(), OptimizerSteps(),
-    Accumulation(), Smoke("smoke-all"),
+    Accumulation(), Convergence(), Smoke("smoke-all"),
 )  # fmt: skip
 PARTS: dict[str, Part] = {part.name: part for part in ALL}

@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lane import figures
+from benchmarks.gpu_lane import curves, figures
 from benchmarks.gpu_lane.contenders import BASELINE
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.linear_runs import BF16
@@ -29,6 +29,7 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
     matplotlib.use("Agg")
     pictures: dict[str, Callable[[Data, Any], bool]] = {
         "linear": _linear, "steps": _steps, "memory": _memory, "accumulation": _accumulation,
+        "convergence": _convergence,
     }  # fmt: skip
     problems = {}
     for name, picture in pictures.items():
@@ -125,3 +126,28 @@ def _accumulation(data: Data, figure: Any) -> bool:
     if found:
         axes.legend(fontsize=8)
     return bool(found)
+
+
+def _convergence(data: Data, figure: Any) -> bool:
+    """Losses over steps and over seconds; below, the same less the baseline's, since the curves lie on each other."""
+    compared, _ = curves.runs(data)
+    figure.set_size_inches(15, 11)
+    grid = figure.subplots(2, 2, sharex="col")
+    for column, what in enumerate(("step", "second of training")):
+        for colour, (name, by_seed) in enumerate(compared.items()):
+            for index, (seed, run) in enumerate(by_seed.items()):
+                style = {"color": f"C{colour}", "linewidth": 1, "label": name if index == 0 else None}
+                at = [point[column] for point in run["points"]]
+                grid[0][column].plot(at, [float(loss) for *_, loss in run["points"]], **style)
+                if seed in compared.get(BASELINE, {}) and name != BASELINE:
+                    read = (curves.at_step, curves.at_second)[column]
+                    pairs = [(x, read(run, x), read(compared[BASELINE][seed], x)) for x in at]
+                    known = [(x, ours - base) for x, ours, base in pairs if ours is not None and base is not None]
+                    grid[1][column].plot([x for x, _ in known], [difference for _, difference in known], **style)
+        grid[0][column].set_ylabel("validation loss")
+        grid[1][column].set_ylabel(f"less that of {BASELINE}")
+        grid[1][column].axhline(0.0, color="black", linewidth=0.8)
+        grid[1][column].set_xlabel(what)
+    if compared:
+        grid[0][0].legend(fontsize=8)
+    return bool(compared)

@@ -43,7 +43,11 @@ def measured_rates(results_json: str | Path) -> dict[str, float]:
 
     The linear part's figures count before those of smoke. Empty if there are none.
     """
-    data = json.loads(Path(results_json).read_text())
+    return rates_of(json.loads(Path(results_json).read_text()))
+
+
+def rates_of(data: dict[str, Any]) -> dict[str, float]:
+    """Return the rates in results that were read already."""
     found: dict[str, float] = {}
     for part in ("smoke-all", "smoke", "linear"):
         found |= figures_of(data, part).get("peaks", {}).get("rates", {})

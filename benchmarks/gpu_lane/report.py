@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu_lane import figures, targets
 from benchmarks.gpu_lane.contenders import MAIN
+from benchmarks.gpu_lane.convergence_report import convergence
 from benchmarks.gpu_lane.kernel_times import CATEGORIES
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
+from benchmarks.gpu_lane.markdown import Row, number, table
 from benchmarks.gpu_lane.measure import HIDE_LAUNCHES_MS
 from benchmarks.gpu_lane.part_linear import PEAKS
 from benchmarks.gpu_lane.part_optimizer import CALLS
 from benchmarks.gpu_lane.results import OK, figures_of, means_nothing
 
 Data = dict[str, Any]
-Row = Iterable[object]
 
 
 def render(data: Data) -> str:
@@ -26,6 +27,7 @@ def render(data: Data) -> str:
         ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("What the GPU did in a step", _kernels),
         ("Host overhead", _overhead),
         ("Memory", _memory), ("Optimizer steps", _optimizer), ("Gradient accumulation", _accumulation),
+        ("Convergence, 124M parameters", convergence),
         ("Smoke", lambda d: _smoke(d, "smoke")), ("Smoke, all contenders", lambda d: _smoke(d, "smoke-all")),
         ("GPU tests", _tests),
         ("Missing, failed, not reached", _gaps),
@@ -41,17 +43,6 @@ def render(data: Data) -> str:
         if body:
             text.append(f"## {title}\n\n{body}")
     return "\n\n".join(text) + "\n"
-
-
-def table(head: Row, rows: Iterable[Row]) -> str:
-    """A Markdown table; empty if there are no rows."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    head = list(head)
-    return "\n".join([f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head), *lines]) if lines else ""
-
-
-def number(value: object, digits: int = 2) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-" if value is None else str(value)
 
 
 def _machine(data: Data) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,23 +30,29 @@ class Job:
     optimizer: str = "AdamW"
     """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
 
+    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": LEARNING_RATE})
+    """What the optimizer is given beside the parameters."""
+
     weights: torch.dtype = torch.float32
     """Of the model before anyone sets it up."""
 
     loss: Loss = "logits"
 
+    seed: int = 0
+    """Of the initial weights."""
+
     def model(self) -> Llama:
-        model = build(self.shape, self.device).to(self.weights)
+        model = build(self.shape, self.device, self.seed).to(self.weights)
         model.loss = self.loss
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "AdamW":
-            return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+            return torch.optim.AdamW(model.parameters(), fused=True, **self.optimizer_options)
         import torchao.optim
 
         maker = getattr(torchao.optim, self.optimizer)
-        optimizer: torch.optim.Optimizer = maker(model.parameters(), lr=LEARNING_RATE)
+        optimizer: torch.optim.Optimizer = maker(model.parameters(), **self.optimizer_options)
         return optimizer
 
 

@@ -19,9 +19,13 @@ class Settings:
     compile: bool = True
     """Compile what a user would compile; off in ``--smoke`` on CPU, where nothing is timed in earnest."""
     steps: int = 20
-    """Training steps of the step parts, the first ones included."""
+    """Training steps of the step parts, the first ones included; of ``convergence`` where no time passes."""
     batch: int | None = None
     """Sequences per step; None is what fits the device (see ``sizes``)."""
+    seconds: float = 60.0
+    """Training time of one run of ``convergence``, without compilation and validation."""
+    seeds: int = 1
+    """Runs of each contender of ``convergence``: seeds 0, 1 ..."""
     only: tuple[str, ...] = ()
     """Items whose key contains one of these; empty is all."""
     out: str | None = None

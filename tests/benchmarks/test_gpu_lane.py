@@ -34,7 +34,8 @@ from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "optimizer", "accumulation", "tests"]
+PARTS = ["smoke", "linear", "step8b", "step1b", "memory", "overhead", "optimizer", "accumulation", "convergence"]
+PARTS += ["tests"]
 WITHOUT_TE = "import sys; sys.modules['transformer_engine'] = None; from benchmarks.gpu_lane.__main__ import main;"
 
 
@@ -250,6 +251,26 @@ def test_an_optimizer_step_makes_the_same_extra_calls_for_any_number_of_paramete
         assert list(found["calls"][f"plain, {kind}"]) == ["21", "39"], "tensors of two and four blocks"
         assert len({found["more_than_plain"][f"{form}, {kind}"]["21"] for form in FORMS}) == 4, "four forms"
         assert found["more_than_plain"][f"fp32, {kind}"]["21"] == 3, "allocate, copy gradients, copy weights"
+
+
+def test_convergence_trains_everyone_on_the_same_batches(data, out):
+    found = ok(data, "convergence")
+    text = found.pop("text")
+    assert {key.rpartition(", seed ")[0] for key in found} >= {
+        BASELINE, MAIN, "ours fp8-rowwise", "ours int8-mixed", "ours msamp-o2", "ours bf16-master",
+    }  # fmt: skip
+    base = found[f"{BASELINE}, seed 0"]
+    for run in found.values():
+        assert [point[0] for point in run["points"]] == [2, 4, 6]
+        assert run["text"] == text["digest"]
+        assert run["losses"][0] == pytest.approx(base["losses"][0], abs=0.01), "the same weights and batches"
+        assert run["points"][-1][2] == pytest.approx(base["points"][-1][2], abs=0.01)
+        assert run["points"][-1][2] < run["points"][0][2] < 6, "a little better than chance, which is log(320) = 5.77"
+        assert run["steps"] == 6
+        assert run["training_s"] == pytest.approx(run["points"][-1][1])
+    section = (out / "report.md").read_text().split("## Convergence")[1].split("\n## ")[0]
+    assert f"| {MAIN} | 1 |" in section
+    assert "step 6" in section
 
 
 def test_accumulation_counts_micro_batches(data):
