@@ -125,7 +125,8 @@ def _to_train() -> dict[str, Any]:
 
 EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "architecture-1": _to_train,
-    "checkpoints-1": _in_fabric,
+    "checkpoints-2": _in_fabric,
+    "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
     "head-and-loss-2": _with_a_head,
     "many-machines-9": _with_ddp,
