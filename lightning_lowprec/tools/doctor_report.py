@@ -21,6 +21,13 @@ _QUOTED: Final = re.compile(r"(?<=['\"`])(?:~|[A-Za-z]:)?[/\\][^'\"`\n]*[/\\](?=
 """The same in quotes, where folders may have spaces."""
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 _TOO_SHORT: Final = 2  # letters: a name of one letter would be found everywhere
+_NO_SECRET: Final = 6  # letters: a shorter value, such as KEYMAP=us, is no secret, and would be found inside of words
+_OWN_WORDS: Final = re.compile(
+    "cpu|cuda|gpu|cublas|driver|linux|python|cpython|torch|torchao|triton|lightning|transformer|transformers|engine"
+    "|jsonargparse|matplotlib|system|device|backend|user|host|yes|no|not|none",
+    re.IGNORECASE,
+)
+"""Words that every report has. A user or host of such a name is not named by them, and the report stays readable."""
 
 
 def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
@@ -63,14 +70,14 @@ def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> li
 def without_owner(text: str) -> str:
     """Return a text without folders of paths, user name, host name, home folder, and values of secret variables."""
     for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= _TOO_SHORT:
+        if _SECRET.search(name) and len(value) >= _NO_SECRET and not _OWN_WORDS.fullmatch(value):
             text = text.replace(value, "SECRET")
     for folder in {str(Path.home()), str(Path.home().resolve())} - {"/"}:
         text = text.replace(folder, "~")
     text = _PATH.sub(".../", _QUOTED.sub(".../", text))
     host = socket.gethostname()
     for name, placeholder in ((host, "HOST"), (host.partition(".")[0], "HOST"), (_user(), "USER")):
-        if len(name) >= _TOO_SHORT:
+        if len(name) >= _TOO_SHORT and not _OWN_WORDS.fullmatch(name):
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
     return text
 

@@ -23,6 +23,7 @@ from lightning_lowprec import (
 )
 from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.planning.fits import fits
 from lightning_lowprec.tools.planning.source import load
 
@@ -118,8 +119,14 @@ def _with_a_head() -> dict[str, Any]:
     return {"self": owner, "hidden": torch.zeros(8, 32), "targets": torch.zeros(8, dtype=torch.long)}
 
 
+def _to_train() -> dict[str, Any]:
+    return {"ByteGPT": ByteGPT, "StdlibText": StdlibText, "__name__": "docs_block"}
+
+
 EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
-    "checkpoints-1": _in_fabric,
+    "architecture-1": _to_train,
+    "checkpoints-2": _in_fabric,
+    "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
     "head-and-loss-2": _with_a_head,
     "many-machines-9": _with_ddp,

@@ -11,7 +11,7 @@ from tools.site import pictures
 PAGE = (DOCS / "how-it-works.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn", "int8"])
 def test_the_table_of_formats(name):
     bits, largest, smallest = re.search(
         rf"^\| `{name}` \| (.+?) \| (.+?) \| (.+?) \|", PAGE, flags=re.MULTILINE

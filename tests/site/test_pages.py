@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import yaml
 
-from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
 from lightning_lowprec.fsdp2.options import ShardOptions
 from tests.site.pages import DOCS, PAGES, ROOT
 
@@ -71,3 +71,8 @@ def test_the_table_of_torchao_has_true_defaults():
         shown = re.findall(r"`([^`]+)`", defaults)
         for name, default in zip(names, shown, strict=False):
             assert repr(parameters[name].default).replace("'", '"') == default, name
+
+
+def test_the_table_of_loss_scaling_lists_every_option_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", (DOCS / "fp16.md").read_text(), flags=re.MULTILINE)
+    assert dict(rows) == {field.name: repr(field.default) for field in fields(LossScale)}

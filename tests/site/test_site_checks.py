@@ -2,11 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from lightning_lowprec.names import TABLE
-from tests.site.pages import DOCS
+from tests.site.pages import DOCS, ROOT
 from tools.site import browse, check, hooks, notebook
 
 
@@ -44,23 +45,63 @@ def test_a_page_that_the_search_lacks_is_found(tmp_path):
 
 
 def test_what_a_browser_saw_is_judged():
-    whole = {"pages": {"index.html": {"heading": "Title", "errors": [], "pictures": [["p.png", 800, 400]]}},
+    entry = {"heading": "Title", "errors": [], "wider": {"desktop": 0, "phone": 0},
+             "pictures": {"desktop": [["p.png", 800, True]], "phone": [["p.png", 800, True]]}}  # fmt: skip
+    whole = {"pages": {"index.html": entry},
              "search": {word: [f"{page}?h={word}"] for word, page in browse.SEARCHED.items()}}  # fmt: skip
     assert browse.faults(whole, ["index.html"]) == []
-    whole["pages"]["index.html"] |= {"errors": ["x is not defined"], "pictures": [["p.png", 0, 0]]}
+    entry |= {"errors": ["x is not defined"], "wider": {"desktop": 0, "phone": 12}}
+    entry["pictures"] = {"desktop": [["p.png", 0, False]], "phone": [["q.png", 800, False]]}
     whole["search"] = {}
     assert browse.faults(whole, ["index.html", "other.html"]) == [
         "index.html: x is not defined",
-        "index.html: p.png is not drawn",
+        "index.html: p.png does not load",
+        "index.html: q.png is not visible on a phone",
+        "index.html: 12 pixels too wide on a phone",
         "other.html: does not open",
         *(f"search: {word!r} does not find {page}" for word, page in browse.SEARCHED.items()),
     ]
 
 
-def test_without_a_browser_the_command_says_so(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("ci", "status"), [(None, 0), ("", 0), ("false", 0), ("true", 1), ("1", 1)])
+def test_without_a_browser_the_command_says_so_and_ci_fails(ci, status, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert browse.main([str(tmp_path)]) == 0
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    assert browse.main([str(tmp_path)]) == status
     assert "not opened in a browser: none of chromium," in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not any(map(shutil.which, browse.BROWSERS)), reason="no Chromium is installed")
+def test_a_real_browser_finds_hidden_and_missing_pictures(tmp_path, capsys):
+    """A square: shown, hidden in five ways, absent. A page that is too wide for a phone."""
+    square = tmp_path / "p.svg"
+    square.write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20"><rect width="20" height="20"/></svg>'
+    )
+    ways = ["", "display:none", "visibility:hidden", "opacity:0", "width:0", "position:absolute;left:-500px"]
+    tags = "".join(f'<img src="p.svg?{number}" style="{way}">' for number, way in enumerate(ways))
+    head = '<!doctype html><html><head></head><body style="margin:0"><h1>Title</h1>'
+    (tmp_path / "index.html").write_text(f'{head}{tags}<img src="none.svg">')
+    (tmp_path / "wide.html").write_text(f'{head}<div style="width:600px">wide</div>')
+    assert browse.main([str(tmp_path)]) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("search:")]
+    hidden = [
+        f"index.html: p.svg?{number} is not visible on a {name}" for name in browse.WIDTHS for number in range(1, 6)
+    ]
+    assert sorted(found) == sorted(
+        [*hidden, *["index.html: none.svg does not load"] * 2, "wide.html: 210 pixels too wide on a phone",
+         "the probe failed: TypeError: Cannot read properties of null (reading 'focus')"]
+    )  # fmt: skip
+
+
+def test_ci_installs_a_browser_and_demands_it():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    asked = next(number for number, line in enumerate(lines) if "apt-get install" in line)
+    assert "--no-install-recommends" in lines[asked]
+    assert "chromium" in lines[asked]
+    assert asked < lines.index("CI=true make docs-test")
 
 
 def test_the_list_of_names_has_every_name_with_its_plugin_and_options():

@@ -92,6 +92,31 @@ def test_folders_of_paths_are_cut(text, kept):
     assert without_owner(text) == (text if kept is None else kept)
 
 
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ("cpu", "device cpu, torch 2.13"),
+        ("torch", "device cpu, torch 2.13"),
+        ("a b;$(id)", "device cpu as USER, torch 2.13"),
+        ("zoë", "device cpu as USER, torch 2.13"),
+        ("x[.*", "device cpu as USER, torch 2.13"),
+    ],
+)
+def test_odd_names_of_users_leave_the_report_readable(user, said, monkeypatch):
+    for name, value in {"USER": user, "LOGNAME": user, "KEYMAP": "us", "SSH_KEYS": "cpu", "KEYTIMEOUT": "13"}.items():
+        monkeypatch.setenv(name, value)
+    assert without_owner(said.replace("USER", user)) == said
+
+
+def test_odd_names_of_hosts(monkeypatch):
+    for host in ("node-7.example.org", "ödd $host", "GPU"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        expected = "on GPU" if host == "GPU" else "on HOST"
+        assert without_owner(f"on {host}") == expected
+        assert without_owner(f"on {host.partition('.')[0]}") == expected
+        assert without_owner("node-77, ödder") == "node-77, ödder"
+
+
 def test_it_is_about_all_of_this_machine(capsys):
     assert main(["doctor", "--report", "--for", "fp8-hybrid", "--json"]) == 2
     assert "`--report` does not go with --for or --json" in capsys.readouterr().err

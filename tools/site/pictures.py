@@ -15,6 +15,7 @@ import torch
 FORMATS = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
 }
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"
 
@@ -38,8 +39,8 @@ def spacing(grid: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 def draw_grids(path: Path) -> None:
     """Draw the positive values of the formats on one axis in powers of two."""
-    figure, axes = _axes((9, 2.8))
-    names = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"]
+    figure, axes = _axes((9, 3.4))
+    names = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn", "int8"]
     for row, name in enumerate(reversed(names)):
         grid = values(name)
         positive = grid[grid > 0]
@@ -49,7 +50,7 @@ def draw_grids(path: Path) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_xlim(-17, 17)
     axes.set_xticks(range(-16, 17, 4), [f"$2^{{{power}}}$" for power in range(-16, 17, 4)])
-    axes.set_title("The positive values of four number formats, without a scale", fontsize=10)
+    axes.set_title("The positive values of five number formats, without a scale", fontsize=10)
     _save(figure, path)
 
 

@@ -3,7 +3,6 @@
 import ast
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.private.lightning import precision_names
+from tests.migration.quoted import PAGES, ROOT, SOURCES, known
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
 TEXT = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES)
 OURS = {
     cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, LossScale, MasterConfig)
@@ -24,6 +22,7 @@ SPANS = re.findall(r"`([^`]+)`", TEXT)
 CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
 MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith("FP8TE(")]
 """Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
+THEIRS = {name for stack in SOURCES for name in known(stack)}
 PEERS = {
     "NeMo and Megatron": "nemo-megatron",
     "SageMaker SMP v2": "smp",
@@ -75,7 +74,7 @@ def test_the_calls_show_the_options():
 
 def test_names_and_recipes_exist():
     for recipe in re.findall(r"`(\w+)\(\)`", TEXT):
-        assert hasattr(recipes, recipe) or recipe in OURS, recipe
+        assert hasattr(recipes, recipe) or recipe in OURS or recipe in THEIRS, recipe
     ours = [row[1] for row in rows()]
     for name in re.findall(r'`precision="([\w-]+)"`', " ".join(ours)):
         assert name in TABLE, name
