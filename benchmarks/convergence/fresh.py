@@ -22,6 +22,7 @@ PRELOADED = (
     "torchao.prototype.quantized_training", "torchao.optim", "torch._dynamo", "peft",
     "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit",
     "benchmarks.convergence.llama", "benchmarks.convergence.vision", "benchmarks.convergence.windows",
+    "benchmarks.convergence.training",
 )  # fmt: skip
 """What takes long to import. Nothing of this trains or seeds anything at import."""
 

@@ -30,6 +30,8 @@ FAMILIES: Final = {
 LIGHTNING: Final = ("Lightning's own", COLOURS[0], "P")
 SHOWN: Final = (BASELINE, "bf16-mixed", "fp8-hybrid", "fp8-rowwise", "int8-mixed", "mxfp8", "msamp-o3")
 """The precisions whose losses are drawn, as many as there are colours."""
+CONTROL_SHOWN: Final = {BASELINE: COLOURS[0], "bf16-true": COLOURS[2], "bf16-sr": COLOURS[1]}
+"""Those of the positive control, with their colours."""
 ROW = 0.215  # inches per name
 
 
@@ -54,7 +56,9 @@ def gaps(results: Results) -> Figure:
     panels[0].set_ylim(len(names) - 0.3, -0.7)
     marks = [Line2D([], [], color=colour, marker=mark, linestyle="-", label=words)
              for words, colour, mark in (LIGHTNING, *FAMILIES.values())]  # fmt: skip
-    marks.append(Line2D([], [], color="black", marker="o", markerfacecolor="white", linestyle="", label="may be zero"))
+    marks.append(
+        Line2D([], [], color="black", marker="o", markerfacecolor="white", linestyle="", label="no difference shown")
+    )
     marks.append(Line2D([], [], color="black", marker="o", linestyle="", label="differs after Holm's procedure"))
     figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(
@@ -76,7 +80,7 @@ def _panel(axes: Axes, results: Results, key: str, names: Sequence[str]) -> None
         if at % 2:
             axes.axhspan(at - 0.5, at + 0.5, color="black", alpha=0.04, linewidth=0)
         if row is None:
-            _say(axes, at, "not run here")
+            _say(axes, at, "not run")
         elif row.error is not None:
             _say(axes, at, "fails")
         elif row.gap is not None:
@@ -101,7 +105,9 @@ def _interval(axes: Axes, at: int, row: Row, limit: float, *, filled: bool) -> N
 
 
 def _say(axes: Axes, at: int, words: str) -> None:
-    axes.annotate(words, (0, at), ha="center", va="center", fontsize=7, color="#666666", backgroundcolor="white")
+    axes.annotate(
+        words, (0, at), xytext=(4, 0), textcoords="offset points", ha="left", va="center", fontsize=7, color="#666666"
+    )
 
 
 def family(name: str) -> tuple[str, str, str]:
@@ -117,7 +123,7 @@ def losses(results: Results) -> Figure:
     figure = Figure(figsize=(3.4 * len(keys), 3.6), layout="constrained", dpi=100)
     labels: dict[str, Any] = {}
     for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
-        for name in SHOWN:
+        for name in SHOWN if key in results.compared else CONTROL_SHOWN:
             curve = _curve(results, key, name)
             if curve:
                 steps = [BLOCK * (i + 0.5) for i in range(len(curve))]
@@ -127,7 +133,7 @@ def losses(results: Results) -> Figure:
         axes.tick_params(labelsize=8)
         axes.grid(True, alpha=0.25)
     figure.supylabel("training loss, nats", fontsize=8)
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(SHOWN), frameon=False)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(SHOWN) + 2, frameon=False)
     return figure
 
 
@@ -139,6 +145,8 @@ def _curve(results: Results, key: str, name: str) -> list[float]:
 
 def _style(name: str) -> dict[str, Any]:
     """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
+    if name not in SHOWN:
+        return {"color": CONTROL_SHOWN[name], "linewidth": 1.4, "linestyle": (0, (6, 1, 1, 1, 1, 1))}
     at = SHOWN.index(name)
     if at == 0:
         return {"color": COLOURS[0], "linewidth": 4.0, "alpha": 0.45}
