@@ -19,7 +19,7 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation 
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench notebook docs docs-test clean
+.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (over an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
+	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"
@@ -140,6 +141,9 @@ docs: $(DOCS)/.installed
 docs-test: docs
 	$(RUN)/python -m tools.site.check site
 	$(RUN)/python -m tools.site.browse site
+
+evidence: $(VENV)/.installed
+	$(RUN)/python -m benchmarks.convergence --out evidence-out
 
 bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead

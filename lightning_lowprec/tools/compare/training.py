@@ -10,10 +10,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import lightning as L
 import torch
@@ -30,13 +30,32 @@ SAMPLINGS = 10
 """Samplings of a monitor in a run. They are few, so that the median time of a step does not contain them."""
 
 
+class Figures(Protocol):
+    """Receives the figures of a training: a connection to the parent, or anything else that has ``send``."""
+
+    def send(self, message: dict[str, Any], /) -> None:
+        """Take one message."""
+
+
 def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Connection) -> None:
-    """Train the model of a comparison under one precision with one seed; stderr goes to ``log``.
+    """Train the model of a comparison as :func:`fit` does; stderr goes to ``log``."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    fit(spec, precision, seed, figures)
+
+
+def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callbacks: Sequence[L.Callback] = ()) -> None:
+    """Train the model of a comparison under one precision with one seed.
 
     Every message to ``figures`` is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
     training batch; ``val`` of a validation; ``peak_memory``, last and on a GPU only.
+
+    Args:
+        spec: the comparison.
+        precision: the name for ``Trainer(precision=...)``.
+        seed: the seed of weights and batches.
+        figures: receives the messages.
+        callbacks: further callbacks of the Trainer.
     """
-    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
     if spec.threads:
         torch.set_num_threads(spec.threads)
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
@@ -53,7 +72,7 @@ def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Conn
         val_check_interval=spec.val_every,
         check_val_every_n_epoch=None,  # count batches across epochs
         limit_val_batches=spec.val_batches,
-        callbacks=[Recorder(spec, figures), *_callbacks(spec, precision, seed)],
+        callbacks=[Recorder(spec, figures), *_callbacks(spec, precision, seed), *callbacks],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -86,7 +105,7 @@ def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[L.Callback]
 class Recorder(L.Callback):
     """Send the loss and time of every step and the metric of every validation, and stop after the last step."""
 
-    def __init__(self, spec: CompareSpec, figures: Connection) -> None:
+    def __init__(self, spec: CompareSpec, figures: Figures) -> None:
         self.spec = spec
         self.figures = figures
         self._started = 0.0

@@ -1,0 +1,81 @@
+"""The machine, the versions, and what a guess without a model would reach."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.convergence.corpus import Corpus, Span
+from benchmarks.convergence.digits import CLASSES
+from benchmarks.convergence.subjects import Subject
+
+PACKAGES = (
+    "lightning-lowprec",
+    "torch",
+    "lightning",
+    "torchao",
+    "transformers",
+    "peft",
+    "numpy",
+    "pillow",
+    "matplotlib",
+)
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the CPU and the versions; no name of a host."""
+    return {
+        "cpu": f"{cpu_model()} ({platform.machine()})",
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+    }
+
+
+def cpu_model() -> str:
+    """Return the model of the CPU as Linux says it, else as Python does."""
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown CPU"
+
+
+def guesses(subjects: Sequence[Subject], corpus: Corpus) -> dict[str, dict[str, Any]]:
+    """Return the loss of a guess for each subject: by the frequencies of the bytes, or equal for all digits."""
+    by_kind: dict[str | None, float] = {}
+    found = {}
+    for subject in subjects:
+        if not subject.reads_text:
+            found[subject.key] = {"words": "a guess with equal chances", "loss": math.log(CLASSES)}
+            continue
+        if subject.text not in by_kind:
+            parts = (_bytes(corpus, corpus.span(part, subject.text)) for part in ("train", "val"))
+            by_kind[subject.text] = frequency_loss(*parts)
+        found[subject.key] = {"words": "a guess by the frequencies of bytes", "loss": by_kind[subject.text]}
+    return found
+
+
+def frequency_loss(train: Tensor, val: Tensor) -> float:
+    """Return the mean of ``-log p(byte)`` over ``val`` in nats, p from the counts in ``train``, each plus one."""
+    counts = torch.bincount(train, minlength=256).double() + 1
+    share = torch.bincount(val, minlength=256).double() / len(val)
+    return float(-(share * (counts / counts.sum()).log()).sum())
+
+
+def _bytes(corpus: Corpus, span: Span) -> Tensor:
+    return torch.from_file(str(corpus.path), shared=False, size=span[1], dtype=torch.uint8)[span[0] :]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

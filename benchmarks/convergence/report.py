@@ -1,0 +1,217 @@
+"""The report in Markdown, and the summary for the page of the docs: all figures come from the results."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from benchmarks.convergence.gaps import Row, holm, resolution
+from benchmarks.convergence.precisions import BASELINE
+from benchmarks.convergence.results import Results
+from lightning_lowprec.tools.table import format_table
+
+REPORT = "report.md"
+HOW = (
+    "Each run is compared with the run of `32-true` of the same seed, which begins with the same weights and reads the"
+    " same batches. The gap is the mean of these relative differences of the validation loss after the last step; more"
+    " than zero is worse than float32. ± after a gap is the half width of the 95 % confidence interval (Student's t);"
+    " ± after a loss is the standard deviation over the seeds."
+)
+FINE_PRINT = (
+    "FP8, MXFP8 and int8 are emulated on a CPU: codes and scales are those of a GPU, products are computed in float32."
+    " bf16 and fp16 are what this CPU's libraries compute. No kernel of a GPU ran, so nothing here is about speed,"
+    " about the order of sums in GPU kernels, or about Transformer Engine. The models are tiny, with"
+    " some hundred steps: effects that need large models, outliers of trained models or thousands of steps cannot"
+    " be seen."
+)
+
+
+def markdown(results: Results) -> str:
+    """Return the report."""
+    data = results.data
+    parts = ["# Low precision against float32 on a CPU", facts(results), HOW, *findings(results)]
+    for key, title in results.titles.items():
+        parts += [f"## {_upper(title)}", learned(results, key), "\n".join(_table(results, key))]
+    parts += ["## Names without a run", "\n".join(left_out(results)), "## What this does not show", FINE_PRINT]
+    parts += ["## Messages of the precisions", "\n".join(_notes(results))]
+    versions = [f"- {name}: {version or 'not installed'}" for name, version in data["machine"]["versions"].items()]
+    parts += ["## Versions", "\n".join(versions)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(results: Results) -> str:
+    """Return what the page of the docs shows: facts, findings, one table of all gaps, and names without a run."""
+    parts = [facts(results), *findings(results), "### The gaps", "\n".join(overview(results))]
+    parts += ["### What each model learned", *(learned(results, key) for key in results.titles)]
+    parts += ["### Names without a run", "\n".join(left_out(results))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def facts(results: Results) -> str:
+    """Return where, when and how long."""
+    data, text = results.data, results.data["settings"]["text"]
+    runs = len(data["runs"])
+    smoke = "**Toy sizes: these figures mean nothing.** " if data["smoke"] else ""
+    return (
+        f"{smoke}{runs} runs with {data['seeds']} seeds on {data['machine']['cpu']}, {data['workers']} at a time with"
+        f" one thread each, {data['seconds'] / 60:.0f} minutes, {data['date']}, torch"
+        f" {data['machine']['versions']['torch']}. The text: {text['bytes'] / 1e6:.0f} MB in {text['files']} files of"
+        f" the installed packages (SHA-256 `{text['sha256'][:16]}`), a twentieth of the files for validation."
+    )
+
+
+def findings(results: Results) -> list[str]:
+    """Return what the figures say, one paragraph per question."""
+    found = results.comparisons
+    if not found:
+        return ["With one seed there are no intervals, so that nothing is compared."]
+    apart = [row for row in found.values() if row.gap and not row.gap.holds_zero]
+    worst = max(found, key=lambda key: found[key].gap.mean if found[key].gap else 0.0)
+    worst_gap = found[worst].gap
+    assert worst_gap is not None
+    remain = [f"`{name}` ({results.titles[key]}, {_percent(found[key, name])})" for key, name in found
+              if (key, name) in results.remaining]  # fmt: skip
+    within = sum(1 for row in found.values() if row.gap and row.gap.is_within(0.01))
+    parts = [
+        f"**{len(found)} comparisons with float32.** The largest mean gap is {_percent(found[worst])}: `{worst[1]}`,"
+        f" {results.titles[worst[0]]}. In {within} comparisons the whole interval is within 1 % of float32.",
+        f"**By chance alone**, one interval in twenty leaves out zero: about {len(found) / 20:.0f} of {len(found)}."
+        f" {len(apart)} do, {sum(1 for row in apart if row.gap and row.gap.mean > 0)} of them on the worse side. With"
+        " Holm's procedure, at 5 % for all comparisons together, "
+        + (f"{len(remain)} remain: {', '.join(remain)}." if remain else "none remains."),
+        _resolutions(results),
+        _control(results),
+        _twins(results),
+        _failures(results),
+    ]
+    return [part for part in parts if part]
+
+
+def _resolutions(results: Results) -> str:
+    widths = {results.titles[key]: resolution(results.rows[key]) for key in results.compared}
+    listed = ", ".join(f"{width:.2%} for the {title}" for title, width in widths.items() if width is not None)
+    return f"**What the experiment can see:** the median half width of an interval is {listed}." if listed else ""
+
+
+def _control(results: Results) -> str:
+    found = results.control
+    if not found:
+        return ""
+    remain = holm(found)
+    words = [f"`{name}` {_percent(row)}{' (differs)' if name in remain else ''}" for name, row in found.items()]
+    return (
+        "**Positive control:** with a small learning rate, weights in bf16 lose updates that are smaller than half"
+        " their last digit, and float32 masters or stochastic rounding keep these updates. The gaps to float32:"
+        f" {', '.join(words)}. Differs: after Holm's procedure over these {len(found)}."
+    )
+
+
+def _twins(results: Results) -> str:
+    pairs = defaultdict(list)
+    for key in results.compared:
+        for row in results.rows[key]:
+            if row.twin:
+                pairs[row.precision, row.twin].append(key)
+    found = [f"`{name}` and `{twin}` ({', '.join(keys)})" for (name, twin), keys in pairs.items()]
+    return f"**The same losses, bit for bit, in every step of every seed:** {'; '.join(found)}." if found else ""
+
+
+def _failures(results: Results) -> str:
+    failed = defaultdict(list)
+    for key in results.titles:
+        for row in results.rows[key]:
+            if row.error:
+                failed[row.precision, row.error].append(key)
+    found = [f"`{name}` ({', '.join(keys)}): {error}" for (name, error), keys in failed.items()]
+    return f"**Did not end with a finite loss:** {'; '.join(found)}." if found else ""
+
+
+def learned(results: Results, key: str) -> str:
+    """Return one sentence on what float32 reached, beside a guess without a model."""
+    baseline, guess = results.rows[key][0], results.data["guesses"][key]
+    if not baseline.losses:
+        return f"**{_upper(results.titles[key])}**: float32 failed."
+    words = f"**{_upper(results.titles[key])}**: float32 ends at {_mean(baseline.losses)} nats; {guess['words']}"
+    words += f" has {guess['loss']:.4f}."
+    if baseline.accuracies:
+        words += f" Accuracy: {statistics.fmean(baseline.accuracies):.1%} (a guess: 10 %)."
+    bases = [base["val_loss"] for base in results.data["bases"] if base["subject"] == key]
+    if bases:
+        words += f" The base, trained in float32 on other text (its own validation loss: {_mean(bases)}), is frozen."
+    return words
+
+
+def overview(results: Results) -> list[str]:
+    """Return one table with a row per precision and a column per subject; bold: differs after Holm's procedure."""
+    keys = results.compared
+    by_key = {key: {row.precision: row for row in results.rows[key]} for key in keys}
+    names = list(dict.fromkeys(name for key in keys for name in by_key[key] if name != BASELINE))
+    table = [["precision", *(results.titles[key] for key in keys)]]
+    table += [[name, *(_cell(results, key, by_key[key].get(name)) for key in keys)] for name in names]
+    return [line.replace("\\*\\*", "**") for line in format_table(table, right=range(1, len(keys) + 1), markdown=True)]
+
+
+def left_out(results: Results) -> list[str]:
+    """Return one line per reason, with the names that it is about."""
+    by_reason = defaultdict(list)
+    for name, reason in results.data["left_out"].items():
+        by_reason[reason].append(f"`{name}`")
+    lines = [f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    same = [f"`{name}` ({meant})" for name, meant in results.data["same"].items()]
+    lines.append(f"- Names that mean another name here (in brackets): {', '.join(same)}.")
+    few = [title for key, title in results.titles.items() if results.choice(key) == "without suffix"]
+    some = [f"`{name}`" for name in results.with_suffix]
+    if few and some:
+        lines.append(f"- Not run on some models ({', '.join(few)}), to save time: {', '.join(some)}.")
+    return lines
+
+
+def _table(results: Results, key: str) -> list[str]:
+    found = results.rows[key]
+    accuracy = ["accuracy"] if found[0].accuracies else []
+    table = [["precision", "validation loss", *accuracy, "gap", "gap of each seed", "after Holm"]]
+    for row in found:
+        mean = [f"{statistics.fmean(row.accuracies):.1%}" if row.accuracies else "-"] if accuracy else []
+        seeds = " ".join(f"{gap:+.2%}" for gap in row.gaps)
+        verdict = "differs" if (key, row.precision) in results.remaining else ""
+        table.append([row.precision, _mean(row.losses), *mean, _percent(row), seeds or "-", verdict])
+    return format_table(table, right=range(1, len(table[0]) - 1), markdown=True)
+
+
+def _cell(results: Results, key: str, row: Row | None) -> str:
+    if row is None:
+        return "-"
+    if row.error:
+        return "fails"
+    return f"**{_percent(row)}**" if (key, row.precision) in results.remaining else _percent(row)
+
+
+def _percent(row: Row) -> str:
+    if row.error:
+        return "fails"
+    if row.gap is None:
+        return "-"
+    return "equal" if not any(row.gaps) else row.gap.percent()
+
+
+def _mean(losses: Sequence[float]) -> str:
+    if not losses:
+        return "-"
+    mean = f"{statistics.fmean(losses):.4f}"
+    return mean if len(losses) == 1 else f"{mean} ± {statistics.stdev(losses):.4f}"
+
+
+def _notes(results: Results) -> list[str]:
+    """Return what the precisions said, each message once, with the subjects in which it was said."""
+    said = defaultdict(list)
+    for run in results.data["runs"]:
+        for note in run["notes"]:
+            keys = said[run["precision"], note]
+            if run["subject"] not in keys:
+                keys.append(run["subject"])
+    return [f"- {name} ({', '.join(keys)}): {note}" for (name, note), keys in said.items()]
+
+
+def _upper(title: str) -> str:
+    return title[0].upper() + title[1:]

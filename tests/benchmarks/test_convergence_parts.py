@@ -1,0 +1,227 @@
+"""The parts of `benchmarks.convergence`: names, text, digits, statistics, journal, page."""
+
+import hashlib
+import itertools
+import math
+import random
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from benchmarks.convergence import fresh, page
+from benchmarks.convergence.corpus import collect, part_of, sources
+from benchmarks.convergence.digits import CLASSES, SIDE, pictures
+from benchmarks.convergence.facts import frequency_loss
+from benchmarks.convergence.gaps import Row, holm, rows
+from benchmarks.convergence.journal import Journal
+from benchmarks.convergence.precisions import BASELINE, on_cpu
+from benchmarks.convergence.subjects import CONTROL, committed
+from benchmarks.convergence.windows import TextWindows
+from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.private.lightning import precision_names
+
+# ---- names
+
+
+@pytest.fixture(scope="module")
+def names():
+    return on_cpu()
+
+
+def test_every_name_is_trained_or_has_a_reason(names):
+    groups = [set(names.names), set(names.left_out), set(names.same)]
+    assert set.union(*groups) == {*TABLE, *map(str, precision_names())}
+    assert all(not a & b for a, b in itertools.combinations(groups, 2))
+    assert names.names[0] == BASELINE
+    assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "fp8-lean", "int8-mixed-sr", "msamp-o3"} <= groups[0]
+    assert set(CONTROL) <= groups[0]
+
+
+def test_names_without_a_run_of_their_own_mean_what_is_said(names):
+    assert names.same["16-mixed"] == "bf16-mixed", "on a CPU Lightning says so in a warning"
+    assert names.same["fp8-hybrid-torchao-sr"] == "fp8-hybrid-sr"
+    for name, meant in names.same.items():
+        assert meant in {*names.names, "64-true"}, name
+        if name in TABLE:
+            mine, other = create(name), create(meant)
+            assert type(mine) is type(other)
+    assert "64-true" in names.left_out
+
+
+def test_names_without_suffix_are_the_families(names):
+    some = names.without_suffix
+    assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-lean-sr", "int8-mixed", "msamp-o2"} <= set(some)
+    assert not {"fp8-hybrid-sr", "int8-mixed-fp16", "fp8-rowwise-master", "mxfp8-torchao-sr"} & set(some)
+
+
+# ---- data
+
+
+@pytest.fixture
+def packages(tmp_path) -> Path:
+    drawn = random.Random(0)
+    for i in range(200):
+        folder = tmp_path / "packages" / f"p{i % 7}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for end in (".py", ".h", ".md"):
+            (folder / f"f{i}{end}").write_bytes(bytes(drawn.choices(b"abcdefgh \n", k=500)))
+    return tmp_path / "packages"
+
+
+def test_the_text_is_the_files_in_the_order_of_their_hashes(packages, tmp_path):
+    (packages / "p0" / "twin.py").write_bytes((packages / "p0" / "f0.py").read_bytes())
+    (packages / "p0" / "binary.py").write_bytes(b"ab\0c" * 100)
+    (packages / "p0" / "picture.png").write_bytes(b"abcd")
+    corpus = collect(tmp_path / "text.bin", 10**6, packages)
+    content = corpus.path.read_bytes()
+    assert (corpus.files, corpus.bytes) == (600, 600 * 500)
+    assert corpus.digest == hashlib.sha256(content).hexdigest()
+    expected = b""
+    for part in ("train", "val"):
+        for ends in (".md", ".py", ".h"):
+            chosen = [n for n in sources(packages) if n.endswith(ends) and part_of(n) == part and "binary" not in n]
+            if ends == ".py":
+                last = max(
+                    (n for n in sources(packages) if n in ("p0/f0.py", "p0/twin.py")), key=sources(packages).index
+                )
+                chosen = [n for n in chosen if n != last]
+            expected += b"".join((packages / name).read_bytes() for name in chosen)
+    assert content == expected
+    first, end = corpus.span("val")
+    assert end == len(content)
+    assert 0.02 < (end - first) / end < 0.1
+
+
+def test_a_limit_ends_the_text_and_too_little_is_refused(packages, tmp_path):
+    corpus = collect(tmp_path / "text.bin", 3000, packages)
+    assert corpus.bytes == 3000
+    with pytest.raises(ValueError, match="are needed"):
+        corpus.span("val", "c")
+
+
+def test_windows_are_those_of_their_part_and_depend_on_the_seed(tmp_path):
+    path = tmp_path / "text.bin"
+    path.write_bytes(bytes(range(200)))
+    sets = []
+    for seed in (0, 0, 1):
+        data = TextWindows(
+            str(path), (0, 120), (120, 200), block_size=8, batch_size=2, train_windows=50, val_windows=6, seed=seed
+        )
+        data.setup("fit")
+        sets.append(data)
+        x, y = data.train_set.tensors
+        assert torch.equal(y, x + 1)
+        assert y.max() < 120
+        assert (x[:, 0] != x[0, 0]).any()
+        assert data.val_set.tensors[0][:, 0].tolist() == [120 + i * 72 // 6 for i in range(6)]
+    a, b, c = (data.train_set.tensors[0] for data in sets)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_digits_are_legible_and_drawn_from_the_seed():
+    images, classes = pictures(300, 5)
+    again, _ = pictures(300, 5)
+    assert images.shape == (300, 1, SIDE, SIDE)
+    assert torch.equal(images, again)
+    assert not torch.equal(images[:300], pictures(300, 6)[0])
+    assert set(classes.tolist()) == set(range(CLASSES))
+    ink = images.clamp(0, 1).flatten(1)
+    means = torch.stack([ink[classes == k].mean(0) for k in range(CLASSES)])
+    fresh_ink, wanted = pictures(300, 7)
+    nearest = torch.cdist(fresh_ink.clamp(0, 1).flatten(1), means).argmin(1)
+    assert (nearest == wanted).float().mean() > 0.5, "the mean picture of a class is near to its members"
+
+
+def test_a_guess_by_frequencies_has_the_cross_entropy():
+    val = torch.tensor([7, 9], dtype=torch.uint8)
+    train = torch.tensor([7] * 743 + [9] * 1, dtype=torch.uint8)  # with one more of each of 256: 744, 2, of 1000
+    assert frequency_loss(train, val) == pytest.approx(-(math.log(0.744) + math.log(0.002)) / 2)
+
+
+# ---- statistics
+
+
+def row(*gaps: float) -> Row:
+    return Row(precision="p", losses=(), gaps=gaps)
+
+
+def test_t_is_that_of_the_paired_test():
+    assert row(0.01, 0.03).t == pytest.approx(0.02 / (math.sqrt(0.0002) / math.sqrt(2)))
+    assert row(0.0, 0.0).t == 0.0
+    assert row(0.01, 0.01).t == math.inf
+
+
+def test_holm_is_stricter_than_single_intervals_and_milder_than_bonferroni():
+    """Table of Student's t with 4 degrees of freedom, two-sided: 2.776 at 5 %, 3.495 at 2.5 %, 3.961 at 5/3 %."""
+
+    def with_t(t: float) -> Row:
+        spread = [-2.0, -1.0, 0.0, 1.0, 2.0]  # standard error sqrt(2.5 / 5)
+        return row(*(x + t * math.sqrt(0.5) for x in spread))
+
+    assert with_t(3.7).t == pytest.approx(3.7)
+    assert holm({"a": with_t(3.9), "b": with_t(3.7), "c": with_t(0.1)}) == set(), "3.961 is needed of the first"
+    assert holm({"a": with_t(4.0), "b": with_t(3.6), "c": with_t(2.7)}) == {"a", "b"}
+    assert holm({"a": with_t(4.0), "b": with_t(3.4), "c": with_t(3.3)}) == {"a"}
+    assert holm({"a": with_t(2.8)}) == {"a"}
+
+
+def run(name: str, seed: int, loss: float | None, digest: str, error: str | None = None) -> dict:
+    return {"subject": "s", "precision": name, "seed": seed, "val_loss": loss, "val_accuracy": None, "digest": digest,
+            "error": error}  # fmt: skip
+
+
+def test_rows_pair_seeds_name_twins_and_keep_failures():
+    found = rows([
+        run(BASELINE, 0, 2.0, "a"), run("p", 0, 2.2, "b"), run("q", 0, 2.2, "b"),
+        run("r", 0, None, "n", "ValueError: x"),
+        run("u", 0, math.nan, "n"),
+        run(BASELINE, 1, 4.0, "c"), run("p", 1, 4.0, "d"), run("q", 1, 4.0, "d"), run("r", 1, 4.0, "e"),
+        run("u", 1, math.nan, "n"),
+    ], "s")  # fmt: skip
+    by_name = {row.precision: row for row in found}
+    assert [*by_name] == [BASELINE, "p", "q", "r", "u"]
+    assert by_name["p"].gaps == pytest.approx((0.1, 0.0))
+    assert (by_name["p"].twin, by_name["q"].twin) == (None, "p")
+    assert by_name["r"].error == "ValueError: x"
+    assert (by_name["r"].gaps, by_name["r"].losses) == ((), (4.0,))
+    assert by_name["u"].error == "the validation loss is nan"
+    assert by_name[BASELINE].gaps == ()
+
+
+# ---- processes, journal, page
+
+
+def test_a_process_that_dies_says_why(tmp_path):
+    log = tmp_path / "log.txt"
+    with pytest.raises(RuntimeError, match=r"status 1(?s:.)*KeyError: 'no such'"):
+        fresh.call(fresh.context("fork"), log, {}.__getitem__, "no such")
+
+
+def test_a_base_that_is_not_repeated_is_refused(tmp_path):
+    journal = Journal(tmp_path, {"a": 1}, "c1")
+    journal.add_base({"subject": "lora", "seed": 0, "sha256": "x"})
+    again = Journal(tmp_path, {"a": 1}, "c2")
+    assert again.commits == ["c1", "c2"]
+    again.add_base({"subject": "lora", "seed": 0, "sha256": "x"})
+    with pytest.raises(RuntimeError, match="does not repeat"):
+        again.add_base({"subject": "lora", "seed": 0, "sha256": "y"})
+    with pytest.raises(ValueError, match=r"other settings \(a\)(?s:.)*--force"):
+        Journal(tmp_path, {"a": 2})
+
+
+def test_the_page_is_what_the_command_writes():
+    text = (page.ROOT / page.PAGE).read_text(encoding="utf-8")
+    assert page.updated(text) == text, "run python -m benchmarks.convergence --page"
+    folder = page.newest()
+    for name, copy in page.PICTURES.items():
+        assert folder is None or (folder / name).read_bytes() == (page.ROOT / copy).read_bytes()
+
+
+def test_the_subjects_take_class_paths_that_exist_and_learn_from_scratch_or_a_base():
+    for subject in committed():
+        module, _, name = subject.model.rpartition(".")
+        assert issubclass(getattr(__import__(module, fromlist=[name]), name), L.LightningModule)
+        assert (subject.base is None) == (subject.key != "lora")
