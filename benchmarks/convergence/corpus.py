@@ -94,23 +94,30 @@ def _names(folder: Path) -> Iterator[str]:
                 yield Path(parent, file).relative_to(folder).as_posix()
 
 
-def collect(out: Path, max_bytes: int, folder: Path = PACKAGES) -> Corpus:
-    """Write the text to ``out``, up to the first file that does not fit into ``max_bytes``, and return what lies where.
+def texts(folder: Path, max_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yield paths and contents, up to the first file that does not fit into ``max_bytes``, no content twice.
 
     Files that are empty or hold a zero byte are no text, and are left out.
     """
-    chosen: dict[tuple[str, str], list[str]] = {(part, kind): [] for part in ("train", "val") for kind in KINDS}
     seen: set[bytes] = set()
-    left = max_bytes
     for name in sources(folder):
         content = (folder / name).read_bytes()
-        if len(content) > left:
-            break
+        if len(content) > max_bytes:
+            return
         of_content = hashlib.sha256(content).digest()
         if content and b"\0" not in content and of_content not in seen:
             seen.add(of_content)
-            left -= len(content)
-            chosen[part_of(name), kind_of(name) or ""].append(name)
+            max_bytes -= len(content)
+            yield name, content
+
+
+def collect(out: Path, max_bytes: int, folder: Path = PACKAGES) -> Corpus:
+    """Write the text to ``out``, at most ``max_bytes``, and return what lies where."""
+    chosen: dict[tuple[str, str], list[str]] = {(part, kind): [] for part in ("train", "val") for kind in KINDS}
+    size = 0
+    for name, content in texts(folder, max_bytes):
+        size += len(content)
+        chosen[part_of(name), kind_of(name) or ""].append(name)
     digest = hashlib.sha256()
     spans: dict[str, dict[str, Span]] = {"train": {}, "val": {}}
     with out.open("wb") as file:
@@ -119,7 +126,7 @@ def collect(out: Path, max_bytes: int, folder: Path = PACKAGES) -> Corpus:
             _append(file, digest, [folder / name for name in names])
             spans[part][kind] = first, file.tell()
     files = sum(map(len, chosen.values()))
-    return Corpus(path=out, files=files, bytes=max_bytes - left, digest=digest.hexdigest(), spans=spans)
+    return Corpus(path=out, files=files, bytes=size, digest=digest.hexdigest(), spans=spans)
 
 
 def _append(file: BinaryIO, digest: hashlib._Hash, paths: list[Path]) -> None:

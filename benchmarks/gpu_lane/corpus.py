@@ -1,10 +1,8 @@
 """The text of ``convergence`` as tokens, made once per output folder.
 
-The text is the sources of the installed packages: a machine without network has no other text of this size. Files are
-ordered by a hash of their paths, so that a limit in bytes takes a little of every package. One file in twenty, chosen
-by the same hash, is for validation. A file with the content of an earlier file is left out. The digest tells the text
-of one machine from that of another: losses on different texts do not compare. The tokenizer is a byte-level BPE as
-GPT-2's, trained on the beginning of the training text.
+The text is that of ``benchmarks.convergence``: sources of the installed packages, because a machine without network has
+no other text of this size. The digest tells the text of one machine from that of another: losses on different texts do
+not compare. The tokenizer is a byte-level BPE as GPT-2's, trained on the beginning of the training text.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sysconfig
 import time
-import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,19 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.convergence import corpus as sources
 from benchmarks.gpu_lane.item import stage
 
 FILE = "convergence-tokens.npz"
 END = "<|endoftext|>"
 """The token between two files."""
-KINDS = {
-    "prose": (".md", ".rst", ".txt", "METADATA"),
-    "python": (".py", ".pyi"),
-    "c": (".c", ".h", ".cpp", ".hpp", ".cuh"),
-}
-"""Kinds of text, by how the name of a file ends."""
-VAL_SHARE = 20
-"""One file in so many is for validation."""
 GROUP = 512
 """Files that are encoded at once."""
 
@@ -78,7 +66,7 @@ def corpus(size: Size, out: Path | None, packages: Path | None = None) -> Corpus
             facts = json.loads(str(kept["facts"]))
             if facts["size"] == asdict(size):
                 return Corpus(kept["train"], kept["val"], facts)
-    made = make(size, packages or Path(sysconfig.get_paths()["purelib"]))
+    made = make(size, packages or sources.PACKAGES)
     if file is not None:
         temporary = file.with_name(f".{FILE}")
         with temporary.open("wb") as stream:
@@ -119,11 +107,13 @@ def texts(size: Size, packages: Path) -> tuple[list[str], list[str], str]:
     Raises:
         ValueError: there is no text.
     """
-    chosen: dict[tuple[str, str], list[bytes]] = {(part, kind): [] for part in ("train", "val") for kind in KINDS}
+    chosen: dict[tuple[str, str], list[bytes]] = {
+        (part, kind): [] for part in ("train", "val") for kind in sources.KINDS
+    }
     several: dict[str, list[str]] = {"train": [], "val": []}
-    for name, content in _unseen(packages, size.bytes):
-        part = "val" if rank(name) % VAL_SHARE == 0 else "train"
-        chosen[part, kind_of(name) or ""].append(content)
+    for name, content in sources.texts(packages, size.bytes):
+        part = sources.part_of(name)
+        chosen[part, sources.kind_of(name) or ""].append(content)
         several[part].append(content.decode(errors="replace"))
     if not all(several.values()):
         raise ValueError(f"{packages} has no sources for training and validation.")
@@ -131,32 +121,6 @@ def texts(size: Size, packages: Path) -> tuple[list[str], list[str], str]:
     for content in chain(*chosen.values()):
         digest.update(content)
     return several["train"], several["val"], digest.hexdigest()
-
-
-def kind_of(name: str) -> str | None:
-    """Return the kind of a file, or None if it is not text of a kind that counts."""
-    return next((kind for kind, ends in KINDS.items() if name.endswith(ends)), None)
-
-
-def rank(name: str) -> int:
-    """Return the hash of a path, relative to the folder of packages, that orders and splits the files."""
-    return zlib.crc32(name.encode())
-
-
-def _unseen(packages: Path, most: int) -> Iterator[tuple[str, bytes]]:
-    """Yield paths and contents up to the first file that does not fit into ``most`` bytes, no content twice."""
-    found = [Path(parent, file).relative_to(packages).as_posix() for parent, _, files in os.walk(packages)
-             for file in files if kind_of(file)]  # fmt: skip
-    seen: set[bytes] = set()
-    for name in sorted(found, key=lambda name: (rank(name), name)):
-        content = (packages / name).read_bytes()
-        if len(content) > most:
-            return
-        mark = hashlib.sha256(content).digest()
-        if content and b"\0" not in content and mark not in seen:
-            seen.add(mark)
-            most -= len(content)
-            yield name, content
 
 
 def cut(several: list[str], most: int) -> list[str]:
