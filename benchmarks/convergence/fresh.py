@@ -21,8 +21,8 @@ PRELOADED = (
     "lightning", "lightning_lowprec.tools.compare.training", "torchao.float8", "torchao.prototype.mx_formats",
     "torchao.prototype.quantized_training", "torchao.optim", "torch._dynamo", "peft",
     "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit",
-    "benchmarks.convergence.llama", "benchmarks.convergence.vision", "benchmarks.convergence.windows",
-    "benchmarks.convergence.training",
+    "benchmarks.convergence.llama", "benchmarks.convergence.gpt", "benchmarks.convergence.vision",
+    "benchmarks.convergence.windows", "benchmarks.convergence.training",
 )  # fmt: skip
 """What takes long to import. Nothing of this trains or seeds anything at import."""
 

@@ -44,12 +44,16 @@ class ByteLlama(L.LightningModule):
         width: width of the residual stream; a multiple of 16.
         heads: number of heads of the queries; keys and values have half as many.
         block_size: length of a window in bytes.
-        lr: AdamW's learning rate.
+        lr: AdamW's largest learning rate.
+        steps: optimizer steps of the run, at whose end the learning rate is zero.
     """
 
-    def __init__(self, depth: int = 2, width: int = 64, heads: int = 4, block_size: int = 64, lr: float = 1e-3) -> None:
+    def __init__(
+        self, depth: int = 2, width: int = 64, heads: int = 4, block_size: int = 64, lr: float = 1e-3, steps: int = 100
+    ) -> None:
         super().__init__()
         self.lr = lr
+        self.steps = steps
         self.llama: PreTrainedModel = random_llama(depth, width, heads, block_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -66,8 +70,8 @@ class ByteLlama(L.LightningModule):
         self.log("val_loss", self._loss(batch))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over what trains, with a short warm-up."""
-        return adamw(self.parameters(), self.lr)
+        """AdamW over what trains."""
+        return adamw(self.parameters(), self.lr, self.steps)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch

@@ -1,8 +1,12 @@
-"""The optimizer of every model of the experiment: AdamW with a short linear warm-up, as in the demo's ByteGPT."""
+"""The optimizer of every model of the experiment: AdamW, whose learning rate rises shortly and then falls to zero.
+
+With a constant learning rate the last loss would jump from step to step, and differ between two runs by luck.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -11,8 +15,14 @@ from torch import nn
 from lightning_lowprec.tools.demo.model import WARMUP_STEPS
 
 
-def adamw(parameters: Iterable[nn.Parameter], lr: float) -> OptimizerLRScheduler:
-    """Return AdamW over the parameters that train, and its warm-up, as ``configure_optimizers`` returns them."""
+def adamw(parameters: Iterable[nn.Parameter], lr: float, steps: int) -> OptimizerLRScheduler:
+    """Return AdamW over the parameters that train, and its schedule, as ``configure_optimizers`` returns them."""
     optimizer = torch.optim.AdamW([p for p in parameters if p.requires_grad], lr, betas=(0.9, 0.95), weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share, steps=steps))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def share(step: int, steps: int) -> float:
+    """Return the share of the learning rate before step ``step`` of ``steps``, counted from 0: a triangle."""
+    warmup = min(WARMUP_STEPS, steps // 2)
+    return min((step + 1) / (warmup + 1), (steps - step) / (steps - warmup))

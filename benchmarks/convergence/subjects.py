@@ -66,7 +66,7 @@ STEPS: Final = {"gpt": 180, "llama": 140, "vit": 200, "lora": 80, "base": 400, "
 SMOKE: Final = dict.fromkeys(STEPS, 6)
 LEARNING_RATES: Final = {"gpt": 4e-3, "llama": 5e-3, "vit": 2e-3, "lora": 5e-3, "base": 4e-3, "control": 1e-4}
 _LLAMA: Final = "benchmarks.convergence.llama.ByteLlama"
-_GPT: Final = "lightning_lowprec.tools.demo.ByteGPT"
+_GPT: Final = "benchmarks.convergence.gpt.DecayedGPT"
 
 
 def _subjects(*, steps: Mapping[str, int], width: int, depth: int, val_windows: int) -> list[Subject]:
@@ -75,7 +75,7 @@ def _subjects(*, steps: Mapping[str, int], width: int, depth: int, val_windows: 
     language = {**sizes, "block_size": 64}
 
     def lr(key: str) -> dict[str, float]:
-        return {"lr": LEARNING_RATES[key]}
+        return {"lr": LEARNING_RATES[key], "steps": steps[key]}
 
     def data(key: str) -> dict[str, int]:
         return {**text, "train_windows": text["batch_size"] * steps[key]}

@@ -20,12 +20,16 @@ class DigitViT(L.LightningModule):
         width: width of the residual stream; a multiple of 16.
         heads: number of attention heads.
         patch: side of a patch in pixels; divides the side of an image.
-        lr: AdamW's learning rate.
+        lr: AdamW's largest learning rate.
+        steps: optimizer steps of the run, at whose end the learning rate is zero.
     """
 
-    def __init__(self, depth: int = 2, width: int = 64, heads: int = 4, patch: int = 4, lr: float = 1e-3) -> None:
+    def __init__(
+        self, depth: int = 2, width: int = 64, heads: int = 4, patch: int = 4, lr: float = 1e-3, steps: int = 100
+    ) -> None:
         super().__init__()
         self.lr = lr
+        self.steps = steps
         config = ViTConfig(
             image_size=SIDE,
             patch_size=patch,
@@ -59,5 +63,5 @@ class DigitViT(L.LightningModule):
         self.log("val_accuracy", (logits.argmax(-1) == classes).float().mean())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with a short warm-up."""
-        return adamw(self.parameters(), self.lr)
+        """AdamW over all parameters."""
+        return adamw(self.parameters(), self.lr, self.steps)

@@ -16,6 +16,7 @@ from benchmarks.convergence.digits import CLASSES, SIDE, pictures
 from benchmarks.convergence.facts import frequency_loss
 from benchmarks.convergence.gaps import Row, holm, rows
 from benchmarks.convergence.journal import Journal
+from benchmarks.convergence.optimizer import share
 from benchmarks.convergence.precisions import BASELINE, on_cpu
 from benchmarks.convergence.subjects import CONTROL, committed
 from benchmarks.convergence.windows import TextWindows
@@ -225,3 +226,12 @@ def test_the_subjects_take_class_paths_that_exist_and_learn_from_scratch_or_a_ba
         module, _, name = subject.model.rpartition(".")
         assert issubclass(getattr(__import__(module, fromlist=[name]), name), L.LightningModule)
         assert (subject.base is None) == (subject.key != "lora")
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    shares = [share(step, 120) for step in range(121)]
+    assert shares[0] == pytest.approx(1 / 21)
+    assert max(shares) == shares[20] == 1.0
+    assert shares[70] == pytest.approx(0.5)
+    assert shares[120] == 0.0
+    assert min(share(step, 6) for step in range(6)) > 0
