@@ -19,12 +19,13 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation 
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-benchmarks check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
 	@echo "make test        run the tests"
+	@echo "make test-benchmarks  the GPU lane, the evidence and the other benchmarks, in toy sizes"
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
@@ -82,7 +83,10 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare --force
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest -n 2 --dist loadfile
+	$(RUN)/python -m pytest -n 2 --dist loadfile --ignore tests/benchmarks
+
+test-benchmarks: $(VENV)/.installed
+	$(RUN)/python -m pytest -n 2 --dist loadfile tests/benchmarks
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

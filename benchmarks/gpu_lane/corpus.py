@@ -1,4 +1,4 @@
-"""The text of ``convergence`` as tokens, made once per output folder.
+"""The text of ``convergence`` as tokens, made once per machine and output folder.
 
 The text is that of ``benchmarks.convergence``: sources of the installed packages, because a machine without network has
 no other text of this size. The digest tells the text of one machine from that of another: losses on different texts do
@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.convergence import corpus as sources
 from benchmarks.gpu_lane.item import stage
 
-FILE = "convergence-tokens.npz"
+SUFFIX = "-tokens.npz"
+"""Behind the name of the output folder. The file lies beside it, and is too large to come back from a GPU machine."""
 END = "<|endoftext|>"
 """The token between two files."""
 GROUP = 512
@@ -56,11 +57,11 @@ class Corpus:
 
 
 def corpus(size: Size, out: Path | None, packages: Path | None = None) -> Corpus:
-    """Return the tokens in the folder ``out``; make them, and keep them there, if that folder has none of this size.
+    """Return the tokens in the file beside the folder ``out``; make and keep them, if it has none of this size.
 
     ``packages`` is the folder of the sources; by default the one where packages are installed.
     """
-    file = None if out is None else out / FILE
+    file = None if out is None else out.with_name(f"{out.name}{SUFFIX}")
     if file is not None and file.exists():
         with np.load(file) as kept:
             facts = json.loads(str(kept["facts"]))
@@ -68,7 +69,7 @@ def corpus(size: Size, out: Path | None, packages: Path | None = None) -> Corpus
                 return Corpus(kept["train"], kept["val"], facts)
     made = make(size, packages or sources.PACKAGES)
     if file is not None:
-        temporary = file.with_name(f".{FILE}")
+        temporary = file.with_name(f".{file.name}")
         with temporary.open("wb") as stream:
             np.savez(stream, train=made.train, val=made.val, facts=np.array(json.dumps(made.facts)))
         os.replace(temporary, file)

@@ -71,7 +71,7 @@ class Convergence:
 
 
 def tokens(settings: Settings) -> text.Corpus:
-    """Return the tokens, from the output folder if an earlier item or call made them."""
+    """Return the tokens, from the file beside the output folder if an earlier item or call made them."""
     size = text.TOY if settings.smoke else text.Size()
     return text.corpus(size, None if settings.out is None else Path(settings.out))
 

@@ -306,7 +306,9 @@ def test_the_report_is_complete_and_pretends_nothing(data, out):
     assert all(target["met"] is None for target in targets.targets(data)), "toy figures meet no target"
     pictures = {path.name for path in out.glob("*.png")}
     missing = "No picture" in text
-    assert missing or pictures == {"linear.png", "steps.png", "memory.png", "accumulation.png"}
+    assert missing or pictures == {
+        f"{name}.png" for name in ("linear", "steps", "memory", "accumulation", "convergence")
+    }
     assert len(list(out.iterdir())) <= 8, "more files do not come back from the GPU machine"
 
 

@@ -104,15 +104,15 @@ def test_tokens_are_the_text(packages):
 
 
 def test_tokens_are_made_once_per_folder(packages, tmp_path):
-    first = text.corpus(SMALL, tmp_path, packages)
+    first = text.corpus(SMALL, tmp_path / "out", packages)
     shutil.rmtree(packages)
-    again = text.corpus(SMALL, tmp_path, packages)
+    again = text.corpus(SMALL, tmp_path / "out", packages)
     assert np.array_equal(first.train, again.train)
     assert np.array_equal(first.val, again.val)
     assert first.facts == again.facts
     assert len({first.facts["tokens_digest"], first.facts["digest"]}) == 2
     with pytest.raises(ValueError, match="no sources"):
-        text.corpus(Size(), tmp_path, packages)  # another size is made anew, and the sources are gone
+        text.corpus(Size(), tmp_path / "out", packages)  # another size is made anew, and the sources are gone
 
 
 def test_the_digest_follows_the_text(packages):

@@ -122,7 +122,7 @@ def test_the_page_of_the_notebook_has_every_cell_and_output():
         source = "".join(cell["source"])
         shown = source.replace("](../docs/", "](") if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
         assert shown in written
-    html = [line for line in written.splitlines() if line.startswith("<div>")]
+    html = [line for line in written.splitlines() if line.startswith("<div ")]
     assert len(html) == sum(
         "text/html" in output.get("data", {}) for cell in cells for output in cell.get("outputs", [])
     )

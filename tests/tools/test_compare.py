@@ -159,7 +159,7 @@ def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd, monkeypatch
 
 @pytest.fixture
 def no_training(monkeypatch):
-    monkeypatch.setattr(runner, "run_one", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(runner, "run_one", lambda *_, **__: pytest.fail("trained"))
 
 
 def test_unknown_names_fail_first(tmp_path, no_training):
@@ -173,7 +173,7 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     """A second run refuses while the first one trains, and afterwards, unless it is told to write over the report."""
     trained = []
 
-    def train(spec, name, seed):
+    def train(spec, name, seed, progress):
         trained.append(name)
         with pytest.raises(ValueError, match=r"out=.*is in use: another comparison is running there"):
             compare(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
@@ -193,7 +193,7 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
 
 
 def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, capfd):
-    def train(spec, name, seed):
+    def train(spec, name, seed, progress):
         os.write(1, b"said by the model\n")  # as a process of a training does, which inherits stdout
         return result(name, val_steps=[1, 2], step_seconds=[0.1], train_losses=[math.nan, 1.0])
 

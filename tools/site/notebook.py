@@ -30,10 +30,10 @@ def _code(cell: Mapping[str, Any]) -> str:
 
 
 def _output(output: Mapping[str, Any]) -> str:
-    """Return an output as HTML in one line, which Markdown leaves alone, or as a block of text."""
+    """Return an output as HTML in one line, which Markdown leaves alone, or as a block of text, to scroll sideways."""
     data = output.get("data", {})
     if "text/html" in data:
         lines = "".join(data["text/html"]).split("\n")
-        return f"<div>{'&#10;'.join(lines)}</div>"
+        return f'<div style="overflow-x:auto">{"&#10;".join(lines)}</div>'
     said = "".join(output.get("text", data.get("text/plain", [])))
-    return f"<pre>{escape(said.rstrip()).replace(chr(10), '&#10;')}</pre>"
+    return f"<pre style='overflow-x:auto'>{escape(said.rstrip()).replace(chr(10), '&#10;')}</pre>"
