@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from benchmarks.convergence.gaps import Row, holm, resolution
 from benchmarks.convergence.precisions import BASELINE
 from benchmarks.convergence.results import Results
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.table import format_table
 
 REPORT = "report.md"
+USUAL = "bf16-mixed"
+"""Lightning's precision that most users have today."""
 HOW = (
     "Each run is compared with the run of `32-true` of the same seed, which begins with the same weights and reads the"
     " same batches. The gap is the mean of these relative differences of the validation loss after the last step; more"
@@ -80,12 +83,32 @@ def findings(results: Results) -> list[str]:
         f" {len(apart)} do, {sum(1 for row in apart if row.gap and row.gap.mean > 0)} of them on the worse side. With"
         " Holm's procedure, at 5 % for all comparisons together, "
         + (f"{len(remain)} remain: {', '.join(remain)}." if remain else "none remains."),
+        _ranges(results),
         _resolutions(results),
         _control(results),
         _twins(results),
         _failures(results),
     ]
     return [part for part in parts if part]
+
+
+def _ranges(results: Results) -> str:
+    """Return the least and the largest mean gap of this package's precisions for each subject, beside bf16-mixed's."""
+    words = []
+    for key in results.compared:
+        gaps = {row.precision: row.gap.mean for row in results.rows[key] if row.gap}
+        ours = {name: mean for name, mean in gaps.items() if name in TABLE}
+        if ours:
+            least, most = min(ours, key=ours.__getitem__), max(ours, key=ours.__getitem__)
+            beside = f"; `{USUAL}` {gaps[USUAL]:+.2%}" if USUAL in gaps else ""
+            words.append(
+                f"{results.titles[key]} {ours[least]:+.2%} (`{least}`) to {ours[most]:+.2%} (`{most}`){beside}"
+            )
+    return (
+        f"**Mean gaps of this package's precisions**, from the least to the largest: {'. '.join(words)}."
+        if words
+        else ""
+    )
 
 
 def _resolutions(results: Results) -> str:
