@@ -139,6 +139,7 @@ def _full_disk(rank, model, folder):
     read = len(source.read)
     dist.barrier()  # rank 0 has deleted its folder then
     left = [path.name for path in Path(folder).iterdir() if "full" in path.name]
+    dist.barrier()  # every rank has looked, before rank 0 begins a new folder
     done = write(source, model, NOTHING, Path(f"{folder}/full"), options)
     return str(error.value), read, done.tensors, left
 
