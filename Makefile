@@ -24,7 +24,7 @@ PEERS ?= ../shared/peers
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
-	@echo "make test        run the tests"
+	@echo "make test        run the tests of the package"
 	@echo "make test-benchmarks  the GPU lane, the evidence and the other benchmarks, in toy sizes"
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
@@ -38,7 +38,7 @@ help:
 	@echo "make gpu-lane    benchmarks against what a user would pick instead, on a GPU with FP8 (over an hour)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of experts of transformers (2 minutes)"
-	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 45 minutes on 2 quiet cores)"
+	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 42 minutes on 2 quiet cores)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"
