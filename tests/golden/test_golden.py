@@ -1,0 +1,43 @@
+"""Every precision trains exactly as it did when ``golden.json`` was written.
+
+Goldens guard, they prove nothing. A change of numerics edits the file: ``python -m tests.golden``. On a CPU that sums
+products in another order, losses are compared within 2 % of the first loss.
+"""
+
+import json
+
+import pytest
+
+from tests.fsdp2 import ranks
+from tests.golden import goldens, runs
+
+GOLDEN = json.loads(goldens.FILE.read_text())
+SAME_CPU = runs.arithmetic() == GOLDEN["arithmetic"]
+
+
+def check(run: str, found: dict) -> None:
+    expected = GOLDEN["runs"][run]
+    if SAME_CPU:
+        assert found == expected, f"{run} does not train as before. If it should not: `python -m tests.golden`."
+        return
+    first, *_ = expected["losses"]
+    off = [abs(float.fromhex(a) - float.fromhex(b)) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+    assert max(off) < 0.02 * float.fromhex(first), f"{run}: losses differ by up to {max(off)}"
+
+
+@pytest.mark.parametrize("name", goldens.names())
+def test_one_process(name):
+    check(name, runs.train(0, name))
+
+
+@pytest.mark.distributed
+def test_two_ranks(tmp_path):
+    by_rank = ranks.run(runs.worlds, 2, tmp_path, goldens.TWO_RANKS)
+    for rank, found in enumerate(by_rank):
+        for (name, strategy), run in zip(goldens.TWO_RANKS, found, strict=True):
+            check(f"{name}, {strategy}, rank {rank}", run)
+
+
+def test_every_run_has_a_golden():
+    on_ranks = [f"{name}, {strategy}, rank {rank}" for name, strategy in goldens.TWO_RANKS for rank in (0, 1)]
+    assert GOLDEN["runs"].keys() == {*goldens.names(), *on_ranks}
