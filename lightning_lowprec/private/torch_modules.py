@@ -54,7 +54,6 @@ class CompiledCall:
             function()
             return call(*args, **kwargs)
 
-        vars(call_after_function)["made_by"] = self
         module._compiled_call_impl = call_after_function
 
     def remove(self) -> None:
@@ -65,12 +64,6 @@ class CompiledCall:
 def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
     """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
     return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
-
-
-def remove_compiled_call(call: Any) -> None:
-    """Undo what made ``call``, a compiled call with a function before it."""
-    made_by: CompiledCall = call.made_by
-    made_by.remove()
 
 
 def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -26,7 +26,6 @@ from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.torchao.grouped import GroupedRecipe, grouped_matmul
 from lightning_lowprec.torchao.settings import LayerSettings
-from lightning_lowprec.torchao.weight_codes import WeightCodes
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 _ALIGNMENT = 16
@@ -43,8 +42,8 @@ class FP8Experts(PlainFirst, RoutedExperts):
     phase_gemms: InBF16
     """The products that the phase of a schedule computes in high precision."""
     fp8_eval: bool
-    weight_codes: dict[str, WeightCodes | None]
-    """Codes that are kept from step to step, of weights with one scale."""
+    saves_weight_codes: bool
+    """Whether the backward may read the codes of a weight that the forward made."""
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -61,47 +60,14 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """[P, K] -> [P, N]."""
         if not self._in_fp8(name):
             return grouped_product(rows, matrices(self, name), groups)
-        weight, kept = self.weight(name), self.weight_codes.get(name)
-        if kept is not None and not self._may_use(kept, name):
-            kept = None
-        made = None if kept is None else kept.made
-        return grouped_matmul(rows, weight, groups.ends, made, self.recipes[name], transposed=is_transposed(self))
+        keep = self.saves_weight_codes and self.settings[name].saves_weight_codes
+        return grouped_matmul(
+            rows, self.weight(name), groups.ends, self.recipes[name], transposed=is_transposed(self), keep=keep
+        )
 
     def _in_fp8(self, name: str) -> bool:
         runs = name in self.recipes and (self.training or self.fp8_eval)
         return runs and len(self.recipes[name].in_bf16) < len(GEMMS)
-
-    # ---- codes that are kept from step to step
-
-    def encoded_per_step(self) -> list[str]:
-        """Return the names of the Parameters that are encoded once per optimizer step."""
-        return [name for name, settings in self.settings.items() if settings.per_step]
-
-    def all_codes(self) -> list[WeightCodes]:
-        """Return the kept codes of all weights."""
-        return [codes for codes in self.weight_codes.values() if codes is not None]
-
-    def train(self, mode: bool = True) -> FP8Experts:
-        """Set the mode; ``eval()`` has the weights encoded again, since ``weight.data`` may have been written to."""
-        if not mode:
-            for codes in self.all_codes():
-                codes.forget()
-        super().train(mode)
-        return self
-
-    def check_codes(self, codes: WeightCodes) -> bool:
-        """Bring kept codes up to date; drop codes that are not of this weight, because it was replaced or sharded."""
-        if codes.layer() is not self or codes.weight.is_meta:
-            self.weight_codes = {name: kept for name, kept in self.weight_codes.items() if kept is not codes}
-            return False
-        if codes.is_stale(training=self.training):
-            codes.model.refresh()
-        return True
-
-    def _may_use(self, codes: WeightCodes, name: str) -> bool:
-        if torch.compiler.is_compiling():
-            return codes.checked_outside and codes.is_read
-        return codes.is_read and self.check_codes(codes)
 
     # ---- FSDP2
 
@@ -114,7 +80,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 may gather these Parameters."""
         found = [self.settings[name] for name in self.wired]
-        return TorchAOWire.of(found[0].config, per_step=found[0].per_step) if found else None
+        return TorchAOWire.of(found[0].config, per_step=found[0].saves_weight_codes) if found else None
 
     @property
     def reads_values(self) -> bool:
@@ -138,16 +104,10 @@ class FP8Experts(PlainFirst, RoutedExperts):
             else:
                 changed[name] = replace(own, in_bf16=recipe.in_bf16)
         self.settings = changed
-        self.weight_codes = {name: codes for name, codes in self.weight_codes.items() if changed[name].per_step}
         self._update()
 
     def _update(self) -> None:
         self.recipes = {name: recipe_of(own, self.phase_gemms) for name, own in self.settings.items()}
-        for name, codes in self.weight_codes.items():
-            if codes is not None:
-                codes.is_read = not {"forward", "grad_input"} <= set(self.recipes[name].in_bf16)
-                if not codes.is_read:
-                    codes.free()
 
 
 def recipe_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> GroupedRecipe:
@@ -175,7 +135,9 @@ def convert(
     for fqn, settings in found.items():
         recipes = {name: recipe_of(own) for name, own in settings.items()}
         attributes = {"settings": settings, "recipes": recipes, "fp8_eval": fp8_eval}
-        take_experts(model.get_submodule(fqn), FP8Experts, {**attributes, "weight_codes": {}, "phase_gemms": NO_GEMM})
+        take_experts(
+            model.get_submodule(fqn), FP8Experts, {**attributes, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
+        )
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:

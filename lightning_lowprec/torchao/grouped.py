@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_lowprec.conversion.gemms import Gemm
 from lightning_lowprec.conversion.transforms import check_backward
-from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.grouped_codes import encode_columns, encode_rows, encode_weight, encode_whole
 from lightning_lowprec.numerics.grouped_products import product, product_of_groups
 from lightning_lowprec.private.torchao import codes_of
@@ -43,7 +42,7 @@ class GroupedRecipe:
 
 
 def grouped_matmul(
-    rows: Tensor, weight: Tensor, ends: Tensor, made: Encoded | None, recipe: GroupedRecipe, *, transposed: bool
+    rows: Tensor, weight: Tensor, ends: Tensor, recipe: GroupedRecipe, *, transposed: bool, keep: bool = False
 ) -> Tensor:
     """[P, K] -> [P, N] in the dtype of ``rows``.
 
@@ -51,13 +50,12 @@ def grouped_matmul(
         rows: sorted by expert; the rows of each expert begin at a multiple of 16.
         weight: [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16.
         ends: [E] int32, the row behind each expert's last.
-        made: kept codes of the weight as a matrix [E * N, K], or [E * K, N]; None encodes it here.
         recipe: how to multiply.
         transposed: the layout of the weight.
+        keep: whether the backward reads the codes of a weight with one scale, or makes them again.
     """
-    kept = () if made is None else (made.rows, made.columns, made.scale)
     options = recipe.one_scale, recipe.round_scales_to_power_of_2, recipe.emulate, "_".join(recipe.in_bf16)
-    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, *options, *kept)  # type: ignore[no-untyped-call]
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, keep, *options)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -73,13 +71,16 @@ class _GroupedMatmul(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         transposed: bool,
+        keep: bool,
         one_scale: bool,
         power_of_2: bool,
         emulate: bool,
         in_bf16: str,
-        *kept: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends, *kept)
+        kept: Sequence[Tensor] = ()
+        if keep and one_scale and "forward" not in in_bf16 and not isinstance(weight, GatheredWeight):
+            kept = encode_whole(weight, power_of_2)
+        ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
         ctx.transposed, ctx.in_bf16 = transposed, in_bf16
         ctx.recipe = GroupedRecipe(one_scale=one_scale, round_scales_to_power_of_2=power_of_2, emulate=emulate)
         return _times(rows, weight, kept, ends, ctx.recipe, in_bf16="forward" in in_bf16, across=transposed)
@@ -96,7 +97,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.transposed else (grad, rows)
             grad_weight = _grad_weight(left, right, ends, ctx.recipe, in_bf16="grad_weight" in ctx.in_bf16)
-        return grad_rows, grad_weight, *[None] * (6 + len(kept))
+        return grad_rows, grad_weight, *(None,) * 7
 
 
 def _times(
@@ -133,14 +134,12 @@ def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, ac
 
     The codes are contiguous along the last dimension.
     """
-    count, outer, inner = weight.shape
     if isinstance(weight, GatheredWeight):
         codes, scale = codes_of(weight)
-        codes, inverse = codes.mT.contiguous() if across else codes, scale.reciprocal()
-    elif kept:
-        along, columns, scale = kept
-        codes = columns.view(inner, count, outer).transpose(0, 1) if across else along.view(weight.shape)
-        inverse = scale.reciprocal()
+        kept = codes, scale.reciprocal()
+    if kept:
+        codes, inverse = kept
+        codes = codes.mT.contiguous() if across else codes
     else:
         encode = encode_whole if recipe.one_scale else encode_weight
         codes, inverse = encode(weight.mT if across else weight, recipe.round_scales_to_power_of_2)

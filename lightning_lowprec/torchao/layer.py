@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -31,7 +31,6 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 from lightning_lowprec.conversion.gemms import GEMMS, Gemm, InBF16
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.transforms import check_backward, check_call
-from lightning_lowprec.numerics.encode import Encoded
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.torchao import mixed_gemms, own_backward, saved_codes
@@ -40,11 +39,12 @@ from lightning_lowprec.torchao.coded_input import check_coded_input
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.own_backward import ScaledInside
 from lightning_lowprec.torchao.settings import Settings
-from lightning_lowprec.torchao.weight_codes import WeightCodes
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 TOKEN_ALIGNMENT: Final = 16
 """Tokens (product of all but the last dimension) that the kernels take are multiples of this."""
+_WHOLE: Final = (Tensor, nn.Parameter)
+"""The types of a weight that is whole, and in high precision: not cut by tensor parallelism."""
 
 
 @final
@@ -140,14 +140,12 @@ class FP8Layer(PlainFirst):
     config: Float8LinearConfig
     linear_mm_config: LinearMMConfig
     fp8_eval: bool
-    weight_codes: WeightCodes | None
-    """Codes that are kept from step to step; None encodes the weight at every GEMM, as torchao does."""
+    saves_weight_codes: bool
+    """Whether the backward reads the codes of the weight that the forward made; False: each GEMM makes codes."""
     saves_codes: bool
     """Whether the codes of the input are kept for the backward, in place of the input."""
     weight_is_freed: bool
     """Whether the memory of the weight is freed between forward and backward (ZeRO-3)."""
-    encoded_per_step: bool
-    """Whether the weight, or FSDP2's shards of it, are encoded once per optimizer step, or at every use."""
     settings: Settings | None
     """The options by which other recipes for this layer are made; None: the layer has the user's config."""
     own_gemms: InBF16
@@ -181,12 +179,10 @@ class FP8Layer(PlainFirst):
         fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
         # with a scale per row torchao reshapes codes, which works for contiguous codes
         rows = input.contiguous() if fits else pad_rows(input, TOKEN_ALIGNMENT)
-        codes = self.weight_codes
-        if codes is not None and not self._may_use(codes):
-            codes = None
-        if self.saves_codes:
-            output = self._saving_codes(given, rows, codes)
-        elif codes is None:
+        keeps = self.saves_weight_codes and type(self.weight) in _WHOLE
+        if self.saves_codes or keeps:
+            output = self._with_own_codes(given, rows, keeps)
+        else:
             matmul: Any = _MatmulInByOut if self.in_by_out else _Matmul
             weight = self.weight if self.in_by_out else self.weight.t()
             if self.weight_is_freed and not self.in_by_out:
@@ -194,8 +190,6 @@ class FP8Layer(PlainFirst):
             elif self.bias is None and not self.in_by_out:
                 matmul = _MatmulWithoutBias
             output = matmul.apply(rows, weight, self.linear_mm_config, self.config)
-        else:
-            output = self._with_codes(rows, codes)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output if fits else cut_rows(output, input)
@@ -204,47 +198,25 @@ class FP8Layer(PlainFirst):
     def _plain(self, input: Tensor) -> Tensor:
         """Compute as the layer did before it was converted."""
 
-    def _with_codes(self, rows: Tensor, codes: WeightCodes) -> Tensor:
-        config, made = self.config, codes.made
-        gradients, power_of_2 = config.cast_config_grad_output.target_dtype, config.round_scales_to_power_of_2
-        layouts = (made.columns, made.rows) if self.in_by_out else (made.rows, made.columns)
-        output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, *layouts, made.scale, gradients, power_of_2, config.emulate, self.in_by_out
-        )
-        return output
-
-    def _saving_codes(self, input: Tensor, rows: Tensor, codes: WeightCodes | None) -> Tensor:
+    def _with_own_codes(self, given: Tensor, rows: Tensor, keeps: bool) -> Tensor:
         config = self.config
         gradients: Any = config.cast_config_grad_output.target_dtype
+        power_of_2, emulate = config.round_scales_to_power_of_2, config.emulate
+        if not self.saves_codes:
+            output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
+                rows, self.weight, gradients, power_of_2, emulate, self.in_by_out
+            )
+            return output
         return saved_codes.matmul(
-            input,
+            given,
             rows,
             self.weight,
-            None if codes is None else codes.made,
+            keep=keeps,
             gradients=gradients,
-            power_of_2=config.round_scales_to_power_of_2,
-            emulate=config.emulate,
+            power_of_2=power_of_2,
+            emulate=emulate,
             in_by_out=self.in_by_out,
         )
-
-    def _may_use(self, codes: WeightCodes) -> bool:
-        """Return whether kept codes can be used, after bringing them up to date."""
-        if torch.compiler.is_compiling():
-            return codes.checked_outside
-        return self.check_codes(codes)
-
-    def check_codes(self, codes: WeightCodes) -> bool:
-        """Bring kept codes up to date; drop them if they are not of this weight, because it was replaced or sharded."""
-        if codes.weight is not self.weight or self.weight.is_meta:
-            self.weight_codes = None
-        elif codes.is_stale(training=self.training):
-            codes.model.refresh()
-        return self.weight_codes is not None
-
-    def kept_weight_codes(self) -> Encoded | None:
-        """Return the codes of the weight that are kept, brought up to date; None: the weight is encoded when used."""
-        codes = self.weight_codes
-        return codes.made if codes is not None and self._may_use(codes) else None
 
     @property
     def reads_values(self) -> bool:
@@ -256,23 +228,10 @@ class FP8Layer(PlainFirst):
         casts: tuple[Any, Any] = self.config.cast_config_weight, self.config.cast_config_weight_for_grad_input
         return all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts)
 
-    def train(self, mode: bool = True) -> FP8Layer:
-        """Set the mode; ``eval()`` has the weight encoded again, since ``weight.data`` may have been written to."""
-        if not mode:
-            for codes in self.all_codes():
-                codes.forget()
-        super().train(mode)
-        return self
-
-    def all_codes(self) -> list[WeightCodes]:
-        """Return the kept codes of the weight, if there are some."""
-        codes = vars(self).get("weight_codes")
-        return [] if codes is None else [codes]
-
     @property
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 may gather the weight; None: the weight has a scale per row."""
         if not self._has_one_scale:
             return None
         dtype: Any = self.config.cast_config_weight.target_dtype
-        return TorchAOWire(self.linear_mm_config, dtype, self.encoded_per_step)
+        return TorchAOWire(self.linear_mm_config, dtype, self.settings is not None and self.settings.saves_weight_codes)

@@ -6,7 +6,7 @@
 
 A GEMM in high precision gets what autocast would give it: operands in the autocast dtype, the bias within the GEMM. Its
 result is that of ``bf16-mixed``, bit for bit. A GEMM in FP8 gets the codes of the recipe, bit for bit, with kept codes
-of the weight and of the input where the layer keeps them.
+of the input where the layer keeps them.
 
 Under FSDP2 a weight that a GEMM in high precision reads is gathered in high precision. FP8 then rounds it once more.
 """
@@ -49,12 +49,6 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
             f" of shape {tuple(layer.weight.shape)}). Choose all GEMMs: 'bf16', or the recipe without `gemms`."
         )
     gemms = layer.in_bf16
-    reads_codes = "forward" not in gemms or "grad_input" not in gemms
-    kept = layer.kept_weight_codes() if reads_codes else None
-    of_weight: tuple[Tensor | None, ...] = (None, None, None)
-    if kept is not None:
-        layouts = (kept.columns, kept.rows) if layer.in_by_out else (kept.rows, kept.columns)
-        of_weight = (*layouts, kept.scale)
     of_input: tuple[Any, ...] = (None, None)
     if layer.saves_codes and "grad_weight" not in gemms:
         of_input = saved_codes.input_codes(given, _padded(input), layer.config.round_scales_to_power_of_2)
@@ -63,7 +57,6 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
         layer.weight,
         layer.bias,
         *of_input,
-        *of_weight,
         gemms,
         layer.linear_mm_config,
         layer.config,
@@ -99,9 +92,6 @@ class _MixedMatmul(torch.autograd.Function):
         bias: Tensor | None,
         input_codes: Tensor | None,
         input_scale: Tensor | None,
-        rows: Tensor | None,
-        columns: Tensor | None,
-        weight_scale: Tensor | None,
         gemms: tuple[Gemm, ...],
         mm_config: LinearMMConfig,
         config: Float8LinearConfig,
@@ -116,9 +106,6 @@ class _MixedMatmul(torch.autograd.Function):
             bias: [N] float.
             input_codes: of the padded input, [M, K]; None: the input is kept.
             input_scale: [] float32, of these codes.
-            rows: codes of the weight that are kept, [N, K].
-            columns: codes of the weight that are kept, [K, N].
-            weight_scale: [] float32, of the kept codes.
             gemms: the products in high precision.
             mm_config: torchao's settings of the products in FP8.
             config: torchao's casts of the products in FP8.
@@ -127,7 +114,7 @@ class _MixedMatmul(torch.autograd.Function):
         ctx.gemms, ctx.casts, ctx.in_by_out = gemms, _Casts(mm_config, config, input.dtype), in_by_out
         ctx.has_bias = bias is not None
         kept_input = input if input_codes is None else None
-        ctx.save_for_backward(kept_input, input_codes, input_scale, weight, columns, weight_scale)
+        ctx.save_for_backward(kept_input, input_codes, input_scale, weight)
         bias = None if bias is None else bias.to(input.dtype)
         if "forward" in gemms:
             return _in_high_precision(input, weight.to(input.dtype), bias, in_by_out).data
@@ -135,10 +122,9 @@ class _MixedMatmul(torch.autograd.Function):
         padded = _padded(input)
         x = padded.reshape(-1, padded.shape[-1])
         weight_t = weight if in_by_out else weight.t()
-        w = weight_t if rows is None else casts.wrap(rows.t(), weight_scale, role.WEIGHT)
         product = torch.mm(
             casts.of(x, config.cast_config_input, role.INPUT, -1),
-            casts.of(w, config.cast_config_weight, role.WEIGHT, 0),
+            casts.of(weight_t, config.cast_config_weight, role.WEIGHT, 0),
         )
         output = product.reshape(*padded.shape[:-1], product.shape[-1])
         output = output if bias is None else output + bias
@@ -152,7 +138,7 @@ class _MixedMatmul(torch.autograd.Function):
         Raises:
             RuntimeError: the gradients will be differentiated, and the codes of the input were kept.
         """
-        input, codes, scale, weight, columns, weight_scale = ctx.saved_tensors
+        input, codes, scale, weight = ctx.saved_tensors
         casts: _Casts = ctx.casts
         if torch.is_grad_enabled():
             saved_codes.check_values_are_kept(input)
@@ -167,8 +153,7 @@ class _MixedMatmul(torch.autograd.Function):
             if "grad_input" in gemms:
                 grad_input = g @ as_rows.to(casts.dtype)
             else:
-                w = as_rows if columns is None else casts.wrap(columns.t(), weight_scale, GemmInputRole.WEIGHT)
-                grad_input = casts.grad_input(_padded(g), w)[: g.shape[0]]
+                grad_input = casts.grad_input(_padded(g), as_rows)[: g.shape[0]]
             grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
         if needs_weight:
             x = None if input is None else input.reshape(-1, input.shape[-1])
@@ -179,7 +164,7 @@ class _MixedMatmul(torch.autograd.Function):
                 grad_weight = casts.grad_weight(_padded(g), x, codes, scale, in_by_out=ctx.in_by_out)
         if needs_bias and ctx.has_bias:
             grad_bias = g.sum(0)
-        return grad_input, grad_weight, grad_bias, *(None,) * 9
+        return grad_input, grad_weight, grad_bias, *(None,) * 6
 
 
 @final

@@ -95,12 +95,12 @@ class FP8TorchAO(Scheduled):
             device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
             one class, of an ``nn.ModuleList`` that holds FP8 layers.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
-        weight_codes: ``"per_step"`` encodes each weight once per optimizer step, and keeps the codes for every
-            micro-batch, forward and backward (2 bytes per parameter of the layers; under FSDP2 each rank keeps the
-            codes of its shards, 1 byte per parameter, and with ``cpu_offload`` none). ``"per_gemm"`` encodes at every
-            GEMM, as torchao does, and under FSDP2 at every all-gather: same results, fewer bytes kept, more bytes
-            moved. ``"auto"`` is ``"per_step"`` where one scale per weight allows it (``recipe="tensorwise"`` without
-            ``config``; with recipes per layer, the tensorwise layers).
+        weight_codes: ``"per_forward"`` encodes a weight in each forward, and the backward reads the same codes (1 byte
+            per parameter of the layers until then; FSDP2 keeps the codes of its shards instead, until a shard is
+            written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
+            all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
+            scale per weight allows it (``recipe="tensorwise"`` without ``config``; with recipes per layer, the
+            tensorwise layers).
         saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
             element, which layers that read one input share: same results, less memory where blocks are not compiled
             (tensorwise layers without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the input;
@@ -135,7 +135,7 @@ class FP8TorchAO(Scheduled):
         round_scales_to_power_of_2: bool | None = None,
         rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
-        weight_codes: Literal["auto", "per_step", "per_gemm"] = "auto",
+        weight_codes: Literal["auto", "per_forward", "per_gemm"] = "auto",
         saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
         **options: Unpack[TorchAOChoices],
@@ -216,7 +216,7 @@ class FP8TorchAO(Scheduled):
         """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
         if self.recipe != "tensorwise":
             return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
-        own = self.weight_codes == "per_step" or self.saved_inputs == "codes"
+        own = self.weight_codes == "per_forward" or self.saved_inputs == "codes"
         return "tensorwise" if own else "tensorwise-per-gemm"
 
     @override
@@ -292,8 +292,6 @@ class FP8TorchAO(Scheduled):
             )
         elif plan.converted:
             self._compile(module, device)
-            if self.weight_codes == "per_step":
-                linear.keep_codes(module)
         if plan != self.plan:
             self._say(plan, device)
         self.plan = plan
@@ -310,21 +308,18 @@ class FP8TorchAO(Scheduled):
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
             rowwise_backward=self.rowwise_backward,
-            per_step=self.weight_codes == "per_step",
+            saves_weight_codes=self.weight_codes == "per_forward",
             saves_codes=self.saved_inputs == "codes",
         )
         return lambda fqn: settings.of(plan.recipes.get(fqn, LayerRecipe(self.kinds[0])))
 
     @override
     def cast_shards(self, module: Module) -> None:
-        """Also keep no codes of whole weights: FSDP2 frees gathered weights after their layer ran."""
-        from lightning_lowprec.torchao import experts, linear
+        """Also save no codes of whole weights: FSDP2 frees gathered weights after their layer ran."""
+        from lightning_lowprec.torchao import linear
 
         super().cast_shards(module)
-        for layer in linear.fp8_linears(module):
-            layer.weight_codes = None
-        for stack in experts.fp8_experts(module):
-            stack.weight_codes = {}
+        linear.save_no_weight_codes(module)
 
     def _say(self, plan: Plan, device: torch.device) -> None:
         rank_zero_info(f"{self.precision}: {plan.summary()}.")
@@ -393,16 +388,16 @@ def _of_config(
     return kind, gradients, config.emulate or None
 
 
-def _codes(choice: str, kinds: tuple[str, ...], config: Any) -> Literal["per_step", "per_gemm"]:
-    check_choice("weight_codes", choice, ("auto", "per_step", "per_gemm"))
+def _codes(choice: str, kinds: tuple[str, ...], config: Any) -> Literal["per_forward", "per_gemm"]:
+    check_choice("weight_codes", choice, ("auto", "per_forward", "per_gemm"))
     one_scale = "tensorwise" in kinds and config is None
-    if choice == "per_step" and not one_scale:
+    if choice == "per_forward" and not one_scale:
         given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
         raise ValueError(
-            f"`weight_codes='per_step'` is not valid with `{given}`: only one scale per weight is the same in forward"
-            " and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
+            f"`weight_codes='per_forward'` is not valid with `{given}`: only one scale per weight is the same in"
+            " forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
         )
-    return "per_step" if one_scale and choice != "per_gemm" else "per_gemm"
+    return "per_forward" if one_scale and choice != "per_gemm" else "per_gemm"
 
 
 def _saved(choice: str, kinds: tuple[str, ...], config: Any) -> SavedInputs:

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.numerics.encode import DTYPE, Encoded
-from lightning_lowprec.private.torchao import constructor_arguments
-from lightning_lowprec.torchao.coded import encoded, gradient_of_weight, product, scale_of, transposed
-from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+from lightning_lowprec.numerics.encode import DTYPE
+from lightning_lowprec.torchao.coded import encoded, gradient_of_weight, product, scale_of, transposed, weight_codes
 from lightning_lowprec.torchao.shared_input import Codes, Entry, codes_of, forget
 
 
@@ -39,9 +37,7 @@ class _Matmul(torch.autograd.Function):
         weight: Tensor,
         codes: Tensor | None,
         scale: Tensor | None,
-        rows: Tensor | None,
-        columns: Tensor | None,
-        weight_scale: Tensor | None,
+        keep: bool,
         gradients: torch.dtype,
         power_of_2: bool,
         emulate: bool,
@@ -56,9 +52,7 @@ class _Matmul(torch.autograd.Function):
             weight: [N, K], or [K, N] with ``in_by_out``; float, or gathered by FSDP2 as float8.
             codes: of the input, [M, K]; None: encode here.
             scale: [] float32, of these codes.
-            rows: codes of the weight that are kept, [N, K]; None: codes of ``weight``, here and in the backward.
-            columns: codes of the weight that are kept, [K, N].
-            weight_scale: [] float32, of the kept codes.
+            keep: whether the backward reads the codes of the weight that the forward made, or makes them again.
             gradients: the float8 format of gradients.
             power_of_2: whether scales are rounded down to powers of two.
             emulate: whether products are computed from decoded values.
@@ -69,10 +63,12 @@ class _Matmul(torch.autograd.Function):
             codes, scale = _encode(input, power_of_2)
         ctx.options = gradients, power_of_2, emulate, entry, in_by_out
         used = (codes, scale) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(*used, weight, columns, weight_scale)
-        if rows is None or weight_scale is None:
-            rows, weight_scale = _weight_codes(weight, power_of_2, transpose=in_by_out)
-        out = product(codes, rows.t(), scale, weight_scale, input.dtype, emulate, fast=True)
+        of_weight = w_codes, w_scale = weight_codes(weight, power_of_2)
+        kept = of_weight if keep else (weight, None)
+        ctx.save_for_backward(*used, *(kept if ctx.needs_input_grad[0] else (None, None)))
+        ctx.keep = keep
+        rows = w_codes.t().contiguous() if in_by_out else w_codes
+        out = product(codes, rows.t(), scale, w_scale, input.dtype, emulate, fast=True)
         return out.view(*input.shape[:-1], out.shape[-1]).data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
@@ -84,16 +80,16 @@ class _Matmul(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             check_values_are_kept(None)
-        codes, scale, weight, columns, weight_scale = ctx.saved_tensors
+        codes, scale, *of_weight = ctx.saved_tensors
         gradients, power_of_2, emulate, entry, in_by_out = ctx.options
         grad_input = grad_weight = None
         g = grad_output.reshape(-1, grad_output.shape[-1])
         g_scale = scale_of(g, gradients, power_of_2)
         if ctx.needs_input_grad[0]:
-            if columns is None:
-                columns, weight_scale = _weight_codes(weight, power_of_2, transpose=not in_by_out)
+            w_codes, w_scale = of_weight if ctx.keep else weight_codes(of_weight[0], power_of_2)
+            columns = w_codes if in_by_out else w_codes.t().contiguous()
             g_codes = encoded(g, g_scale, gradients)
-            grad_input = product(g_codes, columns.t(), g_scale, weight_scale, g.dtype, emulate)
+            grad_input = product(g_codes, columns.t(), g_scale, w_scale, g.dtype, emulate)
             grad_input = grad_input.view(*grad_output.shape[:-1], columns.shape[0])
         if ctx.needs_input_grad[1]:
             g_columns = transposed(g, g_scale, gradients)
@@ -101,15 +97,15 @@ class _Matmul(torch.autograd.Function):
             grad_weight = gradient_of_weight((g_columns, g_scale), (x_columns, scale), g.dtype, emulate, in_by_out)
         if entry is not None:
             forget(entry)
-        return grad_input, grad_weight, *(None,) * 10
+        return grad_input, grad_weight, *(None,) * 8
 
 
 def matmul(
     input: Tensor,
     rows: Tensor,
     weight: Tensor,
-    kept: Encoded | None,
     *,
+    keep: bool,
     gradients: torch.dtype,
     power_of_2: bool,
     emulate: bool,
@@ -121,7 +117,7 @@ def matmul(
         input: what the layer was called with: layers that are called with one tensor share its codes.
         rows: the input in the dtype of autocast, padded, [*, K]; the product of * is a multiple of 16.
         weight: [N, K], or [K, N] with ``in_by_out``; float, or gathered by FSDP2 as float8.
-        kept: codes of the weight; None encodes it here and in the backward.
+        keep: whether the backward reads the codes of the weight that the forward made, or makes them again.
         gradients: the float8 format of gradients.
         power_of_2: whether scales are rounded down to powers of two.
         emulate: whether products are computed from decoded values.
@@ -139,12 +135,8 @@ def matmul(
     if not torch.compiler.is_compiling():
         how = rows.dtype, power_of_2
         codes, scale, entry = codes_of(input, how, lambda: _encode(rows, power_of_2))
-    of_weight: tuple[Tensor | None, ...] = (None, None, None)
-    if kept is not None:
-        layouts = (kept.columns, kept.rows) if in_by_out else (kept.rows, kept.columns)
-        of_weight = (*layouts, kept.scale)
     out: Tensor = _Matmul.apply(  # type: ignore[no-untyped-call]
-        rows, weight, codes, scale, *of_weight, gradients, power_of_2, emulate, entry, in_by_out
+        rows, weight, codes, scale, keep, gradients, power_of_2, emulate, entry, in_by_out
     )
     return out
 
@@ -177,13 +169,3 @@ def _encode(input: Tensor, power_of_2: bool) -> Codes:
     x = input.reshape(-1, input.shape[-1])
     scale = scale_of(x, DTYPE, power_of_2)
     return encoded(x, scale, DTYPE), scale
-
-
-def _weight_codes(weight: Tensor, power_of_2: bool, *, transpose: bool) -> Codes:
-    """Return the codes of a weight, or of its transpose, contiguous, and their scale."""
-    if isinstance(weight, GatheredWeight):
-        codes, scale, *_ = constructor_arguments(weight)
-    else:
-        scale = scale_of(weight, DTYPE, power_of_2)
-        codes = encoded(weight, scale, DTYPE)
-    return (codes.t().contiguous() if transpose else codes), scale

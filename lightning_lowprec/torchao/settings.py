@@ -46,14 +46,14 @@ class LayerSettings:
 
     Args:
         config: torchao's configuration.
-        per_step: whether the weight is encoded once per optimizer step.
+        saves_weight_codes: whether the backward reads the codes of the weight that the forward made.
         saves_codes: whether the codes of the input are kept for the backward, in place of the input.
         in_bf16: the products that the recipe computes in high precision.
         settings: the options by which other recipes for this layer are made; None: ``config`` is the user's.
     """
 
     config: Float8LinearConfig
-    per_step: bool = False
+    saves_weight_codes: bool = False
     saves_codes: bool = False
     in_bf16: InBF16 = NO_GEMM
     settings: Settings | None = None
@@ -65,7 +65,7 @@ class LayerSettings:
             plain = nn.Linear(1, 1, bias=False)
         return {
             **{name: value for name, value in vars(made).items() if name not in vars(plain)},
-            "encoded_per_step": self.per_step,
+            "saves_weight_codes": self.saves_weight_codes,
             "saves_codes": self.saves_codes,
             "own_gemms": self.in_bf16,
             "in_bf16": tuple(sorted(self.in_bf16)),
@@ -82,7 +82,7 @@ class Settings:
     emulate: bool
     round_scales_to_power_of_2: bool | None = None
     rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after"
-    per_step: bool = False
+    saves_weight_codes: bool = False
     saves_codes: bool = False
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
@@ -99,7 +99,7 @@ class Settings:
         )
         return LayerSettings(
             config=config,
-            per_step=self.per_step and one_scale,
+            saves_weight_codes=self.saves_weight_codes and one_scale,
             saves_codes=self.saves_codes and one_scale,
             in_bf16=recipe.in_bf16,
             settings=self,

@@ -6,7 +6,7 @@
                                v  a product in bf16 in one of the two runs in bf16
     the layer             in_bf16       read by the forward; a compiler guards it
 
-Codes of a weight that no product in FP8 reads are freed. FSDP2 follows: a weight that a product reads in bf16 is
+FSDP2 follows: a weight that a product reads in bf16 is
 gathered in bf16. All ranks must switch a layer before the same forward.
 """
 
@@ -53,19 +53,13 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
                 f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
                 " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
             )
-        codes = layer.weight_codes
+        saves = layer.saves_weight_codes  # not where FSDP2 frees the weight
         vars(layer).update(layer.settings.of(recipe).attributes())
-        if codes is not None and not layer.encoded_per_step:
-            layer.weight_codes = None
+        layer.saves_weight_codes &= saves
     layer.own_gemms = recipe.in_bf16
     _update(layer)
 
 
 def _update(layer: FP8Layer) -> None:
     layer.in_bf16 = tuple(sorted(layer.own_gemms | layer.phase_gemms))
-    codes = layer.weight_codes
-    if codes is not None:
-        codes.is_read = not {"forward", "grad_input"} <= set(layer.in_bf16)
-        if not codes.is_read:
-            codes.free()
     wire_changed(layer)
