@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.hardware import refusal
-from lightning_lowprec.numerics.fp8_products import ALIGNMENT
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
     Wanted,

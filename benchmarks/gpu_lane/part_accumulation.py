@@ -14,7 +14,7 @@ from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
 
 COUNTS = (1, 4, 16)
-OPTIONS = {f"{MAIN_TE}, weight_cache=False": {"weight_cache": False}, f"{MAIN_TE}, fp8_params": {"fp8_params": True}}
+OPTIONS = {f"{MAIN_TE}, weight_cache": {"weight_cache": True}, f"{MAIN_TE}, fp8_params": {"fp8_params": True}}
 RANKED = (BASELINE, MAIN_TE, *OPTIONS, "te delayed", "te delayed, weights cached", MAIN, "torchao tensorwise, compiled",
           "te current", "te current, weights cached")  # fmt: skip
 SECONDS = 3.0

@@ -25,7 +25,7 @@ from lightning_lowprec.conversion.head_recognition import WAY_OUT, causal_models
 from lightning_lowprec.conversion.lazy_logits import LazyLogits
 from lightning_lowprec.conversion.plain_first import RefusedQConfig
 from lightning_lowprec.losses import linear_cross_entropy
-from lightning_lowprec.numerics.fp8_products import ALIGNMENT
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.private import transformers
 
 HeadKind = Literal["bf16", "chunked", "fp8"]

@@ -27,6 +27,7 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format
+from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.scaling import saturating_cast
 from lightning_lowprec.private.torch import scaled_mm
@@ -46,15 +47,14 @@ class ScaledMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Multiply, and keep for the backward what the gradients that are wanted need."""
         state = required_state_of(weight)
-        codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1] and not emulate)
+        codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
         if state.codes.dtype == E4M3.dtype:
             weight_codes, weight_scale = state.codes, state.scale
-            if in_by_out and not emulate:
-                weight_codes = _columns(weight_codes)
+            weight_codes = _columns(weight_codes) if in_by_out else weight_codes.contiguous()
         else:
-            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out and not emulate)
+            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
-        ctx.save_for_backward(codes if emulate else columns, scale, state.codes, state.scale, weight_scale)
+        ctx.save_for_backward(columns, scale, state.codes, state.scale, weight_scale)
         ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
         second = weight_codes if in_by_out else weight_codes.t()
         return _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
@@ -66,20 +66,19 @@ class ScaledMatmul(torch.autograd.Function):
         codes, scale, stored, stored_scale, weight_scale = ctx.saved_tensors
         to_input, to_weight, *_ = ctx.needs_input_grad
         emulate, float32_gradient, in_by_out = ctx.options
-        rows, columns, grad_scale = _grad_codes(grad_output, to_input or emulate, to_weight and not emulate)
+        rows, columns, grad_scale = _grad_codes(grad_output, to_input, to_weight)
         grad_input = grad_weight = None
         if to_input:
             if in_by_out:
                 weight = _weight_rows(stored, stored_scale, weight_scale).t()
             else:
-                weight = _weight_columns(stored, stored_scale, weight_scale, emulate)
+                weight = _weight_columns(stored, stored_scale, weight_scale)
             grad_input = _multiply(rows, weight, grad_scale, weight_scale, ctx.dtype, emulate)
         if to_weight:
-            grad_codes = rows if emulate else columns
             if in_by_out:
-                grad_weight = _multiply(codes.t(), grad_codes, scale, grad_scale, torch.float32, emulate)
+                grad_weight = _multiply(codes.t(), columns, scale, grad_scale, torch.float32, emulate)
             else:
-                grad_weight = _multiply(grad_codes.t(), codes, grad_scale, scale, torch.float32, emulate)
+                grad_weight = _multiply(columns.t(), codes, grad_scale, scale, torch.float32, emulate)
             if not float32_gradient:
                 grad_weight = ScaledGradient.of(grad_weight)
         return grad_input, grad_weight, None, None, None
@@ -100,27 +99,26 @@ def _grad_codes(values: Tensor, rows: bool, columns: bool) -> tuple[Any, Any, Te
 
 def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[Any, Any, Tensor]:
     codes, scale = encode(values.float(), format)
-    return codes if rows else None, _by_column(codes) if columns else None, scale
+    return codes.contiguous() if rows else None, _by_column(codes) if columns else None, scale
 
 
 @compiled_on_cuda
 def _weight_codes(stored: Tensor, scale: Tensor, by_column: bool) -> tuple[Tensor, Tensor]:
     """Round float16 codes of a weight to e4m3 codes, and return the scale of the e4m3 codes."""
     codes, new_scale = encode(stored.float() / scale, E4M3)
-    return _by_column(codes) if by_column else codes, new_scale
+    return _by_column(codes) if by_column else codes.contiguous(), new_scale
 
 
 @compiled_on_cuda
-def _weight_columns(stored: Tensor, stored_scale: Tensor, scale: Tensor, emulate: bool) -> Tensor:
+def _weight_columns(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
     """Return the e4m3 codes of a weight column by column, for a ``scale`` that the forward has found."""
-    codes = _codes_by(stored, stored_scale, scale)
-    return codes if emulate else _by_column(codes)
+    return _by_column(_codes_by(stored, stored_scale, scale))
 
 
 @compiled_on_cuda
 def _weight_rows(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
     """Return the e4m3 codes of a weight row by row, for a ``scale`` that the forward has found."""
-    return _codes_by(stored, stored_scale, scale)
+    return _codes_by(stored, stored_scale, scale).contiguous()
 
 
 @compiled_on_cuda
@@ -139,9 +137,10 @@ def _by_column(codes: Tensor) -> Tensor:
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
     """Multiply codes [m, k] @ codes [k, n] and divide by their scales: -> [m, n] of ``dtype``.
 
-    Unless emulated, ``a`` lies row by row and ``b`` column by column.
+    ``a`` lies row by row and ``b`` column by column.
     """
     if emulate:
+        check_operands(a, b)
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a.float(), b.float()).mul_((a_scale * b_scale).reciprocal()).to(dtype)
     product: Tensor = scaled_mm(a, b, a_scale.reciprocal(), b_scale.reciprocal(), out_dtype=dtype)

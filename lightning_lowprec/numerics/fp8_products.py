@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,11 @@ from torch.nn import Parameter
 
 from lightning_lowprec.numerics.encode import Encoded, encode, kernel_encodes
 from lightning_lowprec.numerics.formats import E4M3, Format
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.numerics.one_pass import in_one_pass, rows_in_one_pass
 from lightning_lowprec.numerics.scaling import power_of_two_scale
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_mm
-
-ALIGNMENT: Final = 16
-"""FP8 kernels need dimensions that are multiples of this number."""
 
 
 @final
@@ -98,6 +96,7 @@ def product(
         emulate: multiply dequantised codes in float32.
     """
     if emulate:
+        check_operands(a, b_columns.t())
         return ((a.float() @ b_columns.float().t()) * (inv_scales[0] * inv_scales[1])).to(dtype)
     made: Tensor = scaled_mm(
         a, b_columns.t(), scale_a=inv_scales[0], scale_b=inv_scales[1], out_dtype=dtype, use_fast_accum=fast

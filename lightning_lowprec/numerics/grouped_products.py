@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.numerics.kernel_operands import check_grouped
 from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
 
@@ -22,6 +23,8 @@ def product(
         dtype: of the result; kernels round to bfloat16 before.
         emulate: whether to multiply in float32.
     """
+    if emulate:
+        check_grouped(left, right)
     multiply = emulated_product if emulate else scaled_grouped_mm
     result: Tensor = multiply(left, right, *inverse, ends)
     return result.to(dtype)
@@ -41,6 +44,7 @@ def product_of_groups(
         emulate: whether to multiply in float32.
     """
     if emulate:
+        check_grouped(left, right)
         result: Tensor = emulated_product_of_groups(left, right, *inverse, ends)
     else:
         result = scaled_grouped_mm(left, right, inverse[0].flatten(), inverse[1].flatten(), ends)

@@ -16,7 +16,7 @@ gradient of a step is copied once more, into the layout of the weight.
 The life of a weight, on one GPU or under DDP:
 
     Parameter (float32 or bf16)
-        | quantise: scale = FMAX / amax, once per optimizer step if it is used again (weight_cache)
+        | quantise: scale = FMAX / amax, in each forward; with `weight_cache` once per optimizer step
         v
     codes, one scale           -> GEMM of the forward, GEMM of grad_input
     grad_output, input (FP8)   -> GEMM of grad_weight -> gradient -> optimizer step -> Parameter

@@ -98,15 +98,16 @@ class FP8TE(Scheduled):
         fp8_group: of delayed scaling: the process group whose ranks share scales, or a function that returns it, which
             is called at set-up, when processes are there; None: all ranks.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
-            float32 weights as their masters; also under ``master_weights``, which casts all other weights. Frozen
-            weights are stored in FP8 alone (delayed and current scaling). Under FSDP2 the float32 shards of all weights
-            are gathered as float8, which these recipes do by themselves.
+            float32 weights as their masters; asks what ``weight_cache`` asks. Also under ``master_weights``, which
+            casts all other weights. Frozen weights are stored in FP8 alone (delayed and current scaling). Under FSDP2
+            the float32 shards of all weights are gathered as float8, which these recipes do by themselves.
         fp8_dpa: attention in FP8, where the attention is Transformer Engine's own.
         fp8_mha: keep values in FP8 around attention, where the attention is Transformer Engine's own.
         norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
         fuse: ``"auto"`` computes norms with the Linears or MLP behind them, and experts, by single calls, where the
             structure is recognised exactly (Llama, Mistral, Qwen, Mixtral, GPT-NeoX, norm and Linear in a Sequential).
-        weight_cache: use quantised weights again within an optimizer step; they are kept where that happens.
+        weight_cache: use quantised weights again in the micro-batches of an optimizer step. Asks of the program that
+            nothing writes to weights through ``weight.data`` between two steps of an optimizer: nobody can see that.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -133,7 +134,7 @@ class FP8TE(Scheduled):
         fp8_mha: bool = False,
         norms: bool = True,
         fuse: Fuse = False,
-        weight_cache: bool = True,
+        weight_cache: bool = False,
         **options: Unpack[TEChoices],
     ) -> None:
         running = take(FP8Options, options)
@@ -171,7 +172,7 @@ class FP8TE(Scheduled):
                 f"`fp8_group={fp8_group!r}` is for delayed scaling with `reduce_amax=True`: others share no scales."
                 " Leave the group out."
             )
-        _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
+        _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params)
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
             self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=scaler is not None)
@@ -179,7 +180,7 @@ class FP8TE(Scheduled):
             masters.not_cast = self._weights_in_fp8
         for other in [] if self.per_layer is None else self.per_layer.made.values():
             kind = recipes.kind_of(other)
-            _check(kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params, weight_cache=weight_cache)
+            _check(kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params)
         if self.per_layer is not None and fuse:
             raise ValueError(f"`fuse={fuse!r}` is not valid with recipes per layer, which a fused layer would join.")
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
@@ -418,7 +419,7 @@ def _shown(recipes: LayerRecipes | None) -> object:
     return recipes and (recipes.patterns, tuple(str(recipe) for recipe in recipes.made.values()))
 
 
-def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool, weight_cache: bool) -> None:
+def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool) -> None:
     if kind == "delayed" and layers.first_last_layers_bf16:
         raise ValueError(
             "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
@@ -439,5 +440,3 @@ def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_para
             "`fp8_params=True` is not valid with `fuse='auto'`: a fused layer joins the weights of several and"
             " quantises them at each call. Use one of the two."
         )
-    if fp8_params and not weight_cache:
-        raise ValueError("`fp8_params=True` is not valid with `weight_cache=False`: it keeps quantised weights.")

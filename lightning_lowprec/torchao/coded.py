@@ -19,6 +19,7 @@ from torch import Tensor
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from lightning_lowprec.numerics.encode import DTYPE
+from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.private.torch import scaled_mm
 from lightning_lowprec.private.torchao import constructor_arguments
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
@@ -113,9 +114,9 @@ def scale_of(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
 
 
 def encoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, K] -> codes, [M, K] of ``dtype``."""
+    """[M, K] in any layout -> codes, [M, K] of ``dtype``, contiguous."""
     limit = torch.finfo(dtype).max
-    return _stored((x.float() * scale).clamp(-limit, limit).to(dtype))
+    return _stored((x.float() * scale).clamp(-limit, limit).to(dtype).contiguous())
 
 
 def transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,6 +136,7 @@ def product(
     """[M, K] float8 row-major @ [K, N] float8 column-major -> [M, N] of ``dtype``."""
     out: Tensor
     if emulate:
+        check_operands(a, b)
         with torch.autocast(a.device.type, enabled=False):
             out = torch.mm(a.float() / a_scale, b.float() / b_scale).to(dtype)
     else:

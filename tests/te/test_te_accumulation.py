@@ -78,6 +78,20 @@ def test_gradients_are_those_without_the_cache(reference_te, passes, options):
     assert any(not torch.equal(p, q) for p, q in zip(plain.grads[0], plain.grads[1], strict=True))
 
 
+def test_a_write_that_nobody_sees_is_what_the_next_forward_computes_with(reference_te):
+    """Hand-written steps, target networks and averages write through `.data`: no version, no step of an optimizer."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for writes_later in (True, False):
+        model = layers()
+        wrapped = fabric_for(FP8TE(reference.current_scaling())).setup(model)
+        for _ in range(3 * writes_later):
+            wrapped(x).sum()
+        model[0].weight.data.mul_(-2)
+        outputs.append(wrapped(x).detach())
+    assert torch.equal(*outputs)
+
+
 def test_a_weight_is_quantised_once_per_step(reference_te):
     """In the first window the second micro-batch tells that keeping pays; without the cache every one quantises."""
     assert Run(one_by_one, False).counts == [MICRO_BATCHES] * WINDOWS

@@ -166,16 +166,9 @@ def test_a_weight_that_is_computed_at_each_forward(reference_te):
     assert model.blocks[0][3].weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recipe": "current", "fuse": "auto"}, "joins the weights"),
-        ({"weight_cache": False}, "it keeps quantised weights"),
-    ],
-)
-def test_what_does_not_go_together(options, message):
-    with pytest.raises(ValueError, match=message):
-        FP8TE(**{"fp8_params": True, **options})
+def test_what_does_not_go_together():
+    with pytest.raises(ValueError, match="joins the weights"):
+        FP8TE("current", fuse="auto", fp8_params=True)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +206,7 @@ def test_a_copy_keeps_on_keeping(reference_te):
 def test_a_model_set_up_again_without_it(reference_te):
     _, model, _, _ = set_up(fp8_params=True)
     fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)
-    assert not any(layer.weight_cache.always for layer in te_linears(model))
+    assert all(layer.weight_cache is None for layer in te_linears(model))
     assert isinstance(model.lm_head, nn.Linear)
 
 
@@ -221,5 +214,5 @@ def test_nothing_is_left_of_what_was_kept_when_a_model_is_set_up_without(referen
     fabric, model, wrapped, optimizer = set_up(fp8_params=True)
     train(fabric, wrapped, optimizer)
     assert all(layer._fp8_workspaces for layer in te_linears(model))
-    fabric_for(FP8TE(current_scaling(), norms=False, weight_cache=False)).setup(model)
+    fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)
     assert not any(layer._fp8_workspaces for layer in te_linears(model))

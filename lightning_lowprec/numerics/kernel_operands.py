@@ -1,0 +1,58 @@
+"""What kernels for products of float8 codes ask of their operands. An emulated product asks the same.
+
+So a layout that a GPU refuses is refused on a CPU too. cuBLASLt, behind ``torch._scaled_mm``, multiplies [M, K] in rows
+by [K, N] in columns; torch checks this, the sizes and the dtypes before it calls cuBLASLt
+(aten/src/ATen/native/cuda/ScaledBlas.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+ALIGNMENT: Final = 16
+"""K and N are multiples of this number: the kernels load 16 bytes at once."""
+_E5M2: Final = torch.float8_e5m2
+_FLOAT8: Final = (torch.float8_e4m3fn, _E5M2)
+
+
+def check_operands(a: Tensor, b: Tensor) -> None:
+    """Raise RuntimeError if a kernel would refuse to multiply ``a`` [M, K] and ``b`` [K, N], both float8."""
+    (m, k), (_, n) = a.shape, b.shape
+    allowed = (
+        a.dtype in _FLOAT8
+        and b.dtype in _FLOAT8
+        and not (a.dtype == b.dtype == _E5M2)
+        and k % ALIGNMENT == n % ALIGNMENT == 0
+        and a.stride(1) == 1
+        and b.stride(0) == 1
+        and (m < 2 or a.stride(0) >= k)
+        and (n < 2 or b.stride(1) >= k)
+    )
+    if not allowed:
+        raise RuntimeError(
+            f"FP8 kernels multiply [M, K] in rows by [K, N] in columns, K and N multiples of {ALIGNMENT}, one of them"
+            f" e4m3; got {_text(a)} and {_text(b)}. This is a fault of lightning_lowprec: please report it."
+        )
+
+
+def check_grouped(left: Tensor, right: Tensor) -> None:
+    """Raise RuntimeError if a kernel would refuse a grouped product: [P, A] and [E, A, C], or [A, P] and [P, C]."""
+    allowed = (
+        left.dtype == right.dtype == torch.float8_e4m3fn
+        and left.is_contiguous()
+        and right.stride(-2) == 1
+        and left.shape[-1] % ALIGNMENT == right.shape[-1] % ALIGNMENT == 0
+    )
+    if not allowed:
+        raise RuntimeError(
+            "Grouped FP8 kernels multiply contiguous e4m3 codes by e4m3 codes that are contiguous along their last"
+            f" dimension but one, in multiples of {ALIGNMENT}; got {_text(left)} and {_text(right)}. This is a fault of"
+            " lightning_lowprec: please report it."
+        )
+
+
+def _text(codes: Tensor) -> str:
+    return f"{codes.dtype} {tuple(codes.shape)} with strides {codes.stride()}"
