@@ -143,7 +143,8 @@ CASES = [("plain", options) for options in OPTIONS] + [
     ("checkpoint", {}),
     ("reentrant", {}),
     ("selective, products", {}),
-    ("selective, what codes are made of", {"weight_codes": "per_gemm"}),  # else weights are encoded there once
+    ("selective, what codes are made of", {}),
+    ("selective, what codes are made of", {"weight_codes": "per_gemm"}),
 ]
 
 
