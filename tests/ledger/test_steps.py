@@ -105,13 +105,16 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 @pytest.mark.parametrize(
     ("ours", "over", "least"),
     [
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.5),
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.37),
-        ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.40),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.48),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.36),
+        ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.39),
     ],
 )
 def test_what_the_roofline_predicts(ours, over, least):
-    """With the middle rates; another set of rates moves the ratios by a few percent."""
+    """With the middle rates; another set of rates moves the ratios by a few percent.
+
+    Before weights were encoded in each forward: 1.5, 1.37, 1.40.
+    """
     rates = roofline.assumed("middle")
     assert roofline.predict(entry(over), rates).total / roofline.predict(entry(ours), rates).total >= least
 

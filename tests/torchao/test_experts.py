@@ -112,7 +112,7 @@ def test_one_product_is_near_to_the_exact_one(recipe, transposed):
     grad = torch.randn(len(rows), 96)
     expected = F.grouped_mm(rows, weight if transposed else weight.mT, offs=groups.ends)
     expected = expected, *torch.autograd.grad(expected, (rows, weight), grad)
-    found = grouped_matmul(rows, weight, groups.ends, None, recipe_of(settings), transposed=transposed)
+    found = grouped_matmul(rows, weight, groups.ends, recipe_of(settings), transposed=transposed)
     found = found.detach(), *torch.autograd.grad(found, (rows, weight), grad)
     expected = expected[0].detach(), *expected[1:]
     end = int(groups.ends[-1])
