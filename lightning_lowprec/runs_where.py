@@ -279,7 +279,7 @@ TITLES: Final[Mapping[RecipeKey, str]] = {
     "half-auto": "bf16, else fp16, autocast",
     "bf16": "bf16 autocast",
     "fp16": "fp16 autocast",
-    "tensorwise": "torchao, a scale per tensor, codes kept from step to step",
+    "tensorwise": "torchao, a scale per tensor, encoded in each forward",
     "tensorwise-per-gemm": "torchao, a scale per tensor, encoded at every product",
     "rowwise": "torchao, a scale per row",
     "rowwise-gw-hp": "torchao, a scale per row, weight gradient in bf16",

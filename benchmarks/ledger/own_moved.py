@@ -1,13 +1,13 @@
 """Bytes of this package's own Triton kernels, which neither inductor nor torch's dispatcher sees.
 
 Two kernels look at a number first, and mostly find nothing to do. They count as nothing: the second launch of `encode`,
-because the optimizer's kernel has noted the largest values, and `multiply`, because a loss's gradient begins with 1.
+because the optimizer's kernel has noted the largest value, and `multiply`, because a loss's gradient begins with 1.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
         _watch(one_pass, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
-        _watch(encode, "encode", lambda weights, *rest: 0 if "mend" in rest else sum(map(of_codes, weights)), seen),
+        _watch(encode, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
         _watch(multiply, "multiply", lambda *_: 0, seen),
     ]
 
@@ -41,11 +41,11 @@ def _watch(module: ModuleType, name: str, size: Callable[..., int], seen: Seen) 
     original = module.launch
 
     @functools.wraps(original)
-    def launch(subjects: Sequence[Any], *args: Any) -> None:
+    def launch(*args: Any) -> None:
         first = position()
-        original(subjects, *args)
+        original(*args)
         if position() > first:  # else nothing is recorded
-            seen(name, first, position(), size(subjects, *args))
+            seen(name, first, position(), size(*args))
 
     module.launch = launch  # type: ignore[attr-defined]
     return lambda: setattr(module, "launch", original)

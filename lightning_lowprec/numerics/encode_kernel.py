@@ -1,4 +1,4 @@
-"""Encode many weights as float8 in two layouts by one Triton kernel, which reads every value once.
+"""Encode a weight as float8 in two layouts by one Triton kernel, which reads every value once.
 
 The codes are computed with integers, so that they are the same on every device. This module imports Triton; import it
 when a kernel is needed.
@@ -13,8 +13,6 @@ import triton.language as tl
 
 SIDE: Final = tl.constexpr(128)
 """Rows and columns of the tile that one program encodes."""
-COLUMNS: Final = tl.constexpr(6)
-"""Of the table, per weight: addresses of weight, codes, transposed codes and scale; rows and columns, in 16s."""
 
 
 @triton.jit
@@ -31,52 +29,42 @@ def e4m3_code(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(tiles, table, program, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Encode one tile; return the bits of its largest absolute value."""
-    entry = table + tl.load(tiles + 3 * program) * COLUMNS
-    rows = tl.load(entry + 4) * 16  # as factors, so that the compiler knows that they are multiples of 16
-    columns = tl.load(entry + 5) * 16
-    row = tl.load(tiles + 3 * program + 1).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
-    column = tl.load(tiles + 3 * program + 2).to(tl.int64) * SIDE + tl.arange(0, SIDE)[None, :]
+def _tile(weight, codes, transposed, scale, rows, columns):  # type: ignore[no-untyped-def]
+    """Encode the tile of this program; return the bits of the tile's largest absolute value."""
+    row = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+    column = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[None, :]
     inside = (row < rows) & (column < columns)
     place = row * columns + column
-    weight = tl.load(entry)
-    if KIND == "fp32":
-        x = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float32)), 16) + place, mask=inside, other=0.0)
-    elif KIND == "fp16":
-        half = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.float16)), 16) + place, mask=inside, other=0.0)
-        x = half.to(tl.float32)
-    else:
-        bits = tl.load(tl.multiple_of(weight.to(tl.pointer_type(tl.int16)), 16) + place, mask=inside, other=0)
-        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    x = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
-    x = x * tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)))
-    codes = e4m3_code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
-    tl.store(tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int8)), 16) + place, codes, mask=inside)
-    target = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.int8)), 16)
-    across = tl.trans(column) * rows + tl.trans(row)
-    tl.store(target + across, tl.trans(codes), mask=tl.trans(inside))
+    x = x * tl.load(scale)
+    code = e4m3_code(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)))  # keeps NaN
+    tl.store(codes + place, code, mask=inside)
+    tl.store(transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(inside))
     return largest
 
 
 @triton.jit
-def encode(tiles, table, hints, found, KIND: tl.constexpr, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def encode(  # type: ignore[no-untyped-def]
+    weight, codes, transposed, scale, hint, found, rows, columns, MODE: tl.constexpr
+):
     """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn; finite values saturate.
 
     Args:
-        tiles: (programs, 3) int32: which weight, tile row, tile column.
-        table: (weights, 6) int64.
-        hints: (weights,) int32, what ``found`` is expected to be; read by "mend".
-        found: (weights,) int32, the bits of the largest absolute values; "check" raises them, "mend" reads them.
-        KIND: the dtype of the weights.
-        MODE: "plain"; "check", which also measures; "mend", which encodes the weights whose hint was wrong.
+        weight: (rows, columns) float32, bfloat16 or float16, contiguous.
+        codes: (rows, columns) int8, contiguous, the bits of float8_e4m3fn.
+        transposed: (columns, rows) int8, contiguous.
+        scale: () float32.
+        hint: () int32, what ``found`` is expected to be; read by "mend".
+        found: () int32, the bits of the largest absolute value; "check" raises it, "mend" reads it.
+        rows: a multiple of 16.
+        columns: a multiple of 16.
+        MODE: "plain"; "check", which also measures; "mend", which encodes the weight if the hint was wrong.
     """
-    program = tl.program_id(0)
-    number = tl.load(tiles + 3 * program)
     if MODE == "mend":
-        if tl.load(hints + number) != tl.load(found + number):
-            _tile(tiles, table, program, KIND)
+        if tl.load(hint) != tl.load(found):
+            _tile(weight, codes, transposed, scale, rows, columns)
     else:
-        largest = _tile(tiles, table, program, KIND)
+        largest = _tile(weight, codes, transposed, scale, rows, columns)
         if MODE == "check":  # numbers that are not negative are in the order of their bits, and a NaN is the largest
-            tl.atomic_max(found + number, largest)
+            tl.atomic_max(found, largest)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowprec.numerics.encode import Encoded, encode, kernel_encodes
+from lightning_lowprec.numerics.encode import encode, kernel_encodes
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.largest import largest
@@ -42,20 +42,14 @@ class Codes:
 
         values: (M, N) any float; NaN and inf become NaN or the format's limits, and their scale is 1.
         """
-        if isinstance(values, Parameter) and format == E4M3 and kernel_encodes([values]):
-            return cls._of_parameter(values)
+        if isinstance(values, Parameter) and format == E4M3 and kernel_encodes(values):
+            scale_of = functools.partial(power_of_two_scale, format=E4M3)
+            rows, columns, scale = encode(values.detach(), scale_of, largest(values))
+            return cls(rows=rows, columns=columns, inv_scale=scale.reciprocal())
         (amax,) = largest_absolute_values([values])
         scale = power_of_two_scale(amax, format)
         rows = padded(in_one_pass(_encode, values, scale, format))
         return cls(rows=rows, columns=transposed(rows), inv_scale=scale.reciprocal())
-
-    @classmethod
-    def _of_parameter(cls, weight: Parameter) -> Codes:
-        """Encode a weight, whose largest value the optimizer's kernel may know, by one kernel."""
-        made = Encoded(weight)
-        scales = functools.partial(power_of_two_scale, format=E4M3)
-        encode([weight.detach()], [made], scales, largest([weight]), kernel=True)
-        return cls(rows=made.rows, columns=made.columns, inv_scale=made.scale.reciprocal())
 
 
 def _encode(values: Tensor, scale: Tensor, format: Format) -> Tensor:

@@ -6,7 +6,6 @@ nobody sees makes it wrong, so that code that uses it compares it with what it f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -32,7 +31,7 @@ class Largest:
 
     def holds_for(self, weight: Tensor) -> bool:
         """Return whether no write to ``weight`` was seen since :meth:`note`."""
-        return self._version == version_of(weight) and self.value.device == weight.device
+        return self._version == version_of(weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the hint out of copies."""
@@ -48,15 +47,10 @@ def asked(weight: Tensor) -> Largest | None:
     return found if found is not None and found.value.device == weight.device else None
 
 
-def largest(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return the hints of weights, (len(weights),) float32, or None if one has none; ask for them from now on."""
-    hints = []
-    for weight in weights:
-        hint = asked(weight)
-        if hint is None:
-            hint = Largest(weight)
-            setattr(weight, _ATTRIBUTE, hint)
-        hints.append(hint)
-    if not all(hint.holds_for(weight) for hint, weight in zip(hints, weights, strict=True)):
+def largest(weight: Tensor) -> Tensor | None:
+    """Return the hint of a weight, () float32, or None if there is none; ask for it from now on."""
+    hint = asked(weight)
+    if hint is None:
+        setattr(weight, _ATTRIBUTE, Largest(weight))
         return None
-    return torch.stack([hint.value for hint in hints])
+    return hint.value if hint.holds_for(weight) else None

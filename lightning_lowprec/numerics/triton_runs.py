@@ -54,7 +54,7 @@ def _kernels_run() -> bool:
     reason = kernel_missing()
     if reason is not None:
         warnings.warn(
-            f"{reason}: optimizer steps with masters, and FP8 codes of weights, are computed by torch's own operations,"
+            f"{reason}: optimizer steps with masters, and FP8 codes, are computed by torch's own operations,"
             " with the same results, and move two to six times as many bytes. Install `triton` and a C compiler (for"
             " example gcc).",
             stacklevel=3,

@@ -131,12 +131,12 @@ def resumed(stage, folder):
 
 
 def kept_by_backward():
-    """The tensors in memory of gathered weights that the backward of ZeRO-3 keeps, and the codes that layers keep."""
+    """The tensors in memory of gathered weights that the backward of ZeRO-3 keeps, and the float8 codes."""
     fabric = fabric_of("deepspeed_stage_3", precision="fp8-tensorwise")
     model, _ = started(fabric)
     layers = [module for module in model.modules() if type(module).__name__ == "FP8Linear"]
     shapes = {tuple(layer.weight.ds_shape) for layer in layers}
-    places, kept = set(), []
+    places, kept, codes = set(), [], []
     for layer in layers:
         layer.register_forward_pre_hook(lambda m, _: places.add(m.weight.untyped_storage().data_ptr()))
 
@@ -145,12 +145,14 @@ def kept_by_backward():
         of_weight = shape in shapes or shape[::-1] in shapes
         if not isinstance(tensor, torch.nn.Parameter) and of_weight and tensor.untyped_storage().data_ptr() in places:
             kept.append(shape)
+        if tensor.dtype == torch.float8_e4m3fn:
+            codes.append(shape)
         return tensor
 
     batch = batches(1, 0)[0]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         model(batch)
-    return {"kept": kept, "codes": [layer.weight_codes for layer in layers], "layers": len(layers)}
+    return {"kept": kept, "codes": codes, "layers": len(layers)}
 
 
 def refused_whole():

@@ -50,7 +50,7 @@ def shards_of(made):
     return [weight._local_tensor for weight in made.scales.weights]
 
 
-@pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_step", 1), ("per_gemm", 2 * 8)])
+@pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_forward", 1), ("per_gemm", 2 * 8)])
 def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_step):
     """Or at every gather: blocks are gathered in forward and in backward."""
     model, made = sharded(mesh, True, model=converted(weight_codes=choice))
@@ -271,5 +271,5 @@ def test_a_kernel_says_that_it_has_written(mesh):
 def test_a_model_that_is_sharded_keeps_its_choice():
     """A Trainer with another choice raises, as with every other option that is built into a sharded model."""
     identity = FP8TorchAO().sharded_identity()
-    assert identity == FP8TorchAO(weight_codes="per_step").sharded_identity()
+    assert identity == FP8TorchAO(weight_codes="per_forward").sharded_identity()
     assert identity != FP8TorchAO(weight_codes="per_gemm").sharded_identity()

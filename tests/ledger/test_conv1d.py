@@ -17,7 +17,7 @@ from lightning_lowprec.private import transformer_engine
 
 EMBED, LAYERS = 256, 4
 PLUGINS = {
-    "codes per step": lambda: FP8TorchAO(compile=False),
+    "codes of the forward": lambda: FP8TorchAO(compile=False),
     "codes per product": lambda: FP8TorchAO(compile=False, weight_codes="per_gemm"),
     "codes of inputs": lambda: FP8TorchAO(compile=False, saved_inputs="codes"),
     "rowwise": lambda: FP8TorchAO("rowwise", compile=False),

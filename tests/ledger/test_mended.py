@@ -170,8 +170,8 @@ NAMES = [
 def test_a_step_does_not_wait_for_the_gpu(name):
     """With a loss scale the host reads one number per step, to skip a step with inf.
 
-    Kernels of ours get addresses and numbers from pinned memory: of weights to encode, and of an optimizer's step. An
-    update in the backward pass launches one per weight.
+    The kernel of an optimizer's step gets addresses and numbers from pinned memory. An update in the backward pass
+    launches one per weight.
     """
     entry = TABLE[name]
     options = {**entry.options, "compile": False} if entry.plugin in (FP8TorchAO, MSAMP) else entry.options

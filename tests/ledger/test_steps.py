@@ -26,8 +26,8 @@ def test_ours_launches_what_the_same_code_by_hand_launches(ours):
     assert entry(ours).kernels == entry(BY_HAND[ours]).kernels
 
 
-def test_codes_once_per_step_ask_for_no_more_than_raw_torchao():
-    """No more kernels, products, FLOPs or bytes; two bytes per parameter of the layers are kept."""
+def test_codes_that_the_backward_reads_ask_for_no_more_than_raw_torchao():
+    """No more kernels, products, FLOPs or bytes; raw torchao encodes a weight again in the backward."""
     ours, by_hand = entry("ours fp8-tensorwise"), entry("torchao tensorwise, compiled")
     assert len(ours.kernels) <= len(by_hand.kernels)
     assert ours.whole().product_flops == by_hand.whole().product_flops
@@ -105,13 +105,16 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 @pytest.mark.parametrize(
     ("ours", "over", "least"),
     [
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.5),
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.37),
-        ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.40),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.48),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.36),
+        ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.39),
     ],
 )
 def test_what_the_roofline_predicts(ours, over, least):
-    """With the middle rates; another set of rates moves the ratios by a few percent."""
+    """With the middle rates; another set of rates moves the ratios by a few percent.
+
+    Before weights were encoded in each forward: 1.5, 1.37, 1.40.
+    """
     rates = roofline.assumed("middle")
     assert roofline.predict(entry(over), rates).total / roofline.predict(entry(ours), rates).total >= least
 

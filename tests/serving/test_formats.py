@@ -1,4 +1,4 @@
-"""Exported folders: the codes of the last step, what transformers loads, and what stays in high precision."""
+"""Exported folders: the codes of the run, what transformers loads, and what stays in high precision."""
 
 import warnings
 
@@ -45,6 +45,10 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def with_one_scale(weight):
+    return hp_tensor_to_float8_dynamic(weight.detach(), torch.float8_e4m3fn, LinearMMConfig())
+
+
 @pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
 def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path, format):
     model = converted(llama(), "fp8-rowwise")
@@ -65,15 +69,13 @@ def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
-def test_tensorwise_codes_are_the_kept_ones_of_the_last_step_in_every_format(tmp_path, format):
+def test_tensorwise_codes_are_those_of_torchaos_own_cast_in_every_format(tmp_path, format):
     model = converted(llama(), "fp8-tensorwise").train()
-    model(TOKENS)
     export(model, tmp_path / "out", format)
-    layer = model.get_submodule(UP)
-    kept = layer.kept_weight_codes()
-    assert same_bits(tensors(tmp_path / "out")[codes_name(f"{UP}.weight", format)], kept.rows)
+    cast = with_one_scale(model.get_submodule(UP).weight)
+    assert same_bits(tensors(tmp_path / "out")[codes_name(f"{UP}.weight", format)], cast._data)
     values = decoded(tmp_path / "out", format)[f"{UP}.weight"]
-    assert torch.equal(values, kept.rows.float() * kept.scale.reciprocal())
+    assert torch.equal(values, cast._data.float() * cast._scale.reciprocal())
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
@@ -133,7 +135,6 @@ def test_transformers_loads_the_stored_values(tmp_path, format):
 @pytest.mark.parametrize("format", ["hf", "hf-fp8-block", "compressed-tensors"])
 def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, format):
     model = converted(mixtral(), "fp8-tensorwise").train()
-    model(TOKENS)
     export(model, tmp_path / "out", format, weights_only=format == "compressed-tensors")
     stack = model.model.layers[0].mlp.experts
     loaded = served(tmp_path / "out").model.layers[0].mlp.experts
@@ -144,15 +145,14 @@ def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, 
     ignored = ignored.get("ignore") or ignored["modules_to_not_convert"]
     gates = ("model.layers.0.mlp.gate", "model.layers.0.block_sparse_moe.gate")  # for transformers, for vLLM
     assert sorted(ignored) == sorted(["lm_head", *gates])
-    kept = stack.weight_codes["gate_up_proj"].made
-    gate, up = kept.rows.view(stack.gate_up_proj.shape).chunk(2, dim=1)
+    cast = with_one_scale(stack.gate_up_proj)
+    gate, up = cast._data.chunk(2, dim=1)
     found = tensors(tmp_path / "out")
     for expert in range(3):
         prefix = f"model.layers.0.block_sparse_moe.experts.{expert}"
         assert same_bits(found[f"{prefix}.w1.weight"], gate[expert].contiguous())
         assert same_bits(found[f"{prefix}.w3.weight"], up[expert].contiguous())
-    values = kept.rows.float() * kept.scale.reciprocal()
-    assert torch.equal(loaded.gate_up_proj, values.view(stack.gate_up_proj.shape))
+    assert torch.equal(loaded.gate_up_proj, cast._data.float() * cast._scale.reciprocal())
 
 
 def test_torchao_keeps_stacked_experts_because_transformers_reads_no_codes_of_them(tmp_path):

@@ -19,7 +19,7 @@ ROWWISE = [{"recipe": recipe, "rowwise_backward": way} for recipe in ("rowwise",
            for way in ("scaled_after", "scaled_inside")]  # fmt: skip
 TENSORWISE = [
     {"weight_codes": codes, "saved_inputs": saved, "fp8_format": gradients}
-    for codes in ("per_step", "per_gemm") for saved in ("values", "codes") for gradients in ("hybrid", "e4m3")
+    for codes in ("per_forward", "per_gemm") for saved in ("values", "codes") for gradients in ("hybrid", "e4m3")
 ]  # fmt: skip
 FP16 = [{"base": "fp16"}, {"base": "fp16", "saved_inputs": "codes", "weight_codes": "per_gemm"}]
 OPTIONS = [*TENSORWISE, *ROWWISE, *FP16]
@@ -69,12 +69,12 @@ def test_every_product_is_that_of_a_linear(options, emulate):
         for found, expected in zip(ours, (*theirs[:2], theirs[2].t(), theirs[3]), strict=True):
             assert torch.equal(found, expected)
         assert ours[2].is_contiguous(), "a transposed gradient would be copied"
-        with torch.no_grad():  # kept codes follow the weight
+        with torch.no_grad():  # the next forward computes with what is written
             conv.weight -= 0.1 * conv.weight.grad
             linear.weight -= 0.1 * linear.weight.grad
 
 
-@pytest.mark.parametrize("codes", ["per_step", "per_gemm"])
+@pytest.mark.parametrize("codes", ["per_forward", "per_gemm"])
 def test_a_gradient_of_a_gradient(codes):
     found = []
     for layer in pair():

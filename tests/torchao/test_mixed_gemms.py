@@ -32,7 +32,7 @@ def plain(dtype=torch.float32, conv1d=False):
 
 def converted(
     recipe="tensorwise",
-    per_step=False,
+    saves_weight_codes=False,
     saves_codes=False,
     dtype=torch.float32,
     in_bf16=(),
@@ -44,12 +44,11 @@ def converted(
     settings = Settings(
         fp8_format="hybrid",
         emulate=emulate,
-        per_step=per_step,
+        saves_weight_codes=saves_weight_codes,
         saves_codes=saves_codes,
         rowwise_backward=rowwise_backward,
     )
     fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), fp8_eval=True)
-    fp8.keep_codes(layer)
     return layer
 
 
@@ -64,7 +63,9 @@ def results(layer, tokens=13):
         output, (x, layer.weight, layer.bias), gradient)), strict=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("kept", [{}, {"per_step": True}, {"per_step": True, "saves_codes": True}], ids=str)
+@pytest.mark.parametrize(
+    "kept", [{}, {"saves_weight_codes": True}, {"saves_weight_codes": True, "saves_codes": True}], ids=str
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, kept):
     if kept and recipe != "tensorwise":
@@ -88,9 +89,9 @@ def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, ke
     ("recipe", "options"),
     [
         ("tensorwise", {}),
-        ("tensorwise", {"per_step": True}),
+        ("tensorwise", {"saves_weight_codes": True}),
         ("tensorwise", {"saves_codes": True}),
-        ("tensorwise", {"per_step": True, "saves_codes": True}),
+        ("tensorwise", {"saves_weight_codes": True, "saves_codes": True}),
         ("rowwise", {}),
         ("rowwise", {"rowwise_backward": "scaled_inside"}),
         ("rowwise_with_gw_hp", {}),
@@ -116,7 +117,7 @@ def test_each_gemm_of_a_conv1d_is_that_of_a_linear_with_the_transposed_weight(re
                 assert torch.equal(tensor, other), (given, name)
                 if name in conv.in_bf16:
                     assert torch.equal(tensor, results(high, tokens)[name]), (given, name)
-        with torch.no_grad():  # kept codes follow the weight
+        with torch.no_grad():  # the next forward computes with what is written
             for layer in (linear, conv, high):
                 layer.weight.mul_(1.1)
     for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp") if emulate or not CPU_SCALES_TENSORWISE else ():
@@ -148,16 +149,14 @@ def test_a_model_may_write_to_an_output(gemms, conv1d, tokens):
     assert torch.equal(found[1], found[3])
 
 
-def test_a_switch_leaves_parameters_hooks_and_optimizer_alone_and_frees_codes_that_nothing_reads():
-    layer = converted(per_step=True)
+def test_a_switch_leaves_parameters_hooks_and_optimizer_alone():
+    layer = converted(saves_weight_codes=True)
     seen = []
     layer.register_forward_hook(lambda *_: seen.append(1))
     before, parameters = results(layer), list(layer.parameters())
     optimizer = torch.optim.AdamW(layer.parameters())
-    assert layer.weight_codes.made.rows.dtype is torch.float8_e4m3fn
     reconfigure(layer, LayerRecipe(None, frozenset(GEMMS)))
     results(layer)
-    assert not hasattr(layer.weight_codes, "made")
     layer.weight.grad, layer.bias.grad = before["grad_weight"].float(), before["bias"].float()
     optimizer.step()
     set_phase(layer, frozenset())
@@ -173,23 +172,19 @@ def test_a_switch_leaves_parameters_hooks_and_optimizer_alone_and_frees_codes_th
     assert not torch.equal(found["forward"], before["forward"]), "the weight has been encoded anew"
 
 
-def test_a_layer_in_bf16_is_torchs_own_and_its_weight_is_not_encoded_with_those_of_others():
+def test_a_layer_in_bf16_is_torchs_own():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    settings = Settings(fp8_format="hybrid", emulate=True, per_step=True)
+    settings = Settings(fp8_format="hybrid", emulate=True, saves_weight_codes=True)
     fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), fp8_eval=True)
-    fp8.keep_codes(model)
     backends.reconfigure(model[0], "bf16")
     x = torch.randn(4, 32)
-    model(x)
-    assert not hasattr(model[0].weight_codes, "made")
-    assert hasattr(model[1].weight_codes, "made")
     assert torch.allclose(torch.func.vmap(model[0])(x), model[0](x)), "transforms, which FP8 does not run"
     with pytest.raises(RuntimeError, match="FP8Linear"):
         torch.func.vmap(model[1])(x)
 
 
 def test_a_layer_gets_another_recipe_in_place():
-    layer = converted("tensorwise", per_step=True)
+    layer = converted("tensorwise", saves_weight_codes=True)
     results(layer)
     for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise"):
         backends.reconfigure(layer, recipe)
@@ -239,8 +234,8 @@ def test_second_gradients_are_in_high_precision():
 @pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
 def test_one_compilation_per_state_of_a_layer_and_none_to_go_back(conv1d):
     torch._dynamo.reset()
-    model = nn.ModuleList([converted(per_step=True, conv1d=conv1d) for _ in range(2)])
-    eager = converted(per_step=True, conv1d=conv1d)
+    model = nn.ModuleList([converted(saves_weight_codes=True, conv1d=conv1d) for _ in range(2)])
+    eager = converted(saves_weight_codes=True, conv1d=conv1d)
     for layer in model:
         layer.compile(backend="aot_eager")
     counters.clear()

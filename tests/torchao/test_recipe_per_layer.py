@@ -128,7 +128,7 @@ def test_a_pattern_may_keep_what_is_kept_already():
         ({"recipe": ["rowwise"]}, "one of: tensorwise, rowwise, rowwise_with_gw_hp, or a mapping of patterns"),
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
         ({"recipe": {"*": "rowwise"}, "saved_inputs": "codes"}, "`saved_inputs='codes'` is not valid with"),
-        ({"recipe": {"*": "rowwise"}, "weight_codes": "per_step"}, "`weight_codes='per_step'` is not valid with"),
+        ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
         ({"recipe": {"*": "tensorwise"}, "rowwise_backward": "scaled_inside"}, "`rowwise_backward='scaled_inside'`"),
     ],
@@ -142,7 +142,7 @@ def test_options_of_one_recipe_hold_for_the_layers_that_have_it():
     _, model = set_up(recipe=MIXED, saved_inputs="codes", rowwise_backward="scaled_inside")
     block, last = model.blocks[2], model.blocks[3]
     assert [layer.saves_codes for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
-    assert [layer.weight_codes is None for layer in (block.up, block.o_proj, last.up)] == [False, True, False]
+    assert [layer.saves_weight_codes for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
     assert [type(layer.config).__name__ for layer in (block.o_proj, last.up)] == ["ScaledInside", "Float8LinearConfig"]
     assert copy.deepcopy(model).blocks[2].up.in_bf16 == ("forward",)
 
