@@ -128,8 +128,3 @@ def test_a_frozen_weight_that_is_unfrozen_trains():
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(values_of(module.first.weight), before) is not trains
-
-
-def test_a_coded_weight_that_no_optimizer_holds_raises():
-    with pytest.raises(RuntimeError, match=r"'first.weight' .*is trainable and in no optimizer"):
-        fit(MSAMP(), Net(lambda net: torch.optim.AdamW(net.second.parameters())))
