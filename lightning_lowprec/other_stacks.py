@@ -66,7 +66,8 @@ NEMO: Final[Mapping[str, str]] = {
     "pipeline_dtype": "There is no pipeline parallelism here.",
     "autocast_dtype": "Autocast has the dtype of `dtype` or `base`.",
     "autocast_enabled": "Autocast is always on, so that softmax, norms and losses of any model run in float32.",
-    "grad_reduce_in_fp32": "Write `grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
+    "grad_reduce_in_fp32": "Gradients of float32 weights are float32. For half weights write"
+    " `master_weights=True, grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
     "fp8": "Write `fp8_format='hybrid'` or `fp8_format='e4m3'` of `FP8TE`.",
     "fp8_recipe": "Write the recipe as the first argument: `FP8TE('delayed')`, 'current', 'block', 'mxfp8', 'nvfp4'.",
     "first_last_layers_bf16": "Write `first_last_layers_bf16=` of `FP8TE` or `FP8TorchAO`.",
