@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-_FP8: Final = "Write 'fp8-hybrid': FP8 by Transformer Engine or torchao, whichever fits the machine."
+_FP8: Final = "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere."
 _DELAYED: Final = "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling."
 _FP16: Final = (
     "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master' (half weights with float32"
@@ -30,6 +30,7 @@ PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "fp8: true"), _FP8
     ),
+    **dict.fromkeys(("bf16-fp8", "fp8-bf16"), _FP8),
     **dict.fromkeys(("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"), _DELAYED),
     **dict.fromkeys(
         ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."

@@ -193,7 +193,7 @@ def test_fabric_refuses_clipping_and_a_second_backward():
 def test_fabric_refuses_a_second_optimizer_with_other_parameters():
     generator, critic = Net(0), Net(1)
     fabric, _, first = in_fabric("bf16-lean", generator, generator.configure_optimizers())
-    with pytest.raises(RuntimeError, match="a second optimizer was set up.*MasterConfig"):
+    with pytest.raises(RuntimeError, match=r"a second optimizer was set up.*MasterConfig"):
         fabric.setup(critic, critic.configure_optimizers())
     del first
 
