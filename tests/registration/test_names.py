@@ -190,13 +190,15 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
 def test_a_name_whose_backend_was_unregistered_says_how_to_register_it():
     before = backends.registered()
     backends.unregister("torchao")
-    with pytest.raises(ValueError, match=r"`precision='fp8-hybrid'` has no registered backend.*own_backends\(\)`"):
-        resolve("fp8-hybrid")
-    register_own_backends()
+    try:
+        with pytest.raises(ValueError, match=r"`precision='fp8-hybrid'` has no registered backend.*own_backends\(\)`"):
+            resolve("fp8-hybrid")
+    finally:
+        register_own_backends()
+        for backend in before:  # in their order
+            backends.unregister(backend.name)
+            backends.register(backend)
     assert resolve("fp8-hybrid").plugin is FP8TorchAO
-    for backend in before:  # in their order
-        backends.unregister(backend.name)
-        backends.register(backend)
 
 
 def test_every_answer_names_what_is_there():
