@@ -11,10 +11,7 @@ from types import ModuleType
 INSTALL = {
     "torchao": "pip install 'torchao>=0.13'",
     "transformer_engine": "pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]>=2.20,<2.21'",
-    "matplotlib": "pip install 'lightning-lowprec[report]'",
-    "transformers": "pip install 'lightning-lowprec[hf]'",
-    "safetensors": "pip install 'lightning-lowprec[hf]'",
-    "shtab": "pip install 'lightning-lowprec[completion]'",
+    "transformers": "pip install transformers safetensors",
 }
 
 

@@ -109,7 +109,9 @@ def resolve(name: str) -> PrecisionName:
         pinned = f"{stem}{backend.suffix}{suffix}"
         if backend.suffix and pinned in TABLE and backend.preferred:
             return TABLE[pinned]
-    raise ValueError(f"`precision={name!r}` has no backend here: none that is registered has it.")
+    raise ValueError(
+        f"`precision={name!r}` has no registered backend. Call `lightning_lowprec.names.register_own_backends()`."
+    )
 
 
 def create(name: str) -> LowPrecision:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-_FP8: Final = "Write 'fp8-hybrid': FP8 by Transformer Engine or torchao, whichever fits the machine."
+_FP8: Final = "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere."
 _DELAYED: Final = "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling."
 _FP16: Final = (
     "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master' (half weights with float32"
@@ -30,6 +30,7 @@ PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "fp8: true"), _FP8
     ),
+    **dict.fromkeys(("bf16-fp8", "fp8-bf16"), _FP8),
     **dict.fromkeys(("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"), _DELAYED),
     **dict.fromkeys(
         ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
@@ -66,7 +67,8 @@ NEMO: Final[Mapping[str, str]] = {
     "pipeline_dtype": "There is no pipeline parallelism here.",
     "autocast_dtype": "Autocast has the dtype of `dtype` or `base`.",
     "autocast_enabled": "Autocast is always on, so that softmax, norms and losses of any model run in float32.",
-    "grad_reduce_in_fp32": "Write `grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
+    "grad_reduce_in_fp32": "Gradients of float32 weights are float32. For half weights write"
+    " `master_weights=True, grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
     "fp8": "Write `fp8_format='hybrid'` or `fp8_format='e4m3'` of `FP8TE`.",
     "fp8_recipe": "Write the recipe as the first argument: `FP8TE('delayed')`, 'current', 'block', 'mxfp8', 'nvfp4'.",
     "first_last_layers_bf16": "Write `first_last_layers_bf16=` of `FP8TE` or `FP8TorchAO`.",

@@ -64,14 +64,6 @@ def test_no_path_and_no_address_of_a_machine(name):
     assert "urls" not in PROJECT
 
 
-def test_extras_are_named_where_a_message_sends_users():
-    from lightning_lowprec.extras import INSTALL
-
-    named = {extra for remedy in INSTALL.values() for extra in re.findall(r"lightning-lowprec\[(\w+)\]", remedy)}
-    assert named == {"report", "hf", "completion"}
-    assert named <= PROJECT["optional-dependencies"].keys()
-
-
 def test_every_issue_template_is_a_form_that_asks_for_the_report():
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(forms) == 2

@@ -2,6 +2,7 @@
 
 Conversion, sharding and users replace parameters. An optimizer that was built before the replacement holds stale
 parameters, which no model has any more. The model would then train without learning. These checks raise instead.
+A weight that no optimizer was given, as in linear probing, trains as in stock Lightning, with a warning.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def check_converted(
     unchecked: Iterable[nn.Module],
     optimizers: list[Optimizer],
     layers_of: Callable[[nn.Module], Iterable[nn.Module]],
-) -> None:
-    """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
+) -> list[str]:
+    """Raise if an optimizer holds a stale weight; return a warning per module with weights that no optimizer holds.
 
     Args:
         modules: every module that was set up. Under FSDP2 none of their weights may be gathered at this moment.
@@ -33,9 +34,12 @@ def check_converted(
         RuntimeError: see :func:`check_membership`.
     """
     of_any_module = {id(p) for module in modules for p in module.parameters()}
+    found = []
     for module in unchecked:
         converted = {id(p) for layer in layers_of(module) for p in layer.parameters(recurse=False)}
-        check_membership(dict(module.named_parameters()), optimizers, converted=converted, of_any_module=of_any_module)
+        parameters = dict(module.named_parameters())
+        found.append(check_membership(parameters, optimizers, converted=converted, of_any_module=of_any_module))
+    return [warning for warning in found if warning is not None]
 
 
 def check_membership(
@@ -44,8 +48,8 @@ def check_membership(
     *,
     converted: Set[int],
     of_any_module: Set[int],
-) -> None:
-    """Raise if a trainable parameter of a converted layer is in no optimizer.
+) -> str | None:
+    """Return a warning if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
 
     A module passes if the optimizers hold no parameter of it at all, not even a stale parameter: the module may be a
     teacher, or get its optimizer later.
@@ -58,13 +62,12 @@ def check_membership(
             is not among them is stale.
 
     Raises:
-        RuntimeError: the message names the first missing parameter, and says whether an optimizer holds a stale
-            parameter of the same shape.
+        RuntimeError: an optimizer holds a stale parameter of the same shape; the message names the first missing one.
     """
     held = {id(p): p for optimizer in optimizers for p in parameters_of_copies(optimizer) or parameters_of(optimizer)}
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in converted and id(p) not in held and p.requires_grad}
     if not missing:
-        return
+        return None
     fqn, parameter = next(iter(missing.items()))
     names = repr(fqn) + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
     if any(key not in of_any_module and p.shape == parameter.shape for key, p in held.items()):
@@ -73,8 +76,9 @@ def check_membership(
             " built from parameters that have been replaced since. Build the optimizer after the last change to the"
             " model, from `model.parameters()`."
         )
-    if any(id(p) in held for p in parameters.values()):
-        raise RuntimeError(
-            f"{names} is trainable and in no optimizer, so it would get gradients and never learn. Add it to an"
-            " optimizer, or freeze it with `requires_grad_(False)`."
-        )
+    if not any(id(p) in held for p in parameters.values()):
+        return None
+    return (
+        f"{names} is trainable and in no optimizer: it gets gradients and never learns. Freeze it with"
+        " `requires_grad_(False)`, which saves its gradients, or add it to an optimizer."
+    )

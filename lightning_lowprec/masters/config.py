@@ -84,3 +84,9 @@ LEAN: Final = MasterConfig(form="remainder", moments="8bit", update="backward")
 """``bf16-lean``: 6 bytes per parameter, and gradients of one parameter at a time."""
 LEAN_SR: Final = MasterConfig(form="stochastic", moments="8bit", update="backward")
 """``bf16-lean-sr``: 4 bytes per parameter."""
+IN_THE_STEP: Final = (
+    "`plugins=[HalfMixed('bf16', master_weights=MasterConfig(form='remainder', moments='8bit'))]`, which updates in the"
+    " step and takes 8 bytes per parameter with its gradient (in FP8:"
+    " `plugins=[FP8TorchAO(master_weights=MasterConfig(form='remainder', moments='8bit'))]`)"
+)
+"""The remedy for what an update during the backward pass cannot do."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters.config import IN_THE_STEP
 from lightning_lowprec.masters.gradients import norm_of_norms
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.stepped_copies import refuse_copies
@@ -103,9 +104,9 @@ class BackwardUpdates:
             raise RuntimeError(
                 f"a second backward pass reached a parameter of shape {tuple(param.shape)} before `optimizer.step()`,"
                 " and the first one has updated it already: `update='backward'` cannot add up the gradients of several"
-                " backward passes. Add the losses and run one backward pass, or use `MasterConfig(update='step')`. If"
-                " the parameter is in several blocks under activation checkpointing, use `use_reentrant=False`: the"
-                " other way runs one backward pass per block."
+                f" backward passes. Add the losses and run one backward pass, or use {IN_THE_STEP}. If the parameter is"
+                " in several blocks under activation checkpointing, use `use_reentrant=False`: the other way runs one"
+                " backward pass per block."
             )
         if not self._updated:
             self._rates = _rates(self._optimizer())
@@ -167,9 +168,8 @@ def refuse_second(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
         if any(id(p) not in held for p in parameters_of(other)):
             raise RuntimeError(
                 "a second optimizer was set up, and `update='backward'` would update the weights of both in every"
-                " backward pass. Use a precision that updates in the step:"
-                " `master_weights=MasterConfig(form='remainder', moments='8bit')`. To train several models one after"
-                " another, make a new Fabric and a new plugin for each."
+                f" backward pass. Use {IN_THE_STEP}. To train several models one after another, make a new Fabric and"
+                " a new plugin for each."
             )
 
 
@@ -178,7 +178,7 @@ def refuse_together(optimizer: Optimizer) -> ValueError:
     return ValueError(
         f"`update='backward'` steps one parameter at a time, and {type(optimizer).__name__} must see all of them at"
         " once (LBFGS, step hooks, arguments of `step`, and classes of your own that do not say"
-        " `independent_parameters = True`). Use `MasterConfig(update='step')`, or another optimizer."
+        f" `independent_parameters = True`). Use another optimizer, or {IN_THE_STEP}."
     )
 
 
@@ -244,7 +244,8 @@ def refuse_clipping(optimizer: Optimizer) -> None:
 def clipping_refused(what: str) -> str:
     """Return why gradients cannot be clipped, and what to do."""
     return (
-        f"{what}, and `update='backward'` has used and freed them when the norm of all is known. Clip each parameter's"
-        " gradient by `MasterConfig(clip_tensor=1.0)`, or by the norm of the step before:"
-        " `MasterConfig(clip_last_norm=1.0)`; or use `MasterConfig(update='step')`."
+        f"{what}, and `update='backward'` has used and freed them when the norm of all is known. Use {IN_THE_STEP}. Or"
+        " remove this clipping, and let `master_weights=MasterConfig(form='remainder', moments='8bit',"
+        " update='backward', clip_tensor=1.0)` clip the gradient of each parameter; with `clip_last_norm=1.0` in place"
+        " of `clip_tensor=1.0` gradients are clipped by the norm of the step before."
     )

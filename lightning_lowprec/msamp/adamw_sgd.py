@@ -30,7 +30,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
@@ -52,8 +52,7 @@ cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back to `
 momentum 0.945 on, such a buffer would push the weight for ever after its gradients are gone; a float16 buffer does so
 from 0.9995 on."""
 SUPPORTED: Final = (
-    "torch.optim.AdamW, torch.optim.Adam with weight_decay=0, torch.optim.SGD, and lightning_lowprec.msamp's"
-    " ScaledAdamW and ScaledSGD"
+    "torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, and lightning_lowprec.msamp's ScaledAdamW and ScaledSGD"
 )
 
 
@@ -64,7 +63,15 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
     The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
     At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
+    An Adam that was converted adds its weight decay to the gradient, as torch's Adam does.
     """
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore attributes; like torch's, an AdamW that loads the state of an Adam stays an AdamW."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] |= self.defaults["decoupled_weight_decay"]
 
     @override
     def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
@@ -73,10 +80,12 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     @override
     def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
         beta1, beta2 = group["betas"]
-        step, lr = state.get("step", 0) + 1, float(group["lr"])
+        step, lr, decay = state.get("step", 0) + 1, float(group["lr"]), group["weight_decay"]
+        coupled = bool(decay) and not group["decoupled_weight_decay"]
         return {
             "lr": lr,
-            "decay": 1 - lr * group["weight_decay"],
+            "coupled": coupled,
+            "decay": decay if coupled else 1 - lr * decay,
             "beta1": beta1,
             "beta2": beta2,
             "fresh1": 1 - beta1,
@@ -94,9 +103,12 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     @staticmethod
     @override
     def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        """Apply decoupled decay, then AdamW (arXiv 1711.05101, algorithm 2)."""
+        """Apply Adam with the decay of the weight, or of the gradient (arXiv 1711.05101, algorithm 2)."""
         grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_ADAMW_MOMENTS, "weight"))
-        weight.mul_(numbers["decay"])
+        if numbers["coupled"]:
+            grad.add_(weight * numbers["decay"])
+        else:
+            weight.mul_(numbers["decay"])
         exp_avg.mul_(numbers["beta1"]).add_(grad * numbers["fresh1"])
         exp_avg_sq.mul_(numbers["beta2"]).add_(grad.mul_(grad).mul_(numbers["fresh2"]))
         denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
@@ -111,7 +123,7 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             device = p.device if group.get("fused") else None
             step = state.get("step")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step.to(device)
-        adamw(
+        adam(
             weights,
             grads,
             [s["exp_avg"] for s in states],
@@ -120,6 +132,7 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             [s["step"] for s in states],
             foreach=group.get("foreach"),
             fused=group.get("fused"),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -192,7 +205,7 @@ class ScaledSGD(ScaledOptimizer, SGD):
 
 _CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {
     AdamW: ScaledAdamW,
-    Adam: ScaledAdamW,  # without weight decay Adam is AdamW
+    Adam: ScaledAdamW,
     SGD: ScaledSGD,
 }
 

@@ -357,13 +357,7 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 def check_options(optimizer: Optimizer) -> None:
     """Raise ValueError for an option of an AdamW, Adam or SGD that is not possible with parameters of codes."""
-    decoupled = optimizer.defaults.get("decoupled_weight_decay", True)  # only Adam has False
     for group in optimizer.param_groups:
         for name in _REFUSED:
             if group.get(name):
                 raise ValueError(f"`{name}={group[name]!r}` of {type(optimizer).__name__} is not possible with MS-AMP.")
-        if group["weight_decay"] and not decoupled:
-            raise ValueError(
-                f"`weight_decay={group['weight_decay']!r}` of Adam, which is part of its gradient, is not possible with"
-                " MS-AMP. Use `torch.optim.AdamW`, whose weight decay is not."
-            )

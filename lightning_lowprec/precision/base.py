@@ -305,7 +305,7 @@ class LowPrecision(TrainerPrecision, ABC):
         return super().connect(model, optimizers, lr_schedulers)
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
+        """Warn or raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
         self.optimizers.check(self.modules, optimizers, self._converted_layers)
 
     @override

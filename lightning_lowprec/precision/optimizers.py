@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import final
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -50,7 +50,7 @@ class Optimizers:
     def check(
         self, modules: Modules, optimizers: list[Optimizer], layers_of: Callable[[Module], Iterable[Module]]
     ) -> None:
-        """Raise if a trainable weight of a converted layer is in no optimizer, or an optimizer holds a stale weight.
+        """Warn if a trainable weight of a converted layer is in no optimizer; raise if an optimizer holds a stale one.
 
         Args:
             modules: the modules of the plugin.
@@ -58,12 +58,13 @@ class Optimizers:
             layers_of: finds the converted layers of a module.
 
         Raises:
-            RuntimeError: the message names the weight.
+            RuntimeError: the message names the weight that was replaced.
         """
         if self.reshard is not None:
             for module in modules.prepared:
                 self.reshard(module)
-        check_converted(modules.prepared, modules.unchecked, optimizers, layers_of)
+        for warning in check_converted(modules.prepared, modules.unchecked, optimizers, layers_of):
+            rank_zero_warn(warning)
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the optimizers, which stay in their process."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
@@ -174,16 +174,14 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
     if (batches := _accumulated(trainer)) != 1:
         what = (
             f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
-            " has used and freed each one. Use larger batches, activation checkpointing, or a precision that updates in"
-            " the step: `master_weights=MasterConfig(form='remainder', moments='8bit')`."
+            f" has used and freed each one. Use larger batches with activation checkpointing, or {IN_THE_STEP}."
         )
     elif trainer.gradient_clip_val:
         what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
     elif len(optimizers) > 1:
         what = (
             f"the model has {len(optimizers)} optimizers, and `update='backward'` would update the weights of all of"
-            " them in every backward pass. Use a precision that updates in the step:"
-            " `master_weights=MasterConfig(form='remainder', moments='8bit')`."
+            f" them in every backward pass. Use {IN_THE_STEP}."
         )
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")

@@ -41,7 +41,7 @@ def check() -> None:
     if lost := moved():
         raise ImportError(
             f"deepspeed {found} with this Lightning has moved {', '.join(lost)}, which lightning_lowprec uses."
-            f" Install a supported version: `pip install 'lightning-lowprec[deepspeed]'`."
+            f" Install a supported version: `pip install 'deepspeed>={OLDEST},<0.20'`."
         )
 
 

@@ -283,7 +283,7 @@ class _Begun:
 def _begun(out: Path, model: Any, content: Content, options: Options) -> Iterator[_Begun]:
     """Yield a folder for the content, which becomes ``out`` at the end; after an error nothing is left."""
     if options.files_from is not None and not options.files_from.is_dir():
-        raise ValueError(f"`files_from={str(options.files_from)!r}` is no folder; expected one with a tokenizer.")
+        raise ValueError(f"`tokenizer={str(options.files_from)!r}` is no folder; expected one with a tokenizer.")
     stored = content.stored()
     size = sum(tensor.size for tensor in stored)
     config = _config(model, content, options)  # before the weights, because a format may refuse the options

@@ -112,7 +112,7 @@ def _set_up(
 
 
 def _check_optimizer(plugin: LowPrecision, model: Any, optimizer: Optimizer | None) -> None:
-    """Raise if a weight of a converted layer is in no optimizer; take back what another precision left in one."""
+    """Check the optimizer's weights; take back what another precision left in one."""
     if optimizer is not None:  # else the DeepSpeed config has an optimizer, which takes every parameter
         plugin.see_optimizer(optimizer)
         plugin._check_optimizers([optimizer])

@@ -1,4 +1,7 @@
-"""A converted weight that no optimizer holds raises, in Trainer and Fabric, and says what to do."""
+"""A converted weight that no optimizer holds warns, one that was replaced raises, in Trainer and Fabric."""
+
+import re
+import warnings
 
 import lightning as L
 import pytest
@@ -20,18 +23,22 @@ def model():
 class Module(L.LightningModule):
     def __init__(self, optimize):
         super().__init__()
-        self.net, self.optimize = model(), optimize
+        self.net, self.optimize, self.losses = model(), optimize, []
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch).pow(2).mean()
+        loss = self.net(batch).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.optimize(self.net), lr=0.1)
 
 
-def fit(optimize):
-    loader = torch.utils.data.DataLoader(torch.ones(8, 16), batch_size=4)
-    L.Trainer(precision="fp8-hybrid", max_epochs=1, **QUIET).fit(Module(optimize), loader)
+def fit(optimize, precision="fp8-hybrid"):
+    torch.manual_seed(0)
+    module, loader = Module(optimize), torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=4)
+    L.Trainer(precision=precision, max_epochs=1, **QUIET).fit(module, loader)
+    return module
 
 
 def fabric_step(optimizers, net, precision="fp8-hybrid"):
@@ -42,15 +49,28 @@ def fabric_step(optimizers, net, precision="fp8-hybrid"):
         optimizer.step()
 
 
-FORGOTTEN = r"'(net\.)?1\.weight' \(and 1 more\) is trainable and in no optimizer.*`requires_grad_\(False\)`"
+FORGOTTEN = r"'(net\.)?[01]\.weight' \(and 1 more\) is trainable and in no optimizer.*`requires_grad_\(False\)`"
 STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimizer holds a parameter of its shape"
 
 
-def test_forgotten():
-    with pytest.raises(RuntimeError, match=FORGOTTEN):
-        fit(lambda net: net[0].parameters())
+@pytest.mark.parametrize(
+    "precision",
+    ["fp8-hybrid", "fp8-rowwise", "fp8-hybrid-remainder", "fp8-lean", "int8-mixed", "msamp-o1", "msamp-o2", "msamp-o3"],
+)
+def test_a_probe_of_a_body_that_is_not_frozen_trains_with_one_warning(precision):
+    """The optimizer holds the last layer alone; the first gets gradients that nobody uses."""
+    frozen = fit(lambda net: net[0].requires_grad_(False) and net[1].parameters(), precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        probe = fit(lambda net: net[1].parameters(), precision)
+    assert len([w for w in caught if re.search(FORGOTTEN, str(w.message))]) == 1
+    assert probe.losses == frozen.losses
+    assert probe.losses[-1] < 0.9 * probe.losses[0]
+
+
+def test_a_forgotten_layer_warns_in_fabric():
     net = model()
-    with pytest.raises(RuntimeError, match=FORGOTTEN):
+    with pytest.warns(UserWarning, match=FORGOTTEN):
         fabric_step([torch.optim.SGD(net[0].parameters(), lr=0.1)], net)
 
 
@@ -102,7 +122,7 @@ def test_a_forgotten_layer_of_either_model_is_named():
     first, optimizer = fabric.setup(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
     _second = fabric.setup(discriminator, torch.optim.SGD(discriminator[0].parameters(), lr=0.1))
     first(torch.ones(4, 16)).sum().backward()
-    with pytest.raises(RuntimeError, match=FORGOTTEN):
+    with pytest.warns(UserWarning, match=FORGOTTEN):
         optimizer.step()
 
 

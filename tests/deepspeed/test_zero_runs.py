@@ -110,8 +110,8 @@ def test_weights_that_zero_cuts_as_they_are_made_are_converted(seen):
     assert seen["cut"]["losses"][-1] < seen["cut"]["losses"][0] - 0.2
 
 
-def test_a_converted_weight_in_no_optimizer_raises(seen):
-    assert "'net.up.bias' (and 1 more) is trainable and in no optimizer" in seen["unlearned"]
+def test_a_converted_weight_in_no_optimizer_warns(seen):
+    assert any("'net.up.bias' (and 1 more) is trainable and in no optimizer" in said for said in seen["unlearned"])
 
 
 def test_what_needs_whole_weights_names_zero_to_fp32(seen):

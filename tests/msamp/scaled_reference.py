@@ -33,10 +33,14 @@ class Reference:
         self.m = zeros if level == "O1" else (zeros.to(torch.float8_e4m3fn), 1.0)
         self.v = zeros if level == "O1" else (zeros.to(torch.float16), 1.0)
 
-    def step(self, g, lr, betas, eps, weight_decay):
+    def step(self, g, lr, betas, eps, weight_decay, coupled=False):
         self.t += 1
         m, v = (self.m, self.v) if self.level == "O1" else (value(self.m), value(self.v))
-        w = value(self.master) * (1 - lr * weight_decay)
+        w = value(self.master)
+        if coupled:
+            g = g + w * weight_decay
+        else:
+            w = w * (1 - lr * weight_decay)
         m = m * betas[0] + g * (1 - betas[0])
         v = v * betas[1] + g * g * (1 - betas[1])
         w = w - m / (1 - betas[0] ** self.t) / ((v / (1 - betas[1] ** self.t)).sqrt() + eps) * lr

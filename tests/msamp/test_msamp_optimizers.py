@@ -72,16 +72,11 @@ def test_adam_without_weight_decay_is_adamw_without():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
-            ValueError,
-            r"`weight_decay=0.1` of Adam.*Use `torch.optim.Ad",
-        ),
         (lambda ps: torch.optim.AdamW(ps, amsgrad=True), ValueError, "`amsgrad=True` of AdamW"),
         (lambda ps: torch.optim.AdamW(ps, maximize=True), ValueError, "`maximize=True` of AdamW"),
         (lambda ps: torch.optim.SGD(ps, lr=1.0, maximize=True), ValueError, "`maximize=True` of SGD"),
         (lambda ps: ScaledAdamW(ps, level="O1"), ValueError, "has `level='O1'`; expected 'O2'"),
-        (torch.optim.RMSprop, TypeError, r"RMSprop cannot step.*AdamW, .*Adam with weight_decay=0, .*SGD, .*ScaledSGD"),
+        (torch.optim.RMSprop, TypeError, r"RMSprop cannot step.*AdamW, .*Adam, .*SGD, .*ScaledSGD"),
         (type("Own", (torch.optim.AdamW,), {}), TypeError, "Own cannot step"),
     ],
 )
@@ -133,8 +128,3 @@ def test_a_frozen_weight_that_is_unfrozen_trains():
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(values_of(module.first.weight), before) is not trains
-
-
-def test_a_coded_weight_that_no_optimizer_holds_raises():
-    with pytest.raises(RuntimeError, match=r"'first.weight' .*is trainable and in no optimizer"):
-        fit(MSAMP(), Net(lambda net: torch.optim.AdamW(net.second.parameters())))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import Adam, AdamW
 
 from lightning_lowprec.msamp import optimizer as scaled_optimizer
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, convert_optimizer_
+from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (
     OPTIONS,
@@ -21,21 +23,30 @@ from tests.msamp.scaled_cases import (
 )
 from tests.msamp.scaled_reference import Reference, quantise, value
 
+
+def converted(kind, params, level="O2", **options):
+    optimizer = kind(params, **{**OPTIONS, **options})
+    convert_optimizer_(optimizer, level)
+    return optimizer
+
+
 # ---- the arithmetic
 
 
 @every_level
 @pytest.mark.parametrize("coded", [True, False], ids=["fp8-gradient", "float32-gradient"])
 @pytest.mark.parametrize("chunk", [1 << 24, 200])
-def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypatch):
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_ten_steps_are_those_of_the_specification(level, coded, chunk, kind, monkeypatch):
     monkeypatch.setattr(scaled_optimizer, "_CHUNK", chunk)
     params = scaled_params(level)
-    optimizer = ScaledAdamW(params, level=level, **OPTIONS)
+    optimizer = converted(kind, params, level)
     references = [Reference(v, level) for v in starts()]
     for step in range(10):
         run(optimizer, params, [step], coded)
         for reference, g in zip(references, gradients(step), strict=True):
-            reference.step(value(quantise(g, torch.float8_e4m3fn)) if coded else g, **OPTIONS)
+            g = value(quantise(g, torch.float8_e4m3fn)) if coded else g
+            reference.step(g, **OPTIONS, coupled=kind is Adam)
     for p, reference in zip(params, references, strict=True):
         assert torch.equal(p.msamp_state.codes.float(), reference.weight[0].float())
         assert p.msamp_state.scale.item() == reference.weight[1]
@@ -56,12 +67,13 @@ def test_ten_steps_are_those_of_the_specification(level, coded, chunk, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
-def test_plain_parameters_get_torchs_adamw(dtype, implementation):
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_plain_parameters_get_torchs_step(dtype, implementation, kind):
     ours = [nn.Parameter(v.to(dtype)) for v in starts()]
     # half precision: float32 moments and update, rounded after each step
     theirs = [nn.Parameter(p.detach().float()) for p in ours]
     options = {**OPTIONS, **implementation}
-    optimizer, reference = ScaledAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    optimizer, reference = converted(kind, [*ours, *scaled_params("O2")], **options), kind(theirs, **options)
     for step in range(5):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad, q.grad = g.to(dtype), g.to(dtype).float()
@@ -70,6 +82,24 @@ def test_plain_parameters_get_torchs_adamw(dtype, implementation):
         for q in theirs:
             q.data = q.data.to(dtype).float()
     assert all(torch.equal(p.float(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_each_step_of_adam_is_torchs_adam_on_the_same_values(decay):
+    """L2 is added to the gradient. The moments of level O1 are float32, so that only the weight is rounded."""
+    params = scaled_params("O1")
+    optimizer = converted(Adam, params, "O1", weight_decay=decay)
+    theirs = [nn.Parameter(values_of(p)) for p in params]
+    reference = Adam(theirs, **{**OPTIONS, "weight_decay": decay})
+    for step in range(5):
+        give(params, step, coded=True)
+        for p, q in zip(params, theirs, strict=True):
+            q.data, q.grad = values_of(p), p.grad.decode()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        for p, q in zip(params, theirs, strict=True):
+            torch.testing.assert_close(values_of(p), q.detach(), rtol=2**-11 + 1e-6, atol=1e-9)
 
 
 def test_gradients_of_micro_batches_add_up():

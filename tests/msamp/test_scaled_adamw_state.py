@@ -1,13 +1,14 @@
 """ScaledAdamW: stochastic rounding, state, and what happens at the edges."""
 
 import copy
+import pickle
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, convert_optimizer_
 from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
 from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
 from tests.msamp.scaled_cases import (
@@ -114,6 +115,22 @@ def test_the_state_of_another_level_or_of_adamw_loads(level, origin, tmp_path):
             assert torch.allclose(after, before, rtol=2.0**-4, atol=before.abs().max().item() * 2.0**-15)
     run(target, params, [1])
     assert all(bool(values_of(p).isfinite().all()) for p in params)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("restored", ["loaded", "copied", "pickled"])
+def test_the_way_of_the_decay_is_restored_as_torch_does(kind, restored):
+    """An AdamW that loads the state of an Adam stays an AdamW; an Adam stays an Adam in copies."""
+    optimizer, plain = kind(scaled_params("O2"), **OPTIONS), kind([nn.Parameter(v) for v in starts()], **OPTIONS)
+    convert_optimizer_(optimizer, "O2")
+    if restored == "loaded":
+        saved = torch.optim.Adam([nn.Parameter(v) for v in starts()], **OPTIONS).state_dict()
+        optimizer.load_state_dict(saved)
+        plain.load_state_dict(saved)
+    else:
+        optimizer = copy.deepcopy(optimizer) if restored == "copied" else pickle.loads(pickle.dumps(optimizer))
+    (group,), (expected,) = optimizer.param_groups, plain.param_groups
+    assert group["decoupled_weight_decay"] is expected["decoupled_weight_decay"] is (kind is torch.optim.AdamW)
 
 
 def test_a_copy_keeps_the_options():

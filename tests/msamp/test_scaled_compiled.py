@@ -11,7 +11,15 @@ from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from tests.msamp.scaled_cases import LEVELS, OPTIONS, bits, run, same, scaled_params
 
+
+def adam(params, **options):
+    optimizer = ScaledAdamW(params, **options)
+    optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    return optimizer
+
+
 FORMS = {
+    "adam": (adam, OPTIONS),
     "adamw": (ScaledAdamW, OPTIONS),
     "sgd": (ScaledSGD, {"lr": 0.1}),
     "momentum": (ScaledSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
@@ -41,7 +49,8 @@ def trained(form, level, steps=5, **options):
     ("level", "form", "stochastic"),
     [
         *((level, "adamw", True) for level in LEVELS),
-        *((level, "adamw", False) for level in ("O2", "O3")),
+        ("O2", "adam", False),
+        ("O3", "adamw", False),
         ("O2", "sgd", False),
         *((level, "momentum", False) for level in ("O1", "O3")),
     ],

@@ -16,9 +16,10 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.names import TABLE, create, register_own_backends, resolve
 from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import moved, precision_names
@@ -159,7 +160,8 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
 
 
 WORDS = {
-    "fp8": "Write 'fp8-hybrid': FP8 by Transformer Engine or torchao",
+    "fp8": "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere.",
+    "bf16-fp8": "Write 'fp8-hybrid'",
     "float8": "Write 'fp8-hybrid'",
     "fp16-mixed": "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master'",
     "fp16": "Write '16-mixed'",
@@ -183,6 +185,20 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
         with pytest.raises(ValueError, match="Allowed precision values") as caught:
             make(precision=word, accelerator="cpu")
         assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
+
+
+def test_a_name_whose_backend_was_unregistered_says_how_to_register_it():
+    before = backends.registered()
+    backends.unregister("torchao")
+    try:
+        with pytest.raises(ValueError, match=r"`precision='fp8-hybrid'` has no registered backend.*own_backends\(\)`"):
+            resolve("fp8-hybrid")
+    finally:
+        register_own_backends()
+        for backend in before:  # in their order
+            backends.unregister(backend.name)
+            backends.register(backend)
+    assert resolve("fp8-hybrid").plugin is FP8TorchAO
 
 
 def test_every_answer_names_what_is_there():

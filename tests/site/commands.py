@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import jsonargparse
 import pytest
 import tomllib
+from packaging.requirements import Requirement
 
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.lightning import precision_names
@@ -16,8 +17,10 @@ from lightning_lowprec.tools import cli
 from lightning_lowprec.tools.completion import SHELLS
 from tests.site.pages import ROOT
 
-USERS_OWN = {"train.py"}
-"""Scripts of the reader."""
+USERS_OWN = {"train.py", "zero_to_fp32.py"}
+"""Scripts of the reader, and one that DeepSpeed writes beside a checkpoint."""
+OF_OTHERS = {"nvidia-cuda-nvrtc"}
+"""Packages that come with torch for CUDA."""
 
 
 class ParsedError(BaseException):
@@ -79,11 +82,17 @@ def check_python(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def check_pip(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """Look for the extras in pyproject.toml."""
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """Look for extras and packages in pyproject.toml; this package itself is on no index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    known = {*(Requirement(line).name for line in needed), *OF_OTHERS} - {project["name"]}
     assert words[0] == "install"
-    for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
-        assert set(extras.split(",")) <= set(known)
+    for word in words[1:]:
+        if asked := re.fullmatch(r"\.\[([\w,]+)\]", word):
+            assert set(asked[1].split(",")) <= set(extras)
+        elif not word.startswith("-"):
+            assert Requirement(word).name in known, word
 
 
 def check_launcher(words: list[str], _: pytest.MonkeyPatch) -> None:

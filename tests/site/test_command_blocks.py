@@ -1,5 +1,7 @@
 """Every command line on the README and the site is parsed by its own parser, and names files and targets that exist."""
 
+import re
+
 import pytest
 
 from lightning_lowprec.tools.cli import COMMANDS
@@ -27,6 +29,24 @@ def test_every_line_is_a_valid_command(block: Block, monkeypatch: pytest.MonkeyP
 def test_a_wrong_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises((AssertionError, KeyError, SystemExit, ValueError)):
         check_line(line, monkeypatch)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_the_first_pages_install_what_their_commands_need(page: str):
+    text = (ROOT / page).read_text()
+    installed = re.findall(r"^pip install '\.\[([\w,]+)\]'", text, flags=re.MULTILINE)
+    needed = {
+        extra for command, extra in {"lowprec plan llama": "hf", "make demo": "report"}.items() if command in text
+    }
+    assert needed <= set(installed[0].split(",")), "hf: transformers, report: pictures"
+
+
+def test_nobody_is_sent_to_an_index_for_this_package():
+    """The name is free there, so that anyone could publish something under it."""
+    files = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
+    files += [path for folder in ("lightning_lowprec", "docs", "examples") for path in (ROOT / folder).rglob("*.*")]
+    texts = {path: path.read_text(errors="ignore") for path in files if path.suffix in (".py", ".md", ".ipynb")}
+    assert not [path for path, text in texts.items() if re.search(r"install[^\n`]*lightning[-_]lowprec", text)]
 
 
 def test_every_command_is_shown():

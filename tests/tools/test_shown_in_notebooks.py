@@ -104,7 +104,7 @@ def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch):
     shown = read(comparison(trained("32-true")))
     assert "img" not in shown.tags
     assert shown.text[-1] == (
-        "The picture of the losses needs matplotlib, which is not installed: `pip install 'lightning-lowprec[report]'`."
+        "The picture of the losses needs matplotlib, which is not installed: `pip install matplotlib`."
     )
 
 

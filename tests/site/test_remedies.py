@@ -1,0 +1,214 @@
+"""The code that messages write in backticks works: commands parse, options exist, names resolve, objects are made.
+
+What a user needs beside the code (a model, another option, several processes) is shown by the test of its message. Here
+``FILL`` stands for ``...``, and calls of functions are only bound.
+"""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from accelerate.utils import AORecipeKwargs
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+from torchao.float8 import Float8LinearConfig
+from transformers import LlamaForCausalLM
+
+import lightning_lowprec
+from lightning_lowprec import FP8TE, FP8TorchAO, callbacks, losses
+from lightning_lowprec.conversion.backends import Backend
+from lightning_lowprec.extras import INSTALL
+from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.precision.schedule import Phase
+from lightning_lowprec.te.fusion import apply, candidates
+from lightning_lowprec.tools import cli
+from tests.site.commands import CHECKS, check_line
+from tools.site.messages import GAP, PACKAGE, messages
+
+TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in messages(path)]
+CODES = sorted({code for text in TEXTS for code in re.findall("`([^`]+)`", text)})
+COMMANDS = [*INSTALL.values(), *(code for code in CODES if code.split()[0] in CHECKS and " " in code)]
+OPTIONS = [code for code in CODES if code.startswith("--")]
+NAMES = [code for code in CODES if re.fullmatch(r"(lightning_lowprec|torch|transformers)\.[\w.]+", code)]
+CALLS = [code for code in CODES if re.fullmatch(r"\w[\w.]*\(.*\)", code) and f"{GAP}=" not in code]
+ARGUMENTS = [code for code in CODES if re.match(r"\w+ ?=", code) and "!r" not in code]
+"""The rest are single words, and parts of values that a message shows."""
+
+PUBLIC = {name: getattr(lightning_lowprec, name) for name in lightning_lowprec.__all__}
+SPACE: dict[str, Any] = {
+    **PUBLIC,
+    **{name: getattr(callbacks, name) for name in callbacks.__all__},
+    "lightning_lowprec": lightning_lowprec, "torch": torch, "Trainer": L.Trainer, "Fabric": L.Fabric,
+    "LossScale": LossScale, "Float8LinearConfig": Float8LinearConfig, "StateDictOptions": StateDictOptions,
+    "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy, "unfuse": apply.unfuse,
+    "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
+    "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
+    "self": type("Sharded", (L.LightningModule, FSDPModule), {}), "requires_grad_": nn.Module.requires_grad_,
+    "reset_parameters": nn.Linear.reset_parameters, "plugin": FP8TorchAO, "AORecipeKwargs": AORecipeKwargs,
+    "fabric": L.Fabric(accelerator="cpu", plugins=FP8TorchAO()),
+    "trainer": SimpleNamespace(precision_plugin=FP8TorchAO()),
+}  # fmt: skip
+FILL = {
+    "config": "Float8LinearConfig()", "floor": "1.0", "gradient_clip_val": "1.0", "growth_interval": "10",
+    "hysteresis": "2", "initial": "1024.0", "keep": "['lm_head']", "master_weights": "True", "max_steps": "1",
+    "module_filter_func": "len", "moments": "'8bit'", "prefix": "'served/'", "recipe": "'rowwise'",
+    "update": "'backward'",
+}  # fmt: skip
+"""What ``...`` stands for, by the name of the option."""
+OWNERS = [
+    *filter(callable, PUBLIC.values()), *(getattr(callbacks, name) for name in callbacks.__all__), LossScale, Phase,
+    Backend, candidates.NormCandidate, candidates.Place, losses.linear_cross_entropy, FP8TorchAO.set_step, L.Trainer,
+    L.Trainer.save_checkpoint, L.Fabric, L.Fabric.save, L.Fabric.clip_gradients, ModelCheckpoint, DDPStrategy,
+    FSDPStrategy, DeepSpeedStrategy, nn.Module.load_state_dict, nn.Embedding, torch.autograd.grad, checkpoint,
+    torch.distributed.all_reduce, LlamaForCausalLM.forward,
+]  # fmt: skip
+"""Ours first, then what the options of other packages in the messages belong to."""
+ELSEWHERE = {
+    "backend", "experts_implementation", "interval", "layer", "override_linear_precision", "peft_type",
+    "safe_merge", "schedule", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
+    "strict_loading",
+}  # fmt: skip
+"""Options of configurations and classes without a signature, and values that a message refuses."""
+OF_TE = {"recipe='current'", "recipe='delayed'", "recipe='nvfp4'", "recipe={...}"}
+"""Values that FP8TE alone takes, which needs Transformer Engine."""
+WITH = {
+    "clip_last_norm=1.0": "update='backward', clip_last_norm=1.0",
+    "clip_tensor=1.0": "update='backward', clip_tensor=1.0",
+    "moments='stochastic'": "form='stochastic', moments='stochastic'",
+}
+"""Options that need another one, which their messages name."""
+
+
+class Filled(ast.NodeTransformer):
+    """Put values in place of ``...``; a positional ``...`` is left out."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        node.args = [arg for arg in node.args if not is_gap(arg)]
+        for word in node.keywords:
+            if is_gap(word.value):
+                word.value = ast.parse(FILL[word.arg], mode="eval").body
+        return node
+
+    def visit_List(self, node: ast.List) -> ast.List:
+        node.elts = [ast.Constant("lm_head") if is_gap(element) else self.visit(element) for element in node.elts]
+        return node
+
+
+def is_gap(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def parsed(code: str) -> ast.Call:
+    call = ast.parse(code.replace(GAP, "..."), mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def value(node: ast.expr) -> Any:
+    """Return the value of an expression; a call of a function is only bound, so is FP8TE without Transformer Engine."""
+    if isinstance(node, ast.Call):
+        called = value(node.func)
+        if not (inspect.isbuiltin(called) or inspect.ismethoddescriptor(called)):  # these have no signature
+            inspect.signature(called).bind_partial(**{str(word.arg): None for word in node.keywords})
+        if not inspect.isclass(called) or (called is FP8TE and not find_spec("transformer_engine")):
+            return called
+    return eval(ast.unparse(Filled().visit(node)), SPACE)
+
+
+@pytest.fixture(scope="module")
+def help_of_all_commands() -> str:
+    """Return what ``--help`` of every command prints."""
+    printed = io.StringIO()
+    for command in (*([name] for name in cli.COMMANDS), ["export", "--format", "hf"]):
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*command, "--help"])
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("code", COMMANDS)
+def test_a_command_is_parsed_and_its_packages_are_known(code: str, monkeypatch: pytest.MonkeyPatch):
+    line = code.replace(GAP, "1")
+    if line.removeprefix("lowprec ") not in cli.COMMANDS:  # else the rest is the reader's
+        check_line(line, monkeypatch)
+
+
+def test_every_option_of_a_command_exists(help_of_all_commands: str):
+    missing = [
+        code
+        for code in OPTIONS
+        if not re.search(rf"{re.escape(code.split()[0].split('=')[0])}\b", help_of_all_commands)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("code", NAMES)
+def test_a_name_exists(code: str):
+    assert resolve_name(code) is not None
+
+
+@pytest.mark.parametrize("code", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_is_made_or_bound(code: str):
+    value(parsed(code))
+
+
+@pytest.mark.parametrize("code", ARGUMENTS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_argument_is_taken(code: str, help_of_all_commands: str):
+    name = re.split(r" ?=", code)[0]
+    if name in ELSEWHERE:
+        return
+    words = {
+        str(word.arg): word.value for word in parsed(f"f({WITH.get(code, code)}{'...' * code.endswith('=')})").keywords
+    }
+    owners = [owner for owner in OWNERS if words.keys() <= inspect.signature(owner).parameters.keys()]
+    if not owners:
+        assert re.search(rf"\b{name}\b", help_of_all_commands)
+    if code in OF_TE or any(is_gap(node) for node in words.values()):
+        return
+    values = {name: value(node) for name, node in words.items()}
+    refused = [refusal(owner, values) for owner in owners if owner is not FP8TE]
+    assert not refused or "" in refused or FP8TE in values.values(), refused
+
+
+def refusal(owner: Any, values: dict[str, Any]) -> str:
+    """Return the error of a class that refuses the values; "" for a function, and for a class that needs more."""
+    try:
+        inspect.signature(owner).bind(**values)
+    except TypeError:
+        return ""
+    try:
+        if inspect.isclass(owner):
+            owner(**values)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "FP8TorchAO(kep=[...])",
+        "MasterConfig(clip_tensor=1.0)",
+        "plugins=HalfMixed(master_weights=MasterConfig(form='half'))",
+        "lightning_lowprec.plain(modell=model)",
+    ],
+)
+def test_code_that_fails_is_found(code: str):
+    with pytest.raises((TypeError, ValueError)):
+        value(parsed(code.removeprefix("plugins=")))
