@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 import torch
@@ -96,8 +96,8 @@ class WeightOptions:
         weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
             place, and logs a line; frozen weights and buffers stay. ``"keep"`` trains half-precision weights as they
             are, without masters. It does not go with ``master_weights``.
-        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32 where
-            the others become half precision, beside those that the model declares float32. Under FSDP2 they are
+        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
+            where others become half precision, beside those that the model declares float32. Under FSDP2 they are
             gathered as float32 too. Products with them run under autocast, as others do.
         plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit`` ends: torch's
             own layers, and float32 weights with the values of the masters. Not under FSDP2.
@@ -110,6 +110,10 @@ class WeightOptions:
     def __post_init__(self) -> None:
         """Check every field."""
         check_fields(self)
+
+    def keeping(self, names: Sequence[str]) -> WeightOptions:
+        """Return these options, with more names of tensors that stay float32."""
+        return replace(self, keep_fp32=(*self.keep_fp32, *names))
 
     def resolve(self, masters: HalfWeights | None) -> Float32Weights | None:
         """Return what makes weights float32; None: half-precision weights stay.

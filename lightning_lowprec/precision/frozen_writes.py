@@ -4,8 +4,8 @@
         t.mul_(0.999).add_(s, alpha=0.001)      # in bf16, 0.999 * t rounds back to t
 
 A weight that no optimizer holds has no master. So such changes are lost, and nothing else would say so. Before the
-optimizer steps 1, 2, 4, 8 and so on, the versions, places and some values of these weights are compared. A write through
-``.data`` in place leaves version and place alone: it is noticed when it has changed one of these values.
+optimizer steps 1, 2, 4, 8 and so on, the versions, places and some values of these weights are compared. A write
+through ``.data`` in place leaves version and place alone: it is noticed when it has changed one of these values.
 """
 
 from __future__ import annotations
