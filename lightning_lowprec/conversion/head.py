@@ -59,7 +59,8 @@ class LossHead(nn.Linear):
     def _compute(self, input: Tensor, task: Literal["logits"] | _Labels | None) -> Any:
         if task is None and self.training and torch.is_grad_enabled():
             return LazyLogits(self, input, self.kind)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.kind == "fp32":
             weight, bias = weight.float(), None if bias is None else bias.float()
         if not isinstance(task, _Labels):

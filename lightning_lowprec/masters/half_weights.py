@@ -57,8 +57,8 @@ class HalfWeights:
             The number of trainable parameters that were half precision, and whose float32 weights are not known.
             Parameters that an earlier call has seen do not count.
         """
-        kept = self._kept(module, dtype)
-        self._widen(module, kept)
+        with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
+        kept = with_buffers | named.keys()
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
         changed = [p for p in module.parameters() if p.dtype != dtype]
         half = [p for p in trained.values() if p.dtype in HALF_DTYPES and id(p) not in self._originals]
@@ -67,6 +67,11 @@ class HalfWeights:
         for p in half:
             if id(p) in masters and p.dtype != dtype:  # round once, not from one half precision to the other
                 cast_parameter(p, torch.float32)
+                p.data.copy_(masters[id(p)])
+        widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
+        for p in [p for p in widened if p.dtype in HALF_DTYPES]:
+            cast_parameter(p, torch.float32)  # it was loaded in half precision, or an earlier precision has cast it
+            if id(p) in masters:
                 p.data.copy_(masters[id(p)])
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
@@ -77,21 +82,12 @@ class HalfWeights:
         self._counted |= rounded
         return len(rounded)
 
-    def _kept(self, module: Module, dtype: torch.dtype) -> set[str]:
-        """Return the names of the tensors that stay float32: by a rule, or because of the buffers they meet."""
+    def _with_buffers(self, module: Module) -> set[str]:
+        """Return the names of the parameters that stay as they are: for float32 buffers, or because they are codes."""
         groups = [g for g in coupled(module) if g.is_batch_norm or (g.buffers and self.buffer_dtype is None)]
         ids = {id(p) for group in groups for p in group.params}
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
-        kept |= kept_float32(module, dtype, self.keep_fp32).keys()
         return kept if self.not_cast is None else kept.union(self.not_cast(module))
-
-    def _widen(self, module: Module, kept: Collection[str]) -> None:
-        """Make half-precision weights float32 that are to stay float32, unless an optimizer has masters of them."""
-        half = [p for fqn, p in module.named_parameters() if fqn in kept and p.dtype in HALF_DTYPES]
-        masters = existing_masters(half)
-        for p in half:
-            if id(p) not in masters:
-                cast_parameter(p, torch.float32)
 
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights to use for FSDP2's shards; None if the shards are float32, as the masters would be.

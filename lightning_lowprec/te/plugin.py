@@ -140,7 +140,8 @@ class FP8TE(Scheduled):
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
         scaler = take(LossScaleOptions, options).scaler(running.base)
-        in_fp32 = [pattern for pattern, value in recipe.items() if value == FLOAT32] if is_per_layer(recipe) else ()
+        patterns = recipe if isinstance(recipe, Mapping) and is_per_layer(recipe) else {}
+        in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
         super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
         require(support.MODULE, "FP8TE")
         fields = {

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_lowprec import MSAMP, HalfMixed
 from lightning_lowprec.masters.kept_float32 import kept_float32
+from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.zero.engine import ZeroEngine
 from tests.families.tiny import build, classes, config
 from tests.peers.float32 import look
@@ -103,3 +104,18 @@ def test_an_engine_that_casts_everything_refuses():
     engine.name = "DeepSpeed"
     with pytest.raises(ValueError, match=r"`keep_fp32=\['gate'\]` is not possible under DeepSpeed"):
         plugin.bind_engine(engine)
+
+
+def test_a_later_precision_that_keeps_more_takes_the_masters_over():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    exact = {fqn: p.detach().clone() for fqn, p in net.named_parameters()}
+    for keep in ((), ("1",), ()):
+        plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=keep)
+        L.Fabric(accelerator="cpu", plugins=plugin).setup(net, optimizer)
+        assert net[1].weight.dtype == (torch.float32 if keep else torch.bfloat16)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        values = existing_masters(net.parameters())
+        assert all(torch.equal(values.get(id(p), p), exact[fqn]) for fqn, p in net.named_parameters())
