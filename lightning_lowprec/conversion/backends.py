@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_lowprec.conversion import experts, head
+from lightning_lowprec.conversion import experts, head, in_float32
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
@@ -227,6 +227,7 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     """
     head.revert(model)
     experts.revert(model)
+    in_float32.revert(model)
     for backend in registered():
         if backend.name != except_for:
             backend.revert(model)

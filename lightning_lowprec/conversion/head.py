@@ -28,7 +28,7 @@ from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.private import transformers
 
-HeadKind = Literal["bf16", "chunked", "fp8"]
+HeadKind = Literal["bf16", "chunked", "fp8", "fp32"]
 _IGNORED: Final = -100
 
 
@@ -51,20 +51,30 @@ class LossHead(nn.Linear):
 
     def forward(self, input: Tensor, task: Literal["logits"] | _Labels | None = None) -> Any:
         """[*, K] -> [*, V]; in training without a task LazyLogits, with labels the loss."""
-        if isinstance(task, _Labels):
-            return linear_cross_entropy(
-                input.reshape(-1, input.shape[-1]),
-                self.weight,
-                task.target,
-                bias=self.bias,
-                reduction=task.reduction,
-                ignore_index=task.ignore_index,
-                fp8=self.kind == "fp8",
-                emulate=self.emulate,
-            )
+        if self.kind != "fp32":
+            return self._compute(input, task)
+        with torch.autocast(input.device.type, enabled=False):
+            return self._compute(input.float(), task)
+
+    def _compute(self, input: Tensor, task: Literal["logits"] | _Labels | None) -> Any:
         if task is None and self.training and torch.is_grad_enabled():
             return LazyLogits(self, input, self.kind)
-        return F.linear(input, self.weight, self.bias)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.kind == "fp32":
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        if not isinstance(task, _Labels):
+            return F.linear(input, weight, bias)
+        return linear_cross_entropy(
+            input.reshape(-1, input.shape[-1]),
+            weight,
+            task.target,
+            bias=bias,
+            reduction=task.reduction,
+            ignore_index=task.ignore_index,
+            fp8=self.kind == "fp8",
+            emulate=self.emulate,
+        )
 
 
 @final
@@ -117,7 +127,7 @@ def replace(model: nn.Module, kind: HeadKind, *, emulate: bool | None) -> list[s
 
     Args:
         model: holds one or several causal models of ``transformers``.
-        kind: ``"chunked"`` or ``"fp8"``.
+        kind: ``"chunked"``, ``"fp8"`` or ``"fp32"``.
         emulate: see :func:`~lightning_lowprec.losses.linear_cross_entropy`.
 
     Raises:

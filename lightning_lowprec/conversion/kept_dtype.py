@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.conversion.matmuls import Matmul
+from lightning_lowprec.conversion.recipe_map import FLOAT32
 
 _MAYBE_FLOAT32 = ("router", "gate beside experts")
 """Layers that many models run in float32, outside of autocast, as ``selection.built_in`` calls them."""
@@ -21,6 +22,8 @@ def runs_in(matmul: Matmul, module: nn.Module, role: str, base: str, head: str) 
         base: the dtype of autocast: ``"bf16"`` or ``"fp16"``.
         head: the option ``head``; in FP8, the products of a head differ between training and evaluation.
     """
+    if role.startswith("output head") and head == FLOAT32:
+        return FLOAT32
     if role.startswith(_MAYBE_FLOAT32) or (role.startswith("output head") and head == "fp8"):
         return None
     if matmul.kind == "Linear":

@@ -19,7 +19,7 @@ from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan_row import PlanRow
-from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +65,7 @@ class Plan:
         parts = [
             f"{reason} ({first[reason]!r}{f' and {n - 1} more' if n > 1 else ''})" for reason, n in reasons.items()
         ]
-        known = [row.runs_in for row in kept if row.runs_in is not None]
+        known = [row.runs_in for row in kept if row.runs_in not in (None, FLOAT32)]  # the reason names fp32
         share = "" if len(known) == len(kept) else f", {len(known)} of them"
         return f"{text}, kept {len(kept)}{f'{share} in {known[0]}' if known else ''}: {'; '.join(parts)}"
 
@@ -139,12 +139,13 @@ def make_plan(
             recipes[matmul.fqn] = own
         row = _row(matmul, module, reason, own, gain)
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
+        dtype = FLOAT32 if own is not None and own.name == FLOAT32 else dtype
         rows.append(replace(row, runs_in=dtype))
     return Plan(tuple(rows), recipes, format)
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
-    words = None if reason is not None or own is None else str(own)
+    words = str(own) if own is not None and (reason is None or own.name == FLOAT32) else None
     return PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=_trains(module), recipe=words)
 
 
@@ -161,9 +162,11 @@ def _from_map(
     recipes: str | RecipeMap, matmul: Matmul, reason: str | None, alignment: int, alignments: Mapping[str, int]
 ) -> tuple[LayerRecipe | None, str | None]:
     """Return the recipe of a weight, if there is a map that has one, and the reason if the weight is kept."""
+    found = None if isinstance(recipes, str) else recipes.of_layer(matmul.fqn)
+    if found is not None and found[1].name == FLOAT32:
+        return found[1], f"'fp32' in `recipe` ({found[0]!r})"
     if reason is not None or isinstance(recipes, str):
         return None, reason
-    found = recipes.of_layer(matmul.fqn)
     if found is None:
         return None, NO_PATTERN
     pattern, own = found

@@ -1,9 +1,9 @@
 """Recipes per layer: an ordered mapping of patterns to recipes, in which the first pattern that matches wins.
 
-    {"blocks.[0-1].*": "bf16", "*.mlp.*": "tensorwise", "*.o_proj": "rowwise", "*": {"forward": "bf16"}}
+    {"blocks.0.*": "bf16", "*.gate": "fp32", "*.mlp.*": "tensorwise", "*.o_proj": "rowwise", "*": {"forward": "bf16"}}
 
 The rules that keep a layer (output heads, routers, adapters, ``keep``, ``only``, layers that cannot convert) come
-before the mapping. A layer that no pattern matches is kept.
+before the mapping, but not before ``"fp32"``. A layer that no pattern matches is kept.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16, in_bf
 
 HIGH: Final = "bf16"
 """The value of a pattern whose layers are kept."""
+FLOAT32: Final = "fp32"
+"""The value of a pattern whose layers run in float32, with float32 weights; other rules do not come before it."""
 NO_PATTERN: Final = "no pattern of `recipe` matches"
 """The reason of a layer that no pattern matches."""
 
@@ -40,9 +42,10 @@ class LayerRecipe:
         """Return the recipe that a user has written.
 
         Args:
-            value: one of ``names``, ``"bf16"``, or a mapping of products to ``"bf16"`` and ``"fp8"``.
+            value: one of ``names``, ``"bf16"``, ``"fp32"``, or a mapping of products to ``"bf16"`` and ``"fp8"``.
             names: the recipes of the backend.
-            base: the recipe that a mapping of products changes.
+            base: the recipe that a mapping of products changes; None: that of one converted layer, which has weights in
+                the dtype that they have, so ``"fp32"`` is not valid.
             field: the name of the option, for messages.
 
         Raises:
@@ -52,8 +55,11 @@ class LayerRecipe:
             return cls(base, ALL_GEMMS)
         if isinstance(value, Mapping):
             return cls(base, in_bf16(value, field))
+        if value == FLOAT32 and base is not None:
+            return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
-            expected = f"{', '.join(map(repr, names))}, 'bf16', or a mapping such as {{'forward': 'bf16'}}"
+            other = "'bf16'" if base is None else "'bf16', 'fp32'"
+            expected = f"{', '.join(map(repr, names))}, {other}, or a mapping such as {{'forward': 'bf16'}}"
             raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {expected}.")
         return cls(value)
 
@@ -63,7 +69,9 @@ class LayerRecipe:
         return self.in_bf16 == ALL_GEMMS
 
     def __str__(self) -> str:
-        """Show ``tensorwise`` or ``tensorwise, forward in bf16``."""
+        """Show ``tensorwise``, ``tensorwise, forward in bf16`` or ``fp32``."""
+        if self.name == FLOAT32:
+            return FLOAT32
         return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
 
 
@@ -107,6 +115,11 @@ class RecipeMap:
         """The recipes of layers that convert, in the order of the map, each once."""
         converting = (recipe.name for _, recipe in self.entries if not recipe.is_kept)
         return tuple(dict.fromkeys(name for name in converting if name is not None))
+
+    @property
+    def float32(self) -> tuple[str, ...]:
+        """The patterns of layers in float32."""
+        return tuple(pattern for pattern, recipe in self.entries if recipe.name == FLOAT32)
 
     def of_layer(self, fqn: str) -> tuple[str, LayerRecipe] | None:
         """Return the first pattern that matches, and its recipe; None: no pattern matches."""

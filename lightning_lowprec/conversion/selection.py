@@ -163,14 +163,19 @@ def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield layers called router, and gates beside experts: in FP8 they would send tokens to other experts."""
-    for fqn in linears(model):
-        *path, name = fqn.split(".")
-        if any(part == "router" or part.endswith("_router") for part in (*path, name)):
-            yield fqn, "router (by name)"
-        elif name == "gate" or name.endswith("_gate"):
-            siblings = dict(model.get_submodule(".".join(path)).named_children())
-            if any("expert" in sibling for sibling in siblings):
-                yield fqn, "gate beside experts"
+    yield from ((fqn, reason) for fqn in linears(model) if (reason := router(model, fqn)) is not None)
+
+
+def router(model: nn.Module, fqn: str) -> str | None:
+    """Return the reason why a module is taken for the router of a mixture, or for a part of one; None: it is not."""
+    *path, name = fqn.split(".")
+    if any(part == "router" or part.endswith("_router") for part in (*path, name)):
+        return "router (by name)"
+    if name == "gate" or name.endswith("_gate"):
+        siblings = dict(model.get_submodule(".".join(path)).named_children())
+        if any("expert" in sibling for sibling in siblings):
+            return "gate beside experts"
+    return None
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:

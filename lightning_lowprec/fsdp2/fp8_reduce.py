@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_lowprec.numerics.fp8_blocks import decode_sum_, encode, row_bytes
-from lightning_lowprec.private.fsdp2 import reduce_copies_by
+from lightning_lowprec.private.fsdp2 import first_group, reduce_copies_by
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
@@ -136,7 +136,8 @@ def reduce_in_fp8(groups: Mapping[str, FSDPModule], mesh: DeviceMesh) -> dict[st
     for fqn, module in groups.items():
         if mesh.ndim == 1:
             reductions[fqn] = scatter = Fp8ReduceScatter()
-            module.set_custom_reduce_scatter(cast(Any, scatter))  # torch's interface is a private class
+            with first_group(cast(nn.Module, module)) as alone:
+                alone.set_custom_reduce_scatter(cast(Any, scatter))  # torch's interface is a private class
         else:
             reductions[fqn] = average = Fp8Average(mesh.get_group(0))
             reduce_copies_by(cast(nn.Module, module), average)

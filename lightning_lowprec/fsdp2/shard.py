@@ -8,12 +8,13 @@ function. Everything happens in place: module objects and fqns stay, parameters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -36,6 +37,7 @@ from lightning_lowprec.fsdp2.fp8_reduce import reduce_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.fsdp2.weights import fill, origin, send_all
+from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import is_batch_norm
 
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
@@ -62,10 +64,12 @@ def shard(
     param_dtype: torch.dtype | None,
     fp8_all_gather: bool,
     methods: tuple[str, ...] = (),
+    float32: Collection[str] = (),
 ) -> Sharded:
     """Shard a converted ``model`` in place; it may be on meta, or on meta on all ranks but 0.
 
     Choices of the user in ``options`` come before ``param_dtype``. The ``methods`` compute without calling the module.
+    Parameters and buffers whose fqns are in ``float32`` are gathered as float32 and are not cast.
 
     Raises:
         ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size; a
@@ -93,12 +97,13 @@ def shard(
     if options.compile is not False:
         for module in wrapped.values() or [model]:
             module.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
-    groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device)
+    groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
     reductions = reduce_in_fp8(groups, data_mesh) if options.fp8_reduce else {}
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
-        for buffer in [buffer for buffer in model.buffers() if buffer.is_floating_point()]:
-            buffer.data = buffer.data.to(options.buffer_dtype)
+        for fqn, buffer in model.named_buffers():
+            if buffer.is_floating_point() and fqn not in float32:
+                buffer.data = buffer.data.to(options.buffer_dtype)
     if scales is not None:
         scales.collect(model)
     for finish in after_sharding:
@@ -200,13 +205,16 @@ def _fully_shard(
     options: ShardOptions,
     param_dtype: torch.dtype | None,
     device: torch.device,
+    float32: Collection[str],
 ) -> dict[str, FSDPModule]:
     dtypes: dict[str, Any] = {
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
     }
+    apart = _kept_apart(model, float32, dtypes["param_dtype"])
     shard_group = partial(
-        fully_shard,
+        _shard_group,
+        apart=apart,
         mesh=mesh,
         offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
         reshard_after_forward=options.reshard_after_forward,
@@ -217,12 +225,46 @@ def _fully_shard(
     for fqn in [fqn for fqn in norms if fqn not in wrapped]:  # one group each: they stay float32, like their statistics
         policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
         shard_group(norms[fqn], mp_policy=policy)
+    inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=not apart)  # what float32 parameters compute stays so
     for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
-        shard_group(wrapped[fqn], mp_policy=MixedPrecisionPolicy(**dtypes))
+        shard_group(wrapped[fqn], mp_policy=inner)
     # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
     shard_group(model, mp_policy=root)
     return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
+
+
+def _kept_apart(model: nn.Module, float32: Collection[str], param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the parameters that are gathered as float32 beside others; warn if this torch cannot do so."""
+    named = model.named_parameters(remove_duplicate=False)
+    apart = {p for fqn, p in named if fqn in float32 and param_dtype not in (None, p.dtype)}
+    if apart and not has_several_groups():
+        rank_zero_warn(
+            f"fsdp2: {len(apart)} parameters that are to stay float32 are gathered as {param_dtype}, because torch"
+            f" {torch.__version__} gathers all parameters of a module in one dtype. torch 2.12 and later keep them."
+        )
+        return set()
+    return apart
+
+
+def _shard_group(
+    module: nn.Module,
+    *,
+    apart: set[nn.Parameter],
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    **options: Any,
+) -> None:
+    """Shard one group of parameters, and those that are kept ``apart`` as a second group of the same module."""
+    inner = {p for part in module.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
+    kept = [p for p in module.parameters() if p in apart]
+    in_float32 = replace(mp_policy, param_dtype=None)
+    if kept and all(p in apart or p in inner for p in module.parameters()):
+        fully_shard(module, mp_policy=in_float32, offload_policy=offload_policy, **options)
+        return
+    fully_shard(module, mp_policy=mp_policy, offload_policy=offload_policy, ignored_params=set(kept) or None, **options)
+    if kept:
+        add_group(module, kept, in_float32, offload_policy)
 
 
 def is_sharded(model: nn.Module) -> bool:

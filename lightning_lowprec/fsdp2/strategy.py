@@ -31,6 +31,7 @@ from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
+from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.numerics.several_meshes import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
@@ -194,6 +195,7 @@ class Sharding:
                 plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
         replacements = ReplacedParameters(model)
+        ours = isinstance(plugin, LowPrecision)
         sharded = shard(
             model,
             mesh,
@@ -202,8 +204,9 @@ class Sharding:
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
             methods=tuple(name for name in STEPS if in_trainer(model) and is_overridden(name, model)),
+            float32=kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else (),
         )
-        if isinstance(plugin, LowPrecision):
+        if ours:
             plugin.cast_shards(model)
         replacements.record(model)
         self._replacements.append(replacements)
@@ -261,7 +264,7 @@ def _comparable(value: Any) -> Any:
 def _identity(plugin: Any) -> tuple[Any, ...]:
     """Return everything about a precision that is built into a model when the model is sharded."""
     if isinstance(plugin, LowPrecision):
-        return *plugin.sharded_identity(), plugin.head
+        return *plugin.sharded_identity(), plugin.head, tuple(plugin.keep_fp32)
     return (getattr(plugin, "precision", None),)
 
 

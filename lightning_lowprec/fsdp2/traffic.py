@@ -1,5 +1,7 @@
 """The collectives of a sharded model: float8 is sent as uint8, and one log line says what was sent.
 
+Parameters that stay float32 beside others are a second group of their module, with torch's own collectives.
+
 FSDP2 gathers a group of parameters as one tensor. If their dtypes differ, FSDP2 sends uint8. If all of them are float8,
 FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte floats as uint8, which changes no bit.
 """
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_lowprec.fsdp2.fp8_reduce import Fp8Average, Reductions
 from lightning_lowprec.numerics.wire_format import reads_values, wired_weights
+from lightning_lowprec.private.fsdp2 import first_group
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_norm
 
@@ -75,7 +78,8 @@ class Traffic:
             readers = [w.layer for w in wired if id(w.layer._parameters.get(w.name)) in own]
             self.gathers[fqn] = ByteGather([local_tensor(p) for p in own.values()], readers)
             custom: Any = self.gathers[fqn]  # torch's interface, a private class, asks for these two methods
-            module.set_custom_all_gather(custom)
+            with first_group(cast(nn.Module, module)) as alone:
+                alone.set_custom_all_gather(custom)
 
     def report(self) -> str | None:
         """Return one line about what was sent so far; None before the first gather, or if this rank is alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
 
 import torch
@@ -17,6 +17,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.coupled import coupled
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.in_backward import refuse_second
+from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, remove_masters
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -41,6 +42,8 @@ class HalfWeights:
         self.gradients = gradients
         self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
+        self.keep_fp32: Sequence[str] = ()
+        """The option ``keep_fp32``."""
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
         self._updating: list[weakref.ref[Optimizer]] = []  # those that update during the backward pass
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
@@ -54,7 +57,8 @@ class HalfWeights:
             The number of trainable parameters that were half precision, and whose float32 weights are not known.
             Parameters that an earlier call has seen do not count.
         """
-        kept = self._kept(module)
+        with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
+        kept = with_buffers | named.keys()
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
         changed = [p for p in module.parameters() if p.dtype != dtype]
         half = [p for p in trained.values() if p.dtype in HALF_DTYPES and id(p) not in self._originals]
@@ -63,6 +67,11 @@ class HalfWeights:
         for p in half:
             if id(p) in masters and p.dtype != dtype:  # round once, not from one half precision to the other
                 cast_parameter(p, torch.float32)
+                p.data.copy_(masters[id(p)])
+        widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
+        for p in [p for p in widened if p.dtype in HALF_DTYPES]:
+            cast_parameter(p, torch.float32)  # it was loaded in half precision, or an earlier precision has cast it
+            if id(p) in masters:
                 p.data.copy_(masters[id(p)])
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
@@ -73,8 +82,8 @@ class HalfWeights:
         self._counted |= rounded
         return len(rounded)
 
-    def _kept(self, module: Module) -> set[str]:
-        """Return the names of the parameters that stay float32, because they are computed with float32 buffers."""
+    def _with_buffers(self, module: Module) -> set[str]:
+        """Return the names of the parameters that stay as they are: for float32 buffers, or because they are codes."""
         groups = [g for g in coupled(module) if g.is_batch_norm or (g.buffers and self.buffer_dtype is None)]
         ids = {id(p) for group in groups for p in group.params}
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
@@ -103,7 +112,9 @@ class HalfWeights:
                 " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`: its"
                 " shards and gradients are float32 under FSDP2."
             )
-        return HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        sharded = HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        sharded.keep_fp32 = self.keep_fp32
+        return sharded
 
     def add_masters(self, optimizer: Optimizer) -> None:
         """Give an optimizer masters; call it again when more of its parameters were cast.
@@ -172,7 +183,7 @@ def cast_parameters(
         dtype: ``torch.float16`` or ``torch.bfloat16``.
         keep: whether to return the float32 original of every parameter that was cast, by ``id(parameter)``.
         buffer_dtype: the new dtype of floating-point buffers; None leaves them alone (running statistics need float32).
-        skip: names of parameters that are left alone; one name of a tied parameter is enough.
+        skip: names of parameters and buffers that are left alone; one name of a tied parameter is enough.
 
     Raises:
         ValueError: ``dtype`` is no half precision.
@@ -188,8 +199,8 @@ def cast_parameters(
     if any(hasattr(parameter, "to_local") for parameter in module.parameters()):
         reset_shards(module)
     if buffer_dtype is not None:
-        for buffer in module.buffers():
-            if buffer.dtype in _CASTABLE:
+        for name, buffer in module.named_buffers():
+            if buffer.dtype in _CASTABLE and name not in skip:
                 buffer.data = buffer.data.to(buffer_dtype)
     return originals
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 import torch
 
 from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
+from lightning_lowprec.conversion.options import Names
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.float32_weights import Float32Weights
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
@@ -94,16 +96,24 @@ class WeightOptions:
         weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
             place, and logs a line; frozen weights and buffers stay. ``"keep"`` trains half-precision weights as they
             are, without masters. It does not go with ``master_weights``.
+        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
+            where others become half precision, beside those that the model declares float32. Under FSDP2 they are
+            gathered as float32 too. Products with them run under autocast, as others do.
         plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit`` ends: torch's
             own layers, and float32 weights with the values of the masters. Not under FSDP2.
     """
 
     weights: Weights = "float32"
+    keep_fp32: Names = ()
     plain_after_fit: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_fields(self)
+
+    def keeping(self, names: Sequence[str]) -> WeightOptions:
+        """Return these options, with more names of tensors that stay float32."""
+        return replace(self, keep_fp32=(*self.keep_fp32, *names))
 
     def resolve(self, masters: HalfWeights | None) -> Float32Weights | None:
         """Return what makes weights float32; None: half-precision weights stay.
@@ -119,6 +129,8 @@ class WeightOptions:
                 "`weights='keep'` is not valid with `master_weights`, which takes half-precision weights as they are."
                 " Leave one of the two out."
             )
+        if masters is not None:
+            masters.keep_fp32 = self.keep_fp32
         return Float32Weights() if self.weights == "float32" else None
 
 
@@ -126,6 +138,7 @@ class WeightChoices(TypedDict, total=False):
     """The fields of :class:`WeightOptions`, for type checkers."""
 
     weights: Weights
+    keep_fp32: Sequence[str]
     plain_after_fit: bool
 
 

@@ -54,7 +54,7 @@ class MSAMPChoices(
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions)
+@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions, without=["keep_fp32"])
 class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 

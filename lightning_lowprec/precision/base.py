@@ -38,7 +38,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import first_step, float32_products, left_over, refusals, state, step
+from lightning_lowprec.precision import first_step, float32_products, frozen_writes, left_over, refusals, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
 from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.foreign_attribute import refuse_foreign
@@ -93,6 +93,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self.masters = masters
         self.weights = options.resolve(masters)
         self.plain_after_fit = options.plain_after_fit
+        self.keep_fp32 = options.keep_fp32
         self.modules = Modules()
         self.optimizers = Optimizers()
         self.after_fit = AfterFit()
@@ -188,6 +189,7 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.modules.is_sharded(module):
             return module
         refusals.refuse_sharded(module, self.precision)
+        refusals.check_names(module, self.keep_fp32)
         if self.modules.add(module):
             self._prepare_waiting()
         else:  # before DDP makes buckets of the parameters' dtypes
@@ -265,7 +267,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def bind_engine(self, engine: Engine) -> None:
         """Leave backward passes, steps, half-precision weights, masters and the loss scale to an engine."""
-        refusals.refuse_plain_after_fit(self.plain_after_fit, engine.name)
+        refusals.refuse_under_engine(self.plain_after_fit, self.keep_fp32, engine.name)
         self.engine = engine
         self.scaler = self.masters = self.weights = None
 
@@ -390,6 +392,7 @@ class LowPrecision(TrainerPrecision, ABC):
             return self.engine.optimizer_step(optimizer, model, closure, **kwargs)
         if self.modules.need_check:
             first_step.in_fabric(self, optimizer)
+        frozen_writes.watch(self)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.membership import check_converted
 from lightning_lowprec.numerics.several_meshes import disable_foreach
+from lightning_lowprec.precision.frozen_writes import FrozenWrites
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.references import alive
 
@@ -23,6 +24,7 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._added: list[weakref.ref[Optimizer]] = []
+        self.frozen_writes = FrozenWrites()
         self.reshard: Callable[[Module], None] | None = None
         """Frees the gathered weights of a module under FSDP2, so that ``parameters()`` shows the shards."""
 

@@ -14,7 +14,7 @@ from lightning_lowprec.checks import check_fields
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
-Head = Literal["bf16", "chunked", "fp8"]
+Head = Literal["bf16", "chunked", "fp8", "fp32"]
 BASE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
 
@@ -118,9 +118,10 @@ class HeadOptions:
     Args:
         head: ``"bf16"`` leaves the head and the loss of the model alone; they run under autocast. ``"chunked"``
             computes the loss from hidden states in training, some tokens at a time, and never all logits at once; the
-            logits of the model's output are computed if they are read. ``"fp8"`` does so with matrix products in FP8.
-            Both are for causal models of ``transformers`` that are recognised exactly, and raise for others. For them
-            there is ``lightning_lowprec.losses.linear_cross_entropy``.
+            logits of the model's output are computed if they are read. ``"fp8"`` does so with matrix products in FP8,
+            ``"fp32"`` in float32, with float32 logits in evaluation too; ``keep_fp32=["lm_head"]`` keeps the weight in
+            float32 as well. All three are for causal models of ``transformers`` that are recognised exactly, and raise
+            for others. For them there is ``lightning_lowprec.losses.linear_cross_entropy``.
     """
 
     head: Head = "bf16"

@@ -17,6 +17,7 @@ from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.in_backward import clipping_refused
+from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree
@@ -72,6 +73,22 @@ def refuse_sharded(module: Module, precision: str) -> None:
             " `ModelParallelStrategy` and shard with `lightning_lowprec.parallelize(model, mesh, plugin)`. Only stacked"
             " experts may be cut already, by expert: load the model without `distributed_config`, and call"
             " `transformers.distributed.expert_parallel.apply_expert_parallelism`."
+        )
+
+
+def check_names(module: Module, keep_fp32: Sequence[str]) -> None:
+    """Raise ValueError if a name of the option ``keep_fp32`` matches nothing in ``module``."""
+    if keep_fp32:
+        kept_float32(module, torch.bfloat16, keep_fp32)
+
+
+def refuse_under_engine(plain_after_fit: bool, keep_fp32: Sequence[str], where: str) -> None:
+    """Raise ValueError if a model shall be handed back plain, or keep float32 tensors, by an engine that casts it."""
+    refuse_plain_after_fit(plain_after_fit, where)
+    if keep_fp32:
+        raise ValueError(
+            f"`keep_fp32={list(keep_fp32)!r}` is not possible under {where}, which casts every weight. Use"
+            " `strategy='fsdp2'`, or leave it out."
         )
 
 

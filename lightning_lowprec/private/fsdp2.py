@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from lightning_lowprec.private.torch import PARAM_GROUPS
+from lightning_lowprec.private.names import missing
+from lightning_lowprec.private.torch import FSDP, PARAM_GROUPS
 
 
 def reset_shards(module: nn.Module) -> None:
@@ -62,6 +63,37 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def has_several_groups() -> bool:
+    """Return whether a module can gather several groups of parameters: not in torch 2.11."""
+    return not missing([f"{FSDP}._fsdp_state.FSDPState().{PARAM_GROUPS[0]}"])
+
+
+def add_group(
+    module: nn.Module, params: list[nn.Parameter], policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
+    """Let a sharded ``module`` gather and reduce ``params``, which are not sharded yet, as a second group."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    first = _parameter_groups(module)[0]
+    for p in [p for p in params if not p.is_meta]:
+        p.data = p.data.to(first.device)
+    meshes = first.mesh_info, first.post_forward_mesh_info
+    state._fsdp_param_groups.append(FSDPParamGroup(params, first.modules, *meshes, first.device, None, policy, offload))
+
+
+@contextmanager
+def first_group(module: nn.Module) -> Iterator[FSDPModule]:
+    """Hide the groups of :func:`add_group`: FSDP2 refuses a collective of ours for a module with several groups."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    groups = vars(state).get(PARAM_GROUPS[0], [])
+    added, groups[1:] = groups[1:], []
+    try:
+        yield cast(FSDPModule, module)
+    finally:
+        groups += added
+
+
 def reduce_copies_by(module: nn.Module, reduce: Callable[[Tensor, bool], None]) -> None:
     """Let ``reduce(shards, averages)`` reduce gradients between copies of the model, in place of FSDP2's all-reduce.
 
@@ -71,13 +103,14 @@ def reduce_copies_by(module: nn.Module, reduce: Callable[[Tensor, bool], None]) 
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    for group in _parameter_groups(module):
-        before = group.mesh_info
-        group.mesh_info = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
-        if group.post_forward_mesh_info is before:
-            group.post_forward_mesh_info = group.mesh_info
-        hook = partial(_reduce_copies, group, reduce)
-        cast(FSDPModule, module).set_all_reduce_hook(hook)
+    with first_group(module) as alone:
+        for group in _parameter_groups(module):
+            before = group.mesh_info
+            group.mesh_info = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+            if group.post_forward_mesh_info is before:
+                group.post_forward_mesh_info = group.mesh_info
+            hook = partial(_reduce_copies, group, reduce)
+            alone.set_all_reduce_hook(hook)
 
 
 def _reduce_copies(group: Any, reduce: Callable[[Tensor, bool], None], shards: Tensor) -> None:

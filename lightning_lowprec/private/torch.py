@@ -27,7 +27,7 @@ MONITOR: Final = "NumericsMonitor"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
 SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
-_FSDP: Final = "torch.distributed.fsdp._fully_shard"
+FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
 _OPTIMIZER_STEP: Final = (  # how optimizers, their step hooks and schedulers notice that a step was made
@@ -88,19 +88,21 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
-        f"{_FSDP}._fsdp_common.FSDPMeshInfo",
-        f"{_FSDP}._fsdp_common.TrainingState.PRE_BACKWARD",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup().gradient_divide_factor",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup().mesh_info",
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup().post_forward_mesh_info",
-        f"{_FSDP}._fsdp_state.FSDPState()._training_state",
-        f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
-        f"{_FSDP}._fsdp_state.FSDPState._root_pre_forward",
-        f"{_FSDP}._fsdp_state.FSDPState._post_forward",
-        f"{_FSDP}._fsdp_param.FSDPParam()._module_info",
-        f"{_FSDP}._fsdp_param.FSDPParam().all_gather_outputs",
-        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_inner_tensors",
-        f"{_FSDP}._fsdp_param.FSDPParam()._unsharded_param",
+        f"{FSDP}._fsdp_common.FSDPMeshInfo",
+        f"{FSDP}._fsdp_common.TrainingState.PRE_BACKWARD",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup().gradient_divide_factor",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup().device",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup().mesh_info",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup().modules",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup().post_forward_mesh_info",
+        f"{FSDP}._fsdp_state.FSDPState()._training_state",
+        f"{FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
+        f"{FSDP}._fsdp_state.FSDPState._root_pre_forward",
+        f"{FSDP}._fsdp_state.FSDPState._post_forward",
+        f"{FSDP}._fsdp_param.FSDPParam()._module_info",
+        f"{FSDP}._fsdp_param.FSDPParam().all_gather_outputs",
+        f"{FSDP}._fsdp_param.FSDPParam()._unsharded_inner_tensors",
+        f"{FSDP}._fsdp_param.FSDPParam()._unsharded_param",
     ),
     TRANSFORMER_ENGINE: (
         "torch.Tensor._make_wrapper_subclass",
@@ -177,7 +179,7 @@ def check(part: str) -> None:
 
 def _missing(part: str) -> list[str]:
     lost = missing(NAMES[part])
-    groups = [f"{_FSDP}._fsdp_state.FSDPState().{name}" for name in PARAM_GROUPS]
+    groups = [f"{FSDP}._fsdp_state.FSDPState().{name}" for name in PARAM_GROUPS]
     if part == FSDP2 and missing(groups) == groups:
         lost.append(groups[0])
     return lost

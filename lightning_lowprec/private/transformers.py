@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -27,6 +28,8 @@ _NAMES: Final = (
     "transformers.configuration_utils.PreTrainedConfig._experts_implementation",
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS.register",
     "transformers.distributed.expert_parallel.apply_expert_parallelism()._is_hooked",
+    "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules",
+    "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules_strict",
 )
 _CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
 _FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
@@ -145,6 +148,21 @@ def activate(experts: Any, doubled: Tensor) -> Tensor:
     """Apply the activation of stacked experts to the output of their first GEMM: [P, 2I] -> [P, I]."""
     activated: Tensor = experts._apply_gate(doubled)
     return activated
+
+
+# ---- tensors that a model declares float32
+
+
+def declares_float32(model: Any, *, strict: bool) -> Callable[[str], bool]:
+    """Return whether ``model`` declares a tensor of this fqn float32, as transformers 5 searches its patterns.
+
+    Args:
+        model: a model of transformers.
+        strict: ask the list for both half precisions, else the list for fp16.
+    """
+    declared = getattr(model, f"_keep_in_fp32_modules{'_strict' if strict else ''}", None) or ()
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in declared]
+    return lambda fqn: any(pattern.search(fqn) for pattern in patterns)
 
 
 # ---- the loss of causal language models

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
@@ -125,6 +126,7 @@ def convert_model(
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
+    in_float32.revert(model)
     with unchanged(model):
         fusion.unfuse(model)
         if fuse:  # fusion recognises torch's own layers only
@@ -145,6 +147,7 @@ def convert_model(
         )
         note_recipes(model, recipe, found.linears, recipes)
         convert_norms(model, [fqn for fqn, reason in found.norms.items() if reason is None and fqn not in handled])
+    in_float32.convert(model, found.linears)
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")

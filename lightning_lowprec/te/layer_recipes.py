@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from lightning_lowprec.conversion.gemms import GEMMS
-from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.recipe_map import FLOAT32, HIGH, RecipeMap
 from lightning_lowprec.te.phases import refusal
 from lightning_lowprec.te.recipes import ALIGNMENT, field_names, kind_of, make_recipe
 
@@ -55,8 +55,8 @@ def make_layer_recipes(given: Any, options: Mapping[str, Any]) -> LayerRecipes:
     """Return the recipes that a user has written.
 
     Args:
-        given: for which :func:`is_per_layer` is true: by pattern a kind, ``"bf16"``, fields of a recipe with
-            ``"recipe"``, or a recipe object.
+        given: for which :func:`is_per_layer` is true: by pattern a kind, ``"bf16"``, ``"fp32"``, fields of a recipe
+            with ``"recipe"``, or a recipe object.
         options: the fields of one recipe that were given beside it; None means not given.
 
     Raises:
@@ -70,7 +70,7 @@ def make_layer_recipes(given: Any, options: Mapping[str, Any]) -> LayerRecipes:
     made: dict[str, Any] = {}
     names: dict[str, Any] = {}
     for pattern, value in given.items():
-        if value == "bf16" or (isinstance(value, Mapping) and set(value) <= set(GEMMS)):
+        if value in (HIGH, FLOAT32) or (isinstance(value, Mapping) and set(value) <= set(GEMMS)):
             names[pattern] = value
         else:
             recipe = make_recipe(value)
@@ -89,7 +89,7 @@ def _free_name(recipe: Any, taken: Mapping[str, Any]) -> str:
 
 
 def _check(patterns: RecipeMap, made: Mapping[str, Any]) -> None:
-    for pattern, recipe in patterns.entries:
+    for pattern, recipe in [entry for entry in patterns.entries if entry[1].name != FLOAT32]:
         reason = refusal(recipe.in_bf16, made[recipe.name or BASE])
         if reason is not None:
             raise ValueError(

@@ -16,6 +16,7 @@ from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion.gemms import ALL_GEMMS
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
+from lightning_lowprec.conversion.recipe_map import FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
@@ -88,8 +89,8 @@ class FP8TE(Scheduled):
             Engine. A ``CustomRecipe(qfactory=...)`` works too: its function gets the fqn of each layer as
             ``role.name``; ``quantization_alignment``, if set, is the number that tokens and features must be multiples
             of; it cannot ask for delayed scaling, nor be fused. ``{"*.o_proj": "bf16", "*": "current"}`` gives recipes
-            per layer: patterns of fqns, of which the first that matches wins; ``"bf16"`` keeps a layer. Delayed scaling
-            goes with ``"bf16"`` only there.
+            per layer: patterns of fqns, of which the first that matches wins; ``"bf16"`` keeps a layer, and ``"fp32"``
+            runs it in float32 with float32 weights. Delayed scaling goes with these two only there.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
@@ -140,7 +141,9 @@ class FP8TE(Scheduled):
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
         scaler = take(LossScaleOptions, options).scaler(running.base)
-        super().__init__(scaler, masters, take(WeightOptions, options))
+        patterns = recipe if isinstance(recipe, Mapping) and is_per_layer(recipe) else {}
+        in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
+        super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
         require(support.MODULE, "FP8TE")
         fields = {
             "fp8_format": fp8_format,

@@ -36,6 +36,11 @@ from lightning_lowprec.tools.recommendation import Recommended, commands, recomm
 from lightning_lowprec.tools.terminal import Colour, paint, working
 
 _WIDTH: Final = 120
+_WITHOUT_MASTERS: Final = ("bf16-true", "16-true")
+_STUCK: Final = (
+    "A norm weight that stays at exactly 1.0 is the sign. 'bf16-remainder' keeps such updates, and keeps what a model"
+    " declares float32."
+)
 LIBRARIES = (
     torch_names,
     torch_files_names,
@@ -262,6 +267,8 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
             print(strict_json.dumps({"name": name, "runs": True, "reason": "Lightning's own precision"}))
             return 0
         print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
+        if name in _WITHOUT_MASTERS:
+            print(f"Its weights have no masters: small updates are rounded away. {_STUCK}")
         return 0
     with working(f"asking whether {name} runs"):
         verdict = availability(name, device)

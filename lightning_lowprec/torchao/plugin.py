@@ -12,6 +12,7 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule, check_choice
+from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.invariants import unchanged
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RecipePerLayer = Annotated[
-    Mapping[str, Recipe | Literal["bf16"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
+    Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
@@ -88,7 +89,8 @@ class FP8TorchAO(Scheduled):
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
             ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate). A mapping
             gives recipes per layer: ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A value
+            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. ``"fp32"`` runs a
+            layer in float32, with float32 weights, and comes before these rules: for routers and heads. A value
             ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
@@ -155,7 +157,8 @@ class FP8TorchAO(Scheduled):
         if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
             raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         scaler = take(LossScaleOptions, options).scaler(running.base)
-        super().__init__(scaler, masters, take(WeightOptions, options))
+        in_fp32 = getattr(self.recipes, "float32", ())
+        super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
         require("torchao", f"FP8TorchAO(recipe={recipe!r})")
         self.recipe: Recipe | RecipePerLayer = recipe
         self.layers = take(LayerOptions, options)
@@ -265,6 +268,7 @@ class FP8TorchAO(Scheduled):
         if self.phases is not None:
             self.phases.forget()
         half_norms.release(module)
+        in_float32.revert(module)
         experts.revert(module)
         linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
@@ -281,6 +285,7 @@ class FP8TorchAO(Scheduled):
         with unchanged(module):
             linear.convert(module, plan.linears, settings, fp8_eval=self.fp8_eval)
             experts.convert(module, plan.stacked, settings, fp8_eval=self.fp8_eval)
+        in_float32.convert(module, plan)
         halves = self.masters is not None or self.engine is not None
         if halves or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)

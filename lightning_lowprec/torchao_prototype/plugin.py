@@ -12,6 +12,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.checks import Rule, check_choice
+from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.gemms import NO_GEMM, GemmChoices, InBF16
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
@@ -76,12 +77,13 @@ class TorchAOPrototype(Scheduled):
         if not isinstance(recipe, Mapping):
             check_choice("recipe", recipe, (self.kind,))
         masters = take(MasterOptions, options).resolve(base)
-        super().__init__(take(LossScaleOptions, options).scaler(base), masters, take(WeightOptions, options))
-        require("torchao", f"{type(self).__name__}()")
         self.recipes: str | RecipeMap = (
             RecipeMap.of(recipe, names=(self.kind,), base=self.kind) if isinstance(recipe, Mapping) else recipe
         )
         """The recipe, or the recipes per layer."""
+        weights = take(WeightOptions, options).keeping(getattr(self.recipes, "float32", ()))
+        super().__init__(take(LossScaleOptions, options).scaler(base), masters, weights)
+        require("torchao", f"{type(self).__name__}()")
         self.recipe = recipe
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
@@ -145,6 +147,7 @@ class TorchAOPrototype(Scheduled):
         if self.phases is not None:
             self.phases.forget()
         half_norms.release(module)
+        in_float32.revert(module)
         convert.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
             module,
@@ -165,6 +168,7 @@ class TorchAOPrototype(Scheduled):
                 lambda fqn: self._in_high(plan, fqn),
                 low_eval=self.low_eval,
             )
+        in_float32.convert(module, plan)
         if self.masters is not None or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
             half_norms.hold(module)
         if self.engine is None or not self.engine.frees_weights:

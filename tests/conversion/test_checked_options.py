@@ -44,7 +44,7 @@ GAINS = [
     ("min_gain", math.inf, "None, 'auto' or a ratio above 0"),
     ("min_gain", True, "None, 'auto' or a ratio above 0"),
 ]
-HEAD = [("head", "fp4", "one of: bf16, chunked, fp8")]
+HEAD = [("head", "fp4", "one of: bf16, chunked, fp8, fp32")]
 RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
 EMULATION = [("emulate", "no", "None, True or False"), ("emulate", 1, "None, True or False")]
 SCALE = [
@@ -61,6 +61,7 @@ MASTERS = [
     ("grad_accumulation_dtype", "fp32", "one of: None, torch.float32"),
 ]
 WEIGHTS = [("weights", "bf16", "one of: float32, keep"), ("plain_after_fit", 1, TRUE_OR_FALSE)]
+KEPT = [("keep_fp32", "lm_head", "a list of fqns")]
 SHARDS = [
     ("wrap", torch.nn.Linear, "'auto', a collection of nn.Module classes or a function"),
     ("replicate", True, "an integer of at least 1 or 'nodes'"),
@@ -151,10 +152,10 @@ COMPARE = [
     ("out", 3, "a Path"),
 ]
 CASES = {
-    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *HEAD, *TORCHAO],
-    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *HEAD, *TE],
+    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, *TORCHAO],
+    FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, *TE],
     MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *HEAD, *MSAMP_LEVEL],
-    HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, *HEAD, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
+    HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
     FSDP2Strategy: STRATEGY,
     FabricFSDP2Strategy: STRATEGY,
     ShardOptions: SHARDS,
@@ -162,7 +163,7 @@ CASES = {
     FP8Options: [*RUNNING, *EMULATION],
     LossScaleOptions: SCALE,
     MasterOptions: MASTERS,
-    WeightOptions: WEIGHTS,
+    WeightOptions: [*WEIGHTS, *KEPT],
     LossScale: SCALING,
     MasterConfig: CONFIG,
     CompareSpec: COMPARE,

@@ -72,6 +72,11 @@ def test_loss_and_gradients_are_those_of_the_model(family):
         assert torch.equal(ours.logits.tensor(), out.logits)
     assert list(model.state_dict()) == keys
     head.revert(model)
+    head.replace(model, "fp32", emulate=None)
+    out, found = stepped(model, dtype=torch.bfloat16)
+    assert out.logits.tensor().dtype == torch.float32
+    assert sqnr(stock[0][1][-1], found[-1]) > sqnr(stock[0][1][-1], stock[1][1][-1]) - 1
+    head.revert(model)
     head.replace(model, "fp8", emulate=None)
     _, found = stepped(model)
     assert as_exact(found, stock[0][1], 20)
@@ -204,3 +209,20 @@ def test_lazy_logits_are_read_as_a_tensor():
         (copy.deepcopy(lazy), plain),
     ):
         assert torch.equal(found, same)
+
+
+def test_fp32_computes_the_head_in_float32_from_a_bf16_weight():
+    model = build(tie_word_embeddings=False)
+    hidden = torch.randn(2, 20, 32)
+    model.lm_head.to(torch.bfloat16)
+    exact = nn.functional.linear(hidden, model.lm_head.weight.float())
+    head.replace(model, "fp32", emulate=None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lazy = model.lm_head(hidden)
+        loss = model.loss_function(lazy, batch()["labels"], 300)
+        assert torch.equal(model.eval().lm_head(hidden), exact)
+    targets = nn.functional.pad(batch()["labels"], (0, 1), value=-100)[..., 1:]
+    expected = nn.functional.cross_entropy(exact.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    assert model.lm_head.weight.grad.dtype == torch.bfloat16

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TorchAO
+from lightning_lowprec import FP8TorchAO, plain
+from lightning_lowprec.conversion.backends import reconfigure
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear
 
@@ -68,6 +69,24 @@ def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
         in caplog.text
     )
     assert plugin.state_dict() == {"backend": "torchao"}
+
+
+def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
+    recipe = {"lm_head": "fp32", "blocks.0.up": "fp32", "*": "tensorwise"}
+    for masters in (False, "remainder"):
+        plugin, model = set_up(recipe=recipe, master_weights=masters)
+        rows = {row.fqn: row for row in plugin.plan.rows}
+        assert rows["lm_head"].kept == "kept: 'fp32' in `recipe` ('lm_head'), fp32"
+        assert {rows[fqn].runs_in for fqn in ("lm_head", "blocks.0.up")} == {"fp32"}
+        assert model.lm_head.weight.dtype == model.blocks[0].up.bias.dtype == torch.float32
+        x = torch.randn(4, 32).bfloat16()
+        with plugin.forward_context():
+            out = copy.deepcopy(model).lm_head(x)
+        assert torch.equal(out, nn.functional.linear(x.float(), model.lm_head.weight, model.lm_head.bias))
+        assert plain(model) is model
+        assert "forward" not in vars(model.lm_head)
+    with pytest.raises(ValueError, match=r"expected one of: tensorwise, 'bf16' or|expected one of: .*'bf16', or a"):
+        reconfigure(set_up(recipe="tensorwise")[1].blocks[0].up, "fp32")
 
 
 @pytest.mark.parametrize(

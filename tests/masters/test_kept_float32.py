@@ -1,0 +1,121 @@
+"""Which tensors stay float32 where others become half precision. `tests.peers.float32` looks at all of transformers."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import MSAMP, HalfMixed
+from lightning_lowprec.masters.kept_float32 import kept_float32
+from lightning_lowprec.masters.registry import existing_masters
+from lightning_lowprec.zero.engine import ZeroEngine
+from tests.families.tiny import build, classes, config
+from tests.peers.float32 import look
+
+FAMILIES = ("deepseek_v3", "bailing_hybrid", "ernie4_5_moe", "afmoe", "gpt_oss", "t5", "rwkv", "mamba")
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.up = nn.Linear(16, 16)
+        self.A_log, self.dt_bias = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+        self.register_buffer("e_score_correction_bias", torch.zeros(4))
+        self.register_buffer("inv_freq", torch.ones(8))
+        self.register_buffer("mask", torch.ones(8))
+
+
+KEPT = {"gate.bias", "A_log", "dt_bias", "e_score_correction_bias", "inv_freq"}
+
+
+def float32(model):
+    return {fqn for fqn, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+
+
+@pytest.mark.parametrize("form", [True, "remainder", "stochastic"])
+def test_known_names_stay_float32_buffers_too(form):
+    model = Mixture()
+    L.Fabric(accelerator="cpu", plugins=HalfMixed("bf16", master_weights=form, buffer_dtype=torch.bfloat16)).setup(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3)
+    )
+    assert float32(model) == KEPT
+
+
+def test_named_tensors_stay_float32_and_become_it():
+    model = Mixture()
+    model.up.to(torch.bfloat16)
+    plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=["up", "experts.[01]"])
+    L.Fabric(accelerator="cpu", plugins=plugin).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    named = {f"{layer}.{name}" for layer in ("up", "experts.0", "experts.1") for name in ("weight", "bias")}
+    assert float32(model) == KEPT | named | {"mask"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_of_transformers(family):
+    lost, groundless, kept = look(classes(f"transformers.models.{family}.modeling_{family}")[0])
+    assert (lost, groundless) == (set(), set())
+    assert (kept > 0) == (family not in ("t5", "deepseek_v3"))  # DeepSeek's is a buffer, T5's are matrices
+
+
+def test_the_list_for_fp16_counts_with_fp16():
+    with torch.device("meta"):
+        model = classes("transformers.models.t5.modeling_t5")[0](
+            config(classes("transformers.models.t5.modeling_t5")[0].config_class)
+        )
+    kept = {fqn for fqn, reason in kept_float32(model, torch.float16).items() if reason == "_keep_in_fp32_modules"}
+    assert kept
+    assert all(".wo." in fqn for fqn in kept)
+    assert kept_float32(model, torch.bfloat16) == {}
+
+
+def test_peft_wraps_layers_in_a_module_whose_name_may_be_declared():
+    model = build(classes("transformers.models.llama.modeling_llama")[0])
+    model._keep_in_fp32_modules_strict = {"base", "norm"}
+    inner = model.model.layers[0].self_attn
+    inner.q_proj = nn.ModuleDict({"base_layer": inner.q_proj})
+    assert all("norm" in fqn for fqn, why in kept_float32(model, torch.bfloat16).items() if "inv_freq" not in fqn)
+
+
+def test_small_steps_of_a_kept_weight_arrive_without_a_master():
+    """Five steps of 1e-3 from 1.0, whose bf16 neighbour is 0.0039 away."""
+    model = nn.ParameterDict({"kept": torch.ones(4), "other": torch.ones(4)})
+    fabric = L.Fabric(accelerator="cpu", plugins=HalfMixed("bf16", master_weights="stochastic", keep_fp32=["kept"]))
+    _, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(5):
+        for p in model.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(model["kept"].detach(), torch.full((4,), 0.995), rtol=1e-6, atol=0)
+    assert model["other"].dtype == torch.bfloat16
+
+
+def test_a_name_that_matches_nothing_raises():
+    for plugin in (HalfMixed("bf16", keep_fp32=["gat"]), HalfMixed("bf16", master_weights=True, keep_fp32=["gat"])):
+        with pytest.raises(ValueError, match=r"`keep_fp32='gat'` matches no .*; the nearest are: '.*gate\.\w+'"):
+            L.Fabric(accelerator="cpu", plugins=plugin).setup(Mixture())
+    with pytest.raises(TypeError, match="keep_fp32"):
+        MSAMP("O2", keep_fp32=["gate"])
+
+
+def test_an_engine_that_casts_everything_refuses():
+    plugin = HalfMixed("bf16", master_weights=True, keep_fp32=["gate"])
+    engine = ZeroEngine.__new__(ZeroEngine)
+    engine.name = "DeepSpeed"
+    with pytest.raises(ValueError, match=r"`keep_fp32=\['gate'\]` is not possible under DeepSpeed"):
+        plugin.bind_engine(engine)
+
+
+def test_a_later_precision_that_keeps_more_takes_the_masters_over():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    exact = {fqn: p.detach().clone() for fqn, p in net.named_parameters()}
+    for keep in ((), ("1",), ()):
+        plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=keep)
+        L.Fabric(accelerator="cpu", plugins=plugin).setup(net, optimizer)
+        assert net[1].weight.dtype == (torch.float32 if keep else torch.bfloat16)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        values = existing_masters(net.parameters())
+        assert all(torch.equal(values.get(id(p), p), exact[fqn]) for fqn, p in net.named_parameters())

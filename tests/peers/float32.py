@@ -1,0 +1,135 @@
+"""Look at every model class of transformers: what bf16-remainder casts that should be float32, and what it keeps.
+
+    python -m tests.peers.float32 [--only mixtral,mamba]
+
+A part of ``make test-dtypes``. Models are tiny and on the meta device. What a model declares is read by transformers'
+own function for loading, other reasons by the list below. For models that keep anything, the share of bytes is that
+of the default configuration in its full size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections import Counter
+
+import torch
+import transformers
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
+from lightning_lowprec.masters.half_weights import HalfWeights
+from lightning_lowprec.private.torch_modules import is_batch_norm
+from tests.families.tiny import classes, config, families
+
+BY_NAME = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias")
+BYTES = 14
+"""Of one weight under bf16-remainder: weight 2, remainder 2, gradient 2, moments 8; of a float32 weight 16."""
+
+
+def declared(model: transformers.PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Return the tensors that ``from_pretrained(dtype=dtype)`` loads as float32."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return set()
+    found, _, _ = build_glob_alternation(list(plan))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {fqn for fqn, tensor in tensors if tensor.is_floating_point() and found.search(fqn)}
+
+
+def reasons(model: transformers.PreTrainedModel) -> set[str]:
+    """Return the parameters that may be float32 without being declared strictly."""
+    vectors = {fqn for fqn in declared(model, torch.float16) if fqn in dict(model.named_parameters())}
+    vectors = {fqn for fqn in vectors if model.get_parameter(fqn).ndim < 2}
+    by_name = {fqn for fqn, _ in model.named_parameters() if fqn.rpartition(".")[2] in BY_NAME}
+    norms = {
+        f"{fqn}.{name}" for fqn, m in model.named_modules() if is_batch_norm(m) for name, _ in m.named_parameters()
+    }
+    routers = {fqn for fqn, p in model.named_parameters() if fqn.endswith(("gate.bias", "router.bias")) and p.ndim == 1}
+    parts = ("router.", "_router.", "gate.")
+    routers |= {fqn for fqn, p in model.named_parameters() if fqn.endswith(".bias") and any(s in fqn for s in parts)}
+    return vectors | by_name | norms | routers
+
+
+def look(cls: type[transformers.PreTrainedModel]) -> tuple[set[str], set[str], int]:
+    """Return declared tensors that were cast, float32 parameters without a reason, and the number of all others."""
+    model = on_meta(cls)
+    strict, allowed = declared(model, torch.bfloat16), reasons(model)
+    cast(model)
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    lost = {fqn for fqn in strict if tensors[fqn].dtype != torch.float32}
+    kept = {fqn for fqn, p in model.named_parameters() if p.dtype == torch.float32}
+    return lost, kept - strict - allowed, len(kept)
+
+
+def on_meta(cls: type[transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
+    """Return a tiny model; where its configuration cannot be tiny, one of the default configuration."""
+    with torch.device("meta"):
+        try:
+            return cls(config(cls.config_class))
+        except Exception:  # the models of other people
+            return cls(cls.config_class())
+
+
+def cast(model: nn.Module) -> None:
+    """Make the weights of ``model`` those of bf16-remainder, and its buffers bf16, as a user may ask."""
+    HalfWeights(MasterConfig.of("remainder"), torch.bfloat16, GradientDtypes(reduce=None, accumulation=None)).cast(
+        model, torch.bfloat16
+    )
+
+
+def more_bytes(cls: type[transformers.PreTrainedModel]) -> float:
+    """Return the bytes that float32 parameters add beside BatchNorm's, as a share of those of the default size."""
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    cast(model)
+    norms = {id(p) for module in model.modules() if is_batch_norm(module) for p in module.parameters()}
+    kept = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32 and id(p) not in norms)
+    return kept * 2 / (BYTES * sum(p.numel() for p in model.parameters()))
+
+
+def main() -> int:
+    """Look at the classes, print what is wrong and the shares, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peers.float32", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="families; default: all")
+    only = parser.parse_args().only.split(",")
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    counts, shares = Counter[str](), dict[str, float]()
+    for family in [family for family in families() if only == [""] or family.split(".")[2] in only]:
+        for cls in classes(family):
+            try:
+                lost, groundless, kept = look(cls)
+            except Exception as error:  # the models of other people: whatever they raise is the reason
+                counts["not built"] += 1
+                print(f"not built {cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+                continue
+            counts["looked at"] += 1
+            counts["declared and cast"] += len(lost)
+            counts["kept without a reason"] += len(groundless)
+            counts["with float32 parameters"] += kept > 0
+            if lost or groundless:
+                print(f"{cls.__name__}: cast {sorted(lost)[:3]}, kept {sorted(groundless)[:3]}")
+            if kept and cls is classes(family)[0]:
+                try:
+                    shares[cls.__name__] = more_bytes(cls)
+                except Exception as error:  # the default configuration of other people
+                    print(f"no size {cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        sys.stdout.flush()
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    large = sorted(((share, name) for name, share in shares.items()), reverse=True)
+    print(
+        "more bytes:",
+        ", ".join(f"{name} {share:.4%}" for share, name in large if share >= 0.001),
+        f"; {len(large)} in all",
+    )
+    return int(counts["declared and cast"] + counts["kept without a reason"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

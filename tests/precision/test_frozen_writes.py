@@ -1,0 +1,89 @@
+"""Frozen half-precision weights that a program writes to: one warning, with names and the way out."""
+
+import copy
+import re
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_lowprec import HalfMixed
+from lightning_lowprec.precision.frozen_writes import FrozenWrites
+
+NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp16-master", "fp8-hybrid-remainder")
+WRITES = {
+    "in place": lambda t, s: t.mul_(0.999).add_(s, alpha=0.001),
+    "foreach": lambda t, s: torch._foreach_lerp_([t], [s.to(t.dtype)], 0.001),
+    "data": lambda t, s: t.data.mul_(0.999).add_(s.data, alpha=0.001),
+    "new data": lambda t, s: setattr(t, "data", t.data * 0.999 + s.data.to(t.dtype) * 0.001),
+    "nothing": lambda t, s: None,
+}
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "accelerator": "cpu",
+}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+class Student(L.LightningModule):
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Linear(64, 64)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.write = write
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.write(t, s)
+        return (self.student(self.base(batch)) - batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.student.parameters(), 1e-2)
+
+
+def fit(write, steps=40, **how):
+    module = Student(WRITES[write])
+    generator = torch.Generator().manual_seed(0)
+    data = DataLoader([torch.randn(32, 64, generator=generator) for _ in range(steps)], batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(max_steps=steps, **how, **QUIET).fit(module, data)
+    return module, [str(w.message) for w in caught if "keep_fp32" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_teacher_averaged_by_hand_is_named_once(name):
+    _, said = fit("in place", steps=3, precision=name)
+    assert len(said) == 1
+    assert f"`precision='{name}'`: the program writes to 'teacher.weight' and 1 more" in said[0]
+    assert re.search(r"`plugins=\w+\(\.\.\., keep_fp32=\['teacher'\]\)`\.$", said[0])
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_way_to_write(write):
+    """In-place changes through `.data` show when one of the compared values has moved."""
+    _, said = fit(write, precision="bf16-remainder")
+    assert len(said) == (write != "nothing")
+
+
+def test_the_way_out_gives_the_float32_average():
+    plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=["teacher"])
+    module, said = fit("in place", steps=200, plugins=plugin)
+    exact, _ = fit("in place", steps=200, precision="bf16-mixed")
+    assert said == []
+    assert module.base.weight.dtype == torch.bfloat16
+    way, true = (m.teacher.weight.detach() - Student(None).teacher.weight for m in (module, exact))
+    assert torch.nn.functional.cosine_similarity(way.flatten(), true.flatten(), dim=0) > 0.99
+    assert 0.98 < way.norm() / true.norm() < 1.02
+    assert (way == 0).float().mean() < 0.01
+
+
+def test_looks_before_few_steps():
+    writes = FrozenWrites()
+    assert [step for step in range(1, 70) if writes.is_due()] == [1, 2, 4, 8, 16, 32, 64]
