@@ -121,8 +121,8 @@ def watch(plugin: Any) -> None:
     shown = f"[{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}]"
     rank_zero_warn(
         f"`precision={plugin.precision!r}`: the program writes to {written[0]!r}{more}, which no optimizer holds and"
-        f" which became {dtype}: small changes are rounded away. Keep such weights float32:"
-        f" `plugins={type(plugin).__name__}(..., keep_fp32={shown})`."
+        f" which became {dtype}: small changes are rounded away. Keep such weights float32 by"
+        f" the option `keep_fp32={shown}` of {type(plugin).__name__}."
     )
 
 
