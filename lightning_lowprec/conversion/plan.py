@@ -7,19 +7,22 @@ model on the meta device works. A plugin applies exactly its plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import get_args
+from typing import Final, get_args
 
 from torch import nn
 
 from lightning_lowprec.conversion import plan_table, selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
 from lightning_lowprec.conversion.kept_dtype import runs_in
-from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls, other_products
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
+
+NOT_CALLED: Final = "not called in the first training forward"
+"""Why a layer that converted counts as kept."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +30,9 @@ class Plan:
     """The rows of all weights of one model."""
 
     rows: tuple[PlanRow, ...]
+    """The linear layers, and other layers that do the work of a Linear."""
+    others: tuple[PlanRow, ...] = ()
+    """The weights of convolutions, recurrent layers and ``nn.MultiheadAttention.in_proj``, which never convert."""
     recipes: Mapping[str, LayerRecipe] = field(default_factory=dict, hash=False)
     """With recipes per layer, the recipe of every weight that converts, by fqn."""
     format: str = "FP8"
@@ -51,8 +57,30 @@ class Plan:
         """Return the converted rows that FP8 is expected to slow down."""
         return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
+    @property
+    def all_rows(self) -> tuple[PlanRow, ...]:
+        """All rows, linear layers first."""
+        return self.rows + self.others
+
+    def without(self, fqns: Collection[str]) -> Plan:
+        """Return a plan in which these converted layers, which the model does not call, count as kept."""
+        kept = {"kept_because": NOT_CALLED, "recipe": None}
+        rows = [replace(row, **kept) if row.fqn in fqns and row.kept_because is None else row for row in self.rows]
+        recipes = {fqn: recipe for fqn, recipe in self.recipes.items() if fqn not in fqns}
+        return replace(self, rows=tuple(rows), recipes=recipes) if fqns else self
+
     def summary(self) -> str:
-        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``."""
+        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``.
+
+        Other weights that tokens are multiplied with follow: ``; 8 Conv2d do not run in FP8``.
+        """
+        kinds = Counter(kind for kind, _ in {(row.kind, row.fqn.rpartition(".")[0]) for row in self.others})
+        if not kinds:
+            return self._of_linears()
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        return f"{self._of_linears()}; {counts} do not run in {self.format}"
+
+    def _of_linears(self) -> str:
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
         if self.recipes:
             counts = Counter(map(str, self.recipes.values()))
@@ -71,15 +99,15 @@ class Plan:
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
-        return plan_table.as_text([(row.fqn, row) for row in self.rows], self.format)
+        return plan_table.as_text([(row.fqn, row) for row in self.all_rows], self.format)
 
     def __repr__(self) -> str:
         """Show the summary and a table, one line per kind of block."""
-        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.rows), self.format)}"
+        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.all_rows), self.format)}"
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook, with the expected gains."""
-        return plan_table.as_html(self.summary(), self.rows, self.format)
+        return plan_table.as_html(self.summary(), self.all_rows, self.format)
 
 
 def make_plan(
@@ -120,9 +148,11 @@ def make_plan(
     reasons, built_in = selection.by_user(model, options), selection.built_in(model)
     if options.only is None:
         reasons = built_in | reasons
+    uncalled = dict(selection.uncalled(model))
     found = []
     for matmul, module in matmuls(model):
         reason = selection.unsupported(matmul, module, alignment, converted_class, experts)
+        reason = reason or uncalled.get(matmul.fqn)
         if reason is None and is_conv1d(module) and not conv1d:
             reason = "no Linear (Conv1D)"
         reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes=stores_codes)
@@ -140,7 +170,8 @@ def make_plan(
         row = _row(matmul, module, reason, own, gain)
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
         rows.append(replace(row, runs_in=dtype))
-    return Plan(tuple(rows), recipes, format)
+    others = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
+    return Plan(tuple(rows), tuple(replace(row, runs_in=base) for row in others), recipes, format)
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
+from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
@@ -68,6 +69,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
     head: Head = "bf16"
     """The option ``head``: how the output head of a causal language model and its loss are computed."""
+    plan: Plan | None = None
+    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
@@ -162,6 +165,23 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def _finish(self, module: Module, device: torch.device) -> None:
         """End the preparation of a module, after its weights were cast and known optimizers have masters."""
+
+    def _take_plan(self, module: Module, plan: Plan, *lines: str) -> bool:
+        """Take over the plan of a module; log the plan and some lines, and return True, if the plan is new."""
+        plan = plan.without(self._not_called(module))
+        is_new, self.plan = plan != self.plan, plan
+        if is_new:
+            for line in (plan.summary(), *lines):
+                rank_zero_info(f"{self.precision}: {line}.")
+        return is_new
+
+    def _not_called(self, module: Module) -> set[str]:
+        return {fqn for fqn, layer in module.named_modules() if layer in self.modules.not_called}
+
+    def correct_plan(self) -> None:
+        """Count the layers of the last module that no forward called as kept."""
+        if self.plan is not None:
+            self.plan = self.plan.without(self._not_called(self.modules.prepared[-1]))
 
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         """Return the layers of the plugin's backend: their trainable weights must be in an optimizer."""

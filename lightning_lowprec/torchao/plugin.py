@@ -123,8 +123,6 @@ class FP8TorchAO(Scheduled):
     """
 
     backend: ClassVar[str | None] = BACKEND
-    plan: Plan | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,
@@ -294,9 +292,8 @@ class FP8TorchAO(Scheduled):
             self._compile(module, device)
             if self.weight_codes == "per_step":
                 linear.keep_codes(module)
-        if plan != self.plan:
+        if self._take_plan(module, plan):
             self._say(plan, device)
-        self.plan = plan
 
     def _settings(self, plan: Plan, device: torch.device) -> Callable[[str], LayerSettings]:
         """Return a function from the fqn of a layer that converts to the layer's settings."""
@@ -327,7 +324,6 @@ class FP8TorchAO(Scheduled):
             stack.weight_codes = {}
 
     def _say(self, plan: Plan, device: torch.device) -> None:
-        rank_zero_info(f"{self.precision}: {plan.summary()}.")
         if self.layers.min_gain is not None:
             tokens = self.layers.tokens or DEFAULT_TOKENS
             rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")

@@ -321,10 +321,11 @@ def test_summary_and_table():
     assert plan.summary() == (
         "converted 2 of 7 linear layers, kept 5 in bf16: out_proj of a MultiheadAttention, which never calls it"
         " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
-        " output head (by name) ('lm_head')"
+        " output head (by name) ('lm_head'); 2 in_proj of a MultiheadAttention do not run in FP8"
     )
     lines = str(plan).split("\n")
-    assert len(lines) == 7
+    assert len(lines) == 9
     assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
-    assert lines[-1].endswith("kept: output head (by name), bf16")
+    assert lines[6].endswith("kept: output head (by name), bf16")
+    assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
     assert make_plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"

@@ -1,0 +1,184 @@
+"""Say which converted layers a training forward did not call, and which share of its products they compute.
+
+A model may read the weight of a converted layer itself: ``F.linear(x, self.qkv.weight)``. This product does not run in
+FP8, although the layer is converted. Products of convolutions, attention and bare parameters do not run in FP8 either.
+Both show in a forward alone, so the watch over the first training forwards looks for them.
+
+A layer is not judged if the module around it did not run, or if it is one of a list of layers of which others ran, as
+in a mixture of experts. Calls in compiled code cannot be seen: there a layer counts as not called if ``forward`` of the
+class around it reads the weight, and no method does anything else with the layer.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from types import CodeType
+from typing import Any, Final, final
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn import Module
+
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.experts import is_stack
+from lightning_lowprec.conversion.matmuls import is_linear
+from lightning_lowprec.conversion.plan import NOT_CALLED
+from lightning_lowprec.conversion.roles import RoleModule
+from lightning_lowprec.precision.running_modules import RunningModules
+
+LOW: Final = 0.1
+"""The share of the matrix FLOPs below which a precision of converted layers is worth a warning."""
+_KINDS: Final = {"convolution": "convolutions", "rnn": "recurrent layers", "attention": "attention"}
+
+
+def _converts(module: Module) -> bool:
+    return backends.owner(module) is not None and (is_linear(module) or is_stack(module))
+
+
+@final
+class LayerCalls:
+    """The layers that one forward calls, and its matrix FLOPs.
+
+    Args:
+        models: the modules that may run.
+        converts: tells which layers are converted.
+    """
+
+    def __init__(self, models: Sequence[Module], converts: Callable[[Module], bool] = _converts) -> None:
+        self.models = models
+        self.layers = {id(m): m for model in models for m in model.modules() if converts(m)}
+        self.converted = 0
+        """The FLOPs of converted layers."""
+        self.others: Counter[str] = Counter()
+        """The FLOPs of all other products, by kind."""
+        self._running = RunningModules(models, self.layers)
+        self._counted: set[int] = set()
+
+    def note(self, operation: str, flops: int) -> str | None:
+        """Note an operation; return the fqn of the module that runs it, or None if this package computes it."""
+        module, ours = self._running.innermost()
+        if module in self.layers:
+            self.converted += flops
+            self._counted |= {module} if flops else set()
+        elif flops:
+            self.others[next((words for part, words in _KINDS.items() if part in operation), "other products")] += flops
+        if ours:
+            return None
+        return "the model" if module is None else self._running.names[module]
+
+    @property
+    def share(self) -> float | None:
+        """The share of the FLOPs in converted layers; None: nothing ran, or not all products can be seen."""
+        ran = self._running.called & self.layers.keys()
+        total = self.converted + self.others.total()
+        return None if self._running.compiled or ran != self._counted or not total else self.converted / total
+
+    def not_called(self) -> Iterator[tuple[Module, str]]:
+        """Yield every converted layer that the module around it did not call, and its fqn."""
+        for model in self.models:
+            for fqn, layer in model.named_modules():
+                if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
+                    path = list(_around(model, fqn))
+                    if id(layer) not in self._running.called and self._should_run(path, fqn.rpartition(".")[2]):
+                        yield layer, fqn
+
+    def _should_run(self, path: list[Module], name: str) -> bool:
+        """Return whether the modules around a layer, from the inside out, ran without it; ``name`` is its own."""
+        called, compiled = self._running.called, self._running.compiled
+        if compiled & set(map(id, path)):
+            return id(path[0]) not in compiled and _is_only_read(type(path[1]), name)
+        for around in path[1:]:
+            if type(around).forward is not Module.forward:
+                return id(around) in called
+            if any(id(child) in called for child in around.modules()):  # a list of layers, of which others ran
+                return False
+        return False
+
+    def report(self, plugin: Any) -> None:
+        """Log the share, or warn of a low one, and warn of layers that were not called; each once per set-up.
+
+        Args:
+            plugin: the precision. Its plan counts these layers as kept from now on.
+        """
+        modules = plugin.modules
+        modules.called.update(layer for key, layer in self.layers.items() if key in self._running.called)
+        new = [(layer, fqn) for layer, fqn in self.not_called() if layer not in modules.called | modules.not_called]
+        modules.not_called.update(layer for layer, _ in new)
+        if new:
+            rank_zero_warn(_not_called(plugin, [fqn for _, fqn in new], len(self.layers)))
+            plugin.correct_plan()
+        if self.share is not None and self.converted and not modules.said_share:
+            modules.said_share = True
+            _say_share(plugin, self.share, self.others)
+
+
+def _around(model: Module, fqn: str) -> Iterator[Module]:
+    """Yield the layer and all modules around it, from the inside out."""
+    while fqn:
+        yield model.get_submodule(fqn)
+        fqn = fqn.rpartition(".")[0]
+    yield model
+
+
+def _is_only_read(cls: type[Module], name: str) -> bool:
+    """Return whether ``forward`` of a class reads ``self.name.weight``, and no method calls or passes ``self.name``."""
+    methods = {method: code for base in reversed(cls.__mro__) for method, code in _methods(base)}
+    methods.pop("__init__", None)
+    uses = {method: set(_attributes(code, name)) for method, code in methods.items()}
+    return "weight" in uses.get("forward", ()) and set().union(*uses.values()) <= {"weight", "bias"}
+
+
+def _methods(cls: type) -> Iterator[tuple[str, CodeType]]:
+    if cls is not Module:
+        for name, function in vars(cls).items():
+            if isinstance(code := getattr(function, "__code__", None), CodeType):
+                yield name, code
+
+
+def _attributes(code: CodeType, name: str) -> Iterator[str | None]:
+    """Yield what is read of ``name`` where the code reads it: the name of an attribute, or None for any other use."""
+    for first, second in pairwise(dis.get_instructions(code)):
+        if first.argval == name and first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield second.argval if second.opname == "LOAD_ATTR" else None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant, name)
+
+
+def _not_called(plugin: Any, fqns: list[str], layers: int) -> str:
+    names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
+    last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
+    gathered = (
+        " FSDP2 gathers the weights like those of the other converted layers: where these are float8, such a product"
+        " reads rounded weights."
+        if plugin.modules.sharded is not None
+        else ""
+    )
+    return (
+        f"`precision={plugin.precision!r}`: {len(fqns)} of {layers} converted layers were {NOT_CALLED}: {names}. Either"
+        " the module around a layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so that the"
+        f" product does not run in {plugin.format}; or the module did not need the layer yet. The plan counts these"
+        f" layers as kept from now on.{gathered} `keep={last!r}` keeps layers of these names from the start; to run"
+        f" them in {plugin.format}, call the layers: `self.qkv(x)`."
+    )
+
+
+def _say_share(plugin: Any, share: float, others: Counter[str]) -> None:
+    text = (
+        f"{share:.{1 if share >= LOW else 2}%} of the matrix FLOPs of the first training forward run in {plugin.format}"
+    )
+    if not others:
+        rank_zero_info(f"{plugin.precision}: {text}.")
+        return
+    total = others.total() / (1 - share)
+    rest = ", ".join(f"{kind} {flops / total:.1%}" for kind, flops in others.most_common())
+    if share >= LOW:
+        rank_zero_info(f"{plugin.precision}: {text}; the others: {rest}.")
+        return
+    rank_zero_warn(
+        f"`precision={plugin.precision!r}`: only {text}; the others: {rest}. So little cannot make training faster."
+        " 'bf16-mixed' runs the same model without casts to"
+        f" {plugin.format}; the plan says why layers are kept (`trainer.precision_plugin.plan`)."
+    )
