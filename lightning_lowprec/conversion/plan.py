@@ -6,6 +6,7 @@ model on the meta device works. A plugin applies exactly its plan.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, mat
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.conversion.recipe_map import NO_PATTERN, LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.selection import no_multiple
 
 NOT_CALLED: Final = "not called in the first training forward"
 """Why a layer that converted counts as kept."""
@@ -64,8 +66,10 @@ class Plan:
 
     def without(self, fqns: Collection[str]) -> Plan:
         """Return a plan in which these converted layers, which the model does not call, count as kept."""
-        kept = {"kept_because": NOT_CALLED, "recipe": None}
-        rows = [replace(row, **kept) if row.fqn in fqns and row.kept_because is None else row for row in self.rows]
+        rows = [
+            replace(row, kept_because=NOT_CALLED, recipe=None) if row.fqn in fqns and not row.kept_because else row
+            for row in self.rows
+        ]
         recipes = {fqn: recipe for fqn, recipe in self.recipes.items() if fqn not in fqns}
         return replace(self, rows=tuple(rows), recipes=recipes) if fqns else self
 
@@ -82,6 +86,10 @@ class Plan:
 
     def _of_linears(self) -> str:
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
+        if padded := [row for row in self.rows if row.padded_to and row.kept_because is None]:
+            wide = sum(math.prod(row.padded_to or ()) for row in padded)
+            more = wide / sum(row.in_features * row.out_features for row in padded) - 1
+            text += f" ({len(padded)} of them padded with zeros: {more:.1%} more FLOPs in these)"
         if self.recipes:
             counts = Counter(map(str, self.recipes.values()))
             text += f" ({'; '.join(f'{count} {recipe}' for recipe, count in counts.items())})"
@@ -120,6 +128,7 @@ def make_plan(
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
     conv1d: bool = True,
+    pads: bool | None = None,
     experts: str | None = selection.NO_GROUPED_PRODUCT,
     base: str = "bf16",
     head: str = "bf16",
@@ -136,6 +145,7 @@ def make_plan(
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
         conv1d: whether ``Conv1D`` of transformers can convert, whose weight is [in, out].
+        pads: whether features that are no multiples of ``alignment`` are padded; None: the backend cannot.
         experts: why stacked experts stay in high precision; None: they convert.
         base: the dtype of everything that does not convert.
         head: the option ``head`` of the precision.
@@ -151,7 +161,8 @@ def make_plan(
     uncalled = dict(selection.uncalled(model))
     found = []
     for matmul, module in matmuls(model):
-        reason = selection.unsupported(matmul, module, alignment, converted_class, experts)
+        multiple = 1 if pads and matmul.kind != STACKED else alignment
+        reason = selection.unsupported(matmul, module, multiple, converted_class, experts)
         reason = reason or uncalled.get(matmul.fqn)
         if reason is None and is_conv1d(module) and not conv1d:
             reason = "no Linear (Conv1D)"
@@ -161,17 +172,25 @@ def make_plan(
         recipe.check({matmul.fqn: reason for matmul, _, reason in found})
     rows, recipes = [], {}
     for matmul, module, reason in found:
-        own, reason = _from_map(recipe, matmul, reason, alignment, alignments or {})
+        own, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, alignments or {})
         gain = _gain(recipe if own is None else own.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
         row = _row(matmul, module, reason, own, gain)
+        if pads is not None and (reason is None or reason == no_multiple(alignment)):
+            row = replace(row, padded_to=_padded(matmul, alignment))
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
         rows.append(replace(row, runs_in=dtype))
     others = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
     return Plan(tuple(rows), tuple(replace(row, runs_in=base) for row in others), recipes, format)
+
+
+def _padded(matmul: Matmul, alignment: int) -> tuple[int, int] | None:
+    sizes = matmul.in_features, matmul.out_features
+    padded = sizes[0] + -sizes[0] % alignment, sizes[1] + -sizes[1] % alignment
+    return None if padded == sizes or matmul.kind == STACKED else padded
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
@@ -202,7 +221,7 @@ def _from_map(
         return None, f"'bf16' in `recipe` ({pattern!r})"
     multiple = alignments.get(own.name or "", alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
-    return own, None if fits else f"features are no multiples of {multiple}"
+    return own, None if fits else no_multiple(multiple)
 
 
 def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions) -> float | None:

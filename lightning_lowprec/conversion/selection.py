@@ -72,8 +72,13 @@ def unsupported(
     if module.weight.dtype not in LINEAR_DTYPES:
         return f"weights of {module.weight.dtype}"
     if matmul.in_features % alignment or matmul.out_features % alignment:
-        return f"features are no multiples of {alignment}"
+        return no_multiple(alignment)
     return None
+
+
+def no_multiple(alignment: int) -> str:
+    """Return the reason to keep a layer whose features the kernels do not take."""
+    return f"features are no multiples of {alignment}"
 
 
 def own_work(module: nn.Module) -> str | None:
@@ -115,7 +120,7 @@ def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> s
     if weight.dtype not in LINEAR_DTYPES:
         return f"weights of {weight.dtype}"
     if any(size % alignment for size in whole_shape(weight)[1:]):
-        return f"features are no multiples of {alignment}"
+        return no_multiple(alignment)
     return None
 
 

@@ -184,7 +184,7 @@ class MSAMP(LowPrecision):
         )
         if self.modules.sharded is None:
             self._replicas.exclude_codes(module, will_train=self._will_train)
-        self._take_plan(module, plan, *([self.how(device)] if self.emulates(device) else []))
+        fp8.take_plan(self, module, plan, *([self.how(device)] if self.emulates(device) else []))
 
     def _are_held(self, held: dict[str, ScaledLayer], plan: Plan) -> bool:
         """Return whether an earlier conversion has made the codes that this precision wants."""

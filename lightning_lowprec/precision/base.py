@@ -166,23 +166,6 @@ class LowPrecision(TrainerPrecision, ABC):
     def _finish(self, module: Module, device: torch.device) -> None:
         """End the preparation of a module, after its weights were cast and known optimizers have masters."""
 
-    def _take_plan(self, module: Module, plan: Plan, *lines: str) -> bool:
-        """Take over the plan of a module; log the plan and some lines, and return True, if the plan is new."""
-        plan = plan.without(self._not_called(module))
-        is_new, self.plan = plan != self.plan, plan
-        if is_new:
-            for line in (plan.summary(), *lines):
-                rank_zero_info(f"{self.precision}: {line}.")
-        return is_new
-
-    def _not_called(self, module: Module) -> set[str]:
-        return {fqn for fqn, layer in module.named_modules() if layer in self.modules.not_called}
-
-    def correct_plan(self) -> None:
-        """Count the layers of the last module that no forward called as kept."""
-        if self.plan is not None:
-            self.plan = self.plan.without(self._not_called(self.modules.prepared[-1]))
-
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         """Return the layers of the plugin's backend: their trainable weights must be in an optimizer."""
         return () if self.backend is None else filter(backends.get(self.backend).owns, module.modules())

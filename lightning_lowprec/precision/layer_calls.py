@@ -75,6 +75,15 @@ class LayerCalls:
         total = self.converted + self.others.total()
         return None if self._running.compiled or ran != self._counted or not total else self.converted / total
 
+    def text(self, of: str, format: str) -> str:
+        """Return the share in words, with the shares of other products; "" if the share is not known."""
+        if (share := self.share) is None:
+            return ""
+        total = self.converted + self.others.total()
+        rest = ", ".join(f"{kind} {_percent(flops / total)}" for kind, flops in self.others.most_common())
+        text = f"{_percent(share)} of the matrix FLOPs of {of} run in {format}"
+        return f"{text}; the others: {rest}" if rest else text
+
     def not_called(self) -> Iterator[tuple[Module, str]]:
         """Yield every converted layer that the module around it did not call, and its fqn."""
         for model in self.models:
@@ -108,10 +117,12 @@ class LayerCalls:
         modules.not_called.update(layer for layer, _ in new)
         if new:
             rank_zero_warn(_not_called(plugin, [fqn for _, fqn in new], len(self.layers)))
-            plugin.correct_plan()
+            if plugin.plan is not None:  # of the module that was set up last
+                names = {fqn for fqn, layer in self.models[-1].named_modules() if layer in modules.not_called}
+                plugin.plan = plugin.plan.without(names)
         if self.share is not None and self.converted and not modules.said_share:
             modules.said_share = True
-            _say_share(plugin, self.share, self.others)
+            _say_share(plugin, self, self.share)
 
 
 def _around(model: Module, fqn: str) -> Iterator[Module]:
@@ -165,20 +176,17 @@ def _not_called(plugin: Any, fqns: list[str], layers: int) -> str:
     )
 
 
-def _say_share(plugin: Any, share: float, others: Counter[str]) -> None:
-    text = (
-        f"{share:.{1 if share >= LOW else 2}%} of the matrix FLOPs of the first training forward run in {plugin.format}"
-    )
-    if not others:
+def _say_share(plugin: Any, calls: LayerCalls, share: float) -> None:
+    text = calls.text("the first training forward", plugin.format)
+    if share >= LOW:
         rank_zero_info(f"{plugin.precision}: {text}.")
         return
-    total = others.total() / (1 - share)
-    rest = ", ".join(f"{kind} {flops / total:.1%}" for kind, flops in others.most_common())
-    if share >= LOW:
-        rank_zero_info(f"{plugin.precision}: {text}; the others: {rest}.")
-        return
     rank_zero_warn(
-        f"`precision={plugin.precision!r}`: only {text}; the others: {rest}. So little cannot make training faster."
-        " 'bf16-mixed' runs the same model without casts to"
-        f" {plugin.format}; the plan says why layers are kept (`trainer.precision_plugin.plan`)."
+        f"`precision={plugin.precision!r}`: only {text}. So little cannot make training faster. 'bf16-mixed' runs the"
+        f" same model without casts to {plugin.format}; the plan says why layers are kept"
+        " (`print(trainer.precision_plugin.plan)`, in Fabric `fabric.strategy.precision.plan`)."
     )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.{1 if share >= LOW else 2}%}"

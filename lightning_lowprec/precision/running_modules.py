@@ -1,4 +1,4 @@
-"""Find the modules that run an operation, by the frames of Python: no hooks, which compiled code would have to guard."""
+"""Find the modules that run an operation, by the frames of Python: hooks would make compiled code compile again."""
 
 from __future__ import annotations
 

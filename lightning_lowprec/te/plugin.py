@@ -307,7 +307,7 @@ class FP8TE(Scheduled):
         self._check_norms(module, device)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
-        self.choice, self.plan = found, found.linears.without(self._not_called(module))
+        self.choice, self.plan = found, found.linears.without(fp8.not_called(self, module))
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 

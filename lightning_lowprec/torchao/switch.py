@@ -54,7 +54,7 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
                 " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
             )
         codes = layer.weight_codes
-        vars(layer).update(layer.settings.of(recipe).attributes())
+        vars(layer).update(layer.settings.of(recipe).attributes(layer.in_features, layer.out_features))
         if codes is not None and not layer.encoded_per_step:
             layer.weight_codes = None
     layer.own_gemms = recipe.in_bf16

@@ -173,7 +173,7 @@ class TorchAOPrototype(Scheduled):
                 precision=self.precision,
                 advice="Encoding is slow without `torch.compile`: compile the model yourself.",
             )
-        self._take_plan(module, plan, self.how(device))
+        fp8.take_plan(self, module, plan, self.how(device))
 
     @staticmethod
     def _in_high(plan: Plan, fqn: str) -> InBF16:

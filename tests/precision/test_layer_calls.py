@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_lowprec  # noqa: F401  # registers the names
+import lightning_lowprec  # registers the names
 
 WIDTH, TOKENS = 64, 32
 
