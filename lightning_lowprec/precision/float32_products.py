@@ -120,7 +120,7 @@ class Float32Products(Operations):
         formula = not_cast or _KNOWN.get(name)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         flops = 0 if formula is None or not all(map(_has_sizes, tensors)) else formula(args, out)
-        module = self._calls.note(name, flops)
+        module = self._calls.note(name, args, flops)
         self.total += flops
         float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
         if flops and not_cast is not None and float32 and module is not None and autocast_nesting() == self._nesting:

@@ -4,16 +4,16 @@ A model may read the weight of a converted layer itself: ``F.linear(x, self.qkv.
 FP8, although the layer is converted. Products of convolutions, attention and bare parameters do not run in FP8 either.
 Both show in a forward alone, so the watch over the first training forwards looks for them.
 
-A layer is not judged if the module around it did not run, or if it is one of a list of layers of which others ran, as
-in a mixture of experts. Calls in compiled code cannot be seen: there a layer counts as not called if ``forward`` of the
-class around it reads the weight, and no method does anything else with the layer.
+A layer counts as not called if the module around it gave its weight to an operation, and the layer did not run. So a
+layer that the forward does not need raises no alarm. Operations in compiled code cannot be seen. There a layer counts
+as not called if ``forward`` of the class around it reads the weight, and no method does anything else with the layer.
 """
 
 from __future__ import annotations
 
 import dis
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import CodeType
 from typing import Any, Final, final
@@ -49,31 +49,48 @@ class LayerCalls:
     def __init__(self, models: Sequence[Module], converts: Callable[[Module], bool] = _converts) -> None:
         self.models = models
         self.layers = {id(m): m for model in models for m in model.modules() if converts(m)}
+        self.called: set[int] = set()
+        """The ids of the layers that ran."""
         self.converted = 0
         """The FLOPs of converted layers."""
         self.others: Counter[str] = Counter()
         """The FLOPs of all other products, by kind."""
         self._running = RunningModules(models, self.layers)
         self._counted: set[int] = set()
+        self._read: set[int] = set()
+        self._inside = self._layers_by_module()
 
-    def note(self, operation: str, flops: int) -> str | None:
+    def _layers_by_module(self) -> Mapping[int, list[Module]]:
+        """Return the layers that the code of a module can call, by the id of the module."""
+        found: dict[int, list[Module]] = defaultdict(list)
+        for model in self.models:
+            for fqn, layer in model.named_modules():
+                if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
+                    found[id(_around(model, fqn))].append(layer)
+        return found
+
+    def note(self, operation: str, args: Sequence[Any], flops: int) -> str | None:
         """Note an operation; return the fqn of the module that runs it, or None if this package computes it."""
         module, ours = self._running.innermost()
         if module in self.layers:
+            self.called.add(module)
             self.converted += flops
             self._counted |= {module} if flops else set()
         elif flops:
             self.others[next((words for part, words in _KINDS.items() if part in operation), "other products")] += flops
         if ours:
             return None
+        for layer in self._inside.get(module or 0, ()):
+            if any(arg is layer._parameters.get("weight") for arg in args):
+                self._read.add(id(layer))
         return "the model" if module is None else self._running.names[module]
 
     @property
     def share(self) -> float | None:
         """The share of the FLOPs in converted layers; None: nothing ran, or not all products can be seen."""
-        ran = self._running.called & self.layers.keys()
         total = self.converted + self.others.total()
-        return None if self._running.compiled or ran != self._counted or not total else self.converted / total
+        seen = not self._running.compiled and self.called == self._counted
+        return self.converted / total if seen and total else None
 
     def text(self, of: str, format: str) -> str:
         """Return the share in words, with the shares of other products; "" if the share is not known."""
@@ -85,25 +102,20 @@ class LayerCalls:
         return f"{text}; the others: {rest}" if rest else text
 
     def not_called(self) -> Iterator[tuple[Module, str]]:
-        """Yield every converted layer that the module around it did not call, and its fqn."""
+        """Yield every converted layer whose weight is read by the module around it, and its fqn."""
         for model in self.models:
             for fqn, layer in model.named_modules():
-                if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
-                    path = list(_around(model, fqn))
-                    if id(layer) not in self._running.called and self._should_run(path, fqn.rpartition(".")[2]):
-                        yield layer, fqn
+                if id(layer) not in self.layers or id(layer) in self.called:
+                    continue
+                if id(layer) in self._read or (self._runs_compiled(model, fqn) and _is_only_read(model, fqn)):
+                    yield layer, fqn
 
-    def _should_run(self, path: list[Module], name: str) -> bool:
-        """Return whether the modules around a layer, from the inside out, ran without it; ``name`` is its own."""
-        called, compiled = self._running.called, self._running.compiled
-        if compiled & set(map(id, path)):
-            return id(path[0]) not in compiled and _is_only_read(type(path[1]), name)
-        for around in path[1:]:
-            if type(around).forward is not Module.forward:
-                return id(around) in called
-            if any(id(child) in called for child in around.modules()):  # a list of layers, of which others ran
-                return False
-        return False
+    def _runs_compiled(self, model: Module, fqn: str) -> bool:
+        """Return whether a module around a layer is compiled."""
+        parts = fqn.split(".")
+        return any(
+            id(model.get_submodule(".".join(parts[:end]))) in self._running.compiled for end in range(len(parts))
+        )
 
     def report(self, plugin: Any) -> None:
         """Log the share, or warn of a low one, and warn of layers that were not called; each once per set-up.
@@ -112,7 +124,7 @@ class LayerCalls:
             plugin: the precision. Its plan counts these layers as kept from now on.
         """
         modules = plugin.modules
-        modules.called.update(layer for key, layer in self.layers.items() if key in self._running.called)
+        modules.called.update(self.layers[key] for key in self.called)
         new = [(layer, fqn) for layer, fqn in self.not_called() if layer not in modules.called | modules.not_called]
         modules.not_called.update(layer for layer, _ in new)
         if new:
@@ -125,16 +137,20 @@ class LayerCalls:
             _say_share(plugin, self, self.share)
 
 
-def _around(model: Module, fqn: str) -> Iterator[Module]:
-    """Yield the layer and all modules around it, from the inside out."""
+def _around(model: Module, fqn: str) -> Module:
+    """Return the innermost module around a layer that has a forward, so that its code can call the layer."""
     while fqn:
-        yield model.get_submodule(fqn)
         fqn = fqn.rpartition(".")[0]
-    yield model
+        module = model.get_submodule(fqn)
+        if type(module).forward is not Module.forward:
+            return module
+    return model
 
 
-def _is_only_read(cls: type[Module], name: str) -> bool:
-    """Return whether ``forward`` of a class reads ``self.name.weight``, and no method calls or passes ``self.name``."""
+def _is_only_read(model: Module, fqn: str) -> bool:
+    """Return whether the class around a layer reads its weight in ``forward``, and no method calls or passes it."""
+    parent, _, name = fqn.rpartition(".")
+    cls = type(model.get_submodule(parent))
     methods = {method: code for base in reversed(cls.__mro__) for method, code in _methods(base)}
     methods.pop("__init__", None)
     uses = {method: set(_attributes(code, name)) for method, code in methods.items()}
@@ -168,11 +184,11 @@ def _not_called(plugin: Any, fqns: list[str], layers: int) -> str:
         else ""
     )
     return (
-        f"`precision={plugin.precision!r}`: {len(fqns)} of {layers} converted layers were {NOT_CALLED}: {names}. Either"
-        " the module around a layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so that the"
-        f" product does not run in {plugin.format}; or the module did not need the layer yet. The plan counts these"
-        f" layers as kept from now on.{gathered} `keep={last!r}` keeps layers of these names from the start; to run"
-        f" them in {plugin.format}, call the layers: `self.qkv(x)`."
+        f"`precision={plugin.precision!r}`: {len(fqns)} of {layers} converted layers were {NOT_CALLED}: {names}."
+        " The module around a layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so the product"
+        f" does not run in {plugin.format}. The plan counts these layers as kept from now on.{gathered}"
+        f" `keep={last!r}` keeps layers of these names from the start; to run them in {plugin.format}, call the layers:"
+        " `self.qkv(x)`."
     )
 
 

@@ -38,7 +38,7 @@ class Modules:
         self.called: weakref.WeakSet[Module] = weakref.WeakSet()
         """The converted layers that a watched forward has called."""
         self.not_called: weakref.WeakSet[Module] = weakref.WeakSet()
-        """The converted layers that a watched forward should have called, and did not."""
+        """The converted layers whose weight a watched forward read without a call of the layer."""
         self.said_share = False
         """Whether the share of the FLOPs in converted layers was logged since the last set-up."""
         self._waiting: list[weakref.ref[Module]] = []

@@ -1,4 +1,4 @@
-"""Find the modules that run an operation, by the frames of Python: hooks would make compiled code compile again."""
+"""Find the module that runs an operation, by the frames of Python: hooks would make compiled code compile again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPILED: Final = ("torch._inductor.", "torch._functorch.", "torch.fx.")
 
 @final
 class RunningModules:
-    """The modules of some models that were seen to run.
+    """The modules of some models, by id.
 
     Args:
         models: the models.
@@ -35,34 +35,25 @@ class RunningModules:
         self._layers = layers
         named = [(fqn or type(model).__name__, m) for model in models for fqn, m in model.named_modules()]
         self.names = {id(module): fqn for fqn, module in named}
-        self.called: set[int] = set()
-        """The ids of the modules that ran."""
         self.compiled = {id(module) for _, module in named if is_compiled(module)}
-        """The ids of the modules that are compiled: their calls of other modules are not seen."""
+        """The ids of the modules that are compiled: which modules they call is not seen."""
 
     def innermost(self) -> tuple[int | None, bool]:
         """Return the id of the innermost module that runs, and whether this package computes the operation."""
-        ours = in_compiled = False
         frame: Any = sys._getframe(1)
-        innermost, inner, new = None, "", set[int]()
+        ours, in_compiled, inner = False, False, ""
         while frame is not None:
             where = str(frame.f_globals.get("__name__"))
-            key = self._module_of(frame)
-            if key is None:
-                ours |= where.startswith(_OURS) and where not in _WATCHES and innermost is None
-                in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
-            elif in_compiled or inner == _DISABLED:  # what the compiler made of a forward is called through the latter
-                self.compiled.add(key)
+            ours |= where.startswith(_OURS) and where not in _WATCHES
+            module = self._module_of(frame)
+            if module is not None and (in_compiled or inner == _DISABLED):  # what the compiler made is called by it
+                self.compiled.add(module)
                 return None, False
-            else:
-                if innermost is None:
-                    innermost, ours = key, ours or where.startswith(_OURS)
-                if key in self.called and key not in new:  # and so are the modules around it
-                    break
-                new.add(key)
-                self.called.add(key)
+            if module is not None:
+                return module, ours
+            in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
             frame, inner = frame.f_back, where
-        return innermost, ours
+        return None, ours
 
     def _module_of(self, frame: Any) -> int | None:
         """Return the id of the module of which the frame is a method."""

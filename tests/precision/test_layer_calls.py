@@ -1,4 +1,4 @@
-"""Converted layers that the model never calls, and the share of the FLOPs that converted layers compute."""
+"""Converted layers whose weight the model reads without a call, and the share of the FLOPs of converted layers."""
 
 import logging
 import re
@@ -114,28 +114,18 @@ class Mixture(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.later = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.unused = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         self.again = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        x = self.experts[1](x)
+        x = self.experts[1](x.to(self.later.weight.dtype)) + self.again.weight.square().mean()
         return checkpoint(self.again, x, use_reentrant=False) + self.again.forward(x)
 
 
 def test_no_false_alarm():
     assert train(Mixture())[0] == []
-
-
-def test_an_unused_layer_is_not_said_to_be_read():
-    class Unused(Mixture):
-        def __init__(self):
-            super().__init__()
-            self.later = nn.Linear(WIDTH, WIDTH)
-
-    (message,), _ = train(Unused())
-    assert "'later'" in message
-    assert "or the module did not need the layer yet" in message
 
 
 def test_two_models_of_one_fabric():
