@@ -34,6 +34,7 @@ _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 _WIDTH: Final = _OUTPUT + 2
 _PEAKS: Final = 2
 """Of the numbers of a tensor, the first two (amax and scale) are no sums over the ranks."""
+_NOT_CALLED: Final = "it was not called, or in compiled code alone"
 _CUT: Final = "tensor parallelism cuts the weight"
 
 
@@ -166,7 +167,8 @@ class Sampler:
 
     def read(self, step: int) -> list[Reading]:
         """Return the readings of the last sampling, the same on all ranks; every rank must call this."""
-        self.missing = {site.fqn: site.missing for site in self.sites if site.missing}
+        reasons = {site.fqn: site.missing if site.seen else _NOT_CALLED for site in self.sites}
+        self.missing = {fqn: reason for fqn, reason in reasons.items() if reason}
         counts, peaks = self._reduced()
         made = []
         for site, counted, peak in zip(self.sites, counts.tolist(), peaks, strict=True):

@@ -51,6 +51,9 @@ class PrecisionName:
     conv1d: Literal["kept", "converted", "gathered"] = "kept"
     """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
     as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
+    pads: bool | None = None
+    """Whether features that are no multiples of ``alignment`` are padded; False: by the option ``pad_inner_dim`` of the
+    plugin; None: never."""
     experts: str | None = NO_GROUPED_PRODUCT
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     layer_recipes: tuple[str, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -16,6 +18,13 @@ STACKED: Final = "stacked experts"
 CONV1D: Final = "Conv1D"
 """The kind of the weight of GPT-2's layer, [in, out]."""
 
+_CONVOLUTIONS: Final = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_IN_PROJ: Final = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""The weights that ``nn.MultiheadAttention`` multiplies its inputs with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
@@ -28,7 +37,8 @@ class Matmul:
     in_features: int
     out_features: int
     per_token: float = 1.0
-    """The number of products of this shape per token: 2 for a mixture that sends each token to 2 experts."""
+    """The number of products of this shape per token: 2 for a mixture that sends each token to 2 experts; 0 for a
+    convolution, whose number of positions depends on the data."""
     stored: int = 1
     """The number of weights of this shape: the number of stacked experts."""
 
@@ -69,6 +79,36 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
     """Return every weight that is multiplied with the tokens, with its module, in the order of ``named_modules``."""
     return [(matmul, module) for fqn, module in model.named_modules() for matmul in _of(model, fqn, module)]
+
+
+def other_products(model: nn.Module) -> Iterator[tuple[Matmul, nn.Module]]:
+    """Yield the weights of convolutions, recurrent layers and ``nn.MultiheadAttention.in_proj``, with their modules."""
+    for fqn, module in model.named_modules():
+        kind = type(module).__name__
+        for name, p in module._parameters.items():
+            if p is None or not (match := _is_other_product(module, name)):
+                continue
+            rows, columns, *_ = sizes = whole_shape(p)
+            if match == "convolution":
+                columns = math.prod(sizes[1:])
+            yield (
+                Matmul(
+                    fqn=f"{fqn}.{name}".lstrip("."),
+                    kind=f"in_proj of a {kind}" if match == "in_proj" else kind,
+                    in_features=columns,
+                    out_features=rows,
+                    per_token=0.0 if match == "convolution" else 1.0,
+                ),
+                module,
+            )
+
+
+def _is_other_product(module: nn.Module, name: str) -> str | None:
+    if isinstance(module, nn.MultiheadAttention) and name in _IN_PROJ:
+        return "in_proj"
+    if isinstance(module, _CONVOLUTIONS) and name == "weight":
+        return "convolution"
+    return "recurrent" if isinstance(module, nn.RNNBase | nn.RNNCellBase) and name.startswith("weight_") else None
 
 
 def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:

@@ -6,20 +6,25 @@ model on the meta device works. A plugin applies exactly its plan.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import get_args
+from typing import Final, get_args
 
 from torch import nn
 
 from lightning_lowprec.conversion import plan_table, selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
 from lightning_lowprec.conversion.kept_dtype import runs_in
-from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls
+from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls, other_products
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.selection import no_multiple
+
+NOT_CALLED: Final = "not called in the first training forward"
+"""Why a layer that converted counts as kept."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +32,9 @@ class Plan:
     """The rows of all weights of one model."""
 
     rows: tuple[PlanRow, ...]
+    """The linear layers, and other layers that do the work of a Linear."""
+    others: tuple[PlanRow, ...] = ()
+    """The weights of convolutions, recurrent layers and ``nn.MultiheadAttention.in_proj``, which never convert."""
     recipes: Mapping[str, LayerRecipe] = field(default_factory=dict, hash=False)
     """With recipes per layer, the recipe of every weight that converts, by fqn."""
     format: str = "FP8"
@@ -51,9 +59,37 @@ class Plan:
         """Return the converted rows that FP8 is expected to slow down."""
         return tuple(row for row in self.rows if row.kept_because is None and row.slower)
 
+    @property
+    def all_rows(self) -> tuple[PlanRow, ...]:
+        """All rows, linear layers first."""
+        return self.rows + self.others
+
+    def without(self, fqns: Collection[str]) -> Plan:
+        """Return a plan in which these converted layers, which the model does not call, count as kept."""
+        rows = [
+            replace(row, kept_because=NOT_CALLED, recipe=None) if row.fqn in fqns and not row.kept_because else row
+            for row in self.rows
+        ]
+        recipes = {fqn: recipe for fqn, recipe in self.recipes.items() if fqn not in fqns}
+        return replace(self, rows=tuple(rows), recipes=recipes) if fqns else self
+
     def summary(self) -> str:
-        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``."""
+        """Return one line: ``converted 24 of 25 linear layers, kept 1 in bf16: output head (by name) ('lm_head')``.
+
+        Other weights that tokens are multiplied with follow: ``; 8 Conv2d do not run in FP8``.
+        """
+        kinds = Counter(kind for kind, _ in {(row.kind, row.fqn.rpartition(".")[0]) for row in self.others})
+        if not kinds:
+            return self._of_linears()
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        return f"{self._of_linears()}; {counts} do not run in {self.format}"
+
+    def _of_linears(self) -> str:
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"
+        if padded := [row for row in self.rows if row.padded_to and row.kept_because is None]:
+            wide = sum(math.prod(row.padded_to or ()) for row in padded)
+            more = wide / sum(row.in_features * row.out_features for row in padded) - 1
+            text += f" ({len(padded)} of them padded with zeros: {more:.1%} more FLOPs in these)"
         if self.recipes:
             counts = Counter(map(str, self.recipes.values()))
             text += f" ({'; '.join(f'{count} {recipe}' for recipe, count in counts.items())})"
@@ -71,15 +107,15 @@ class Plan:
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
-        return plan_table.as_text([(row.fqn, row) for row in self.rows], self.format)
+        return plan_table.as_text([(row.fqn, row) for row in self.all_rows], self.format)
 
     def __repr__(self) -> str:
         """Show the summary and a table, one line per kind of block."""
-        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.rows), self.format)}"
+        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.all_rows), self.format)}"
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook, with the expected gains."""
-        return plan_table.as_html(self.summary(), self.rows, self.format)
+        return plan_table.as_html(self.summary(), self.all_rows, self.format)
 
 
 def make_plan(
@@ -92,6 +128,7 @@ def make_plan(
     converted_class: type[nn.Module] | None = None,
     stores_codes: bool = False,
     conv1d: bool = True,
+    pads: bool | None = None,
     experts: str | None = selection.NO_GROUPED_PRODUCT,
     base: str = "bf16",
     head: str = "bf16",
@@ -108,6 +145,7 @@ def make_plan(
         converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
         stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
         conv1d: whether ``Conv1D`` of transformers can convert, whose weight is [in, out].
+        pads: whether features that are no multiples of ``alignment`` are padded; None: the backend cannot.
         experts: why stacked experts stay in high precision; None: they convert.
         base: the dtype of everything that does not convert.
         head: the option ``head`` of the precision.
@@ -120,9 +158,12 @@ def make_plan(
     reasons, built_in = selection.by_user(model, options), selection.built_in(model)
     if options.only is None:
         reasons = built_in | reasons
+    uncalled = dict(selection.uncalled(model))
     found = []
     for matmul, module in matmuls(model):
-        reason = selection.unsupported(matmul, module, alignment, converted_class, experts)
+        multiple = 1 if pads and matmul.kind != STACKED else alignment
+        reason = selection.unsupported(matmul, module, multiple, converted_class, experts)
+        reason = reason or uncalled.get(matmul.fqn)
         if reason is None and is_conv1d(module) and not conv1d:
             reason = "no Linear (Conv1D)"
         reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes=stores_codes)
@@ -131,17 +172,26 @@ def make_plan(
         recipe.check({matmul.fqn: reason for matmul, _, reason in found})
     rows, recipes = [], {}
     for matmul, module, reason in found:
-        own, reason = _from_map(recipe, matmul, reason, alignment, alignments or {})
+        own, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, alignments or {})
         gain = _gain(recipe if own is None else own.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
         row = _row(matmul, module, reason, own, gain)
+        if pads is not None and (reason is None or reason == no_multiple(alignment)):
+            row = replace(row, padded_to=_padded(matmul, alignment))
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
         dtype = FLOAT32 if own is not None and own.name == FLOAT32 else dtype
         rows.append(replace(row, runs_in=dtype))
-    return Plan(tuple(rows), recipes, format)
+    others = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
+    return Plan(tuple(rows), tuple(replace(row, runs_in=base) for row in others), recipes, format)
+
+
+def _padded(matmul: Matmul, alignment: int) -> tuple[int, int] | None:
+    sizes = matmul.in_features, matmul.out_features
+    padded = sizes[0] + -sizes[0] % alignment, sizes[1] + -sizes[1] % alignment
+    return None if padded == sizes or matmul.kind == STACKED else padded
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
@@ -174,7 +224,7 @@ def _from_map(
         return None, f"'bf16' in `recipe` ({pattern!r})"
     multiple = alignments.get(own.name or "", alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
-    return own, None if fits else f"features are no multiples of {multiple}"
+    return own, None if fits else no_multiple(multiple)
 
 
 def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions) -> float | None:

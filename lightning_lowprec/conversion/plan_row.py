@@ -19,6 +19,8 @@ class PlanRow(Matmul):
     """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
     recipe: str | None = None
     """With recipes per layer, the recipe of a weight that converts, in words; None: one recipe for all."""
+    padded_to: tuple[int, int] | None = None
+    """In and out features with the zeros that ``pad_inner_dim`` appends, whether on or not; None: it appends none."""
     runs_in: str | None = None
     """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
 
@@ -30,7 +32,17 @@ class PlanRow(Matmul):
     @property
     def kept(self) -> str:
         """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
-        return f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
+        text = f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
+        return f"{text} (`pad_inner_dim=True`: {self.padding})" if self.padded_to else text
+
+    @property
+    def padding(self) -> str:
+        """The zeros of ``pad_inner_dim`` and their cost in words: ``padded to 304 -> 304, 2.7% more FLOPs``."""
+        if self.padded_to is None:
+            return ""
+        wide, high = self.padded_to
+        more = wide * high / (self.in_features * self.out_features) - 1
+        return f"padded to {wide} -> {high}, {more:.1%} more FLOPs"
 
     @property
     def shape(self) -> str:

@@ -28,7 +28,8 @@ def verdict(row: PlanRow, format: str) -> str:
     """Return the format or the reason of a row, without the expected gain."""
     if row.kept_because is not None:
         return row.kept
-    return format if row.recipe is None else f"{format} ({row.recipe})"
+    said = format if row.recipe is None else f"{format} ({row.recipe})"
+    return f"{said}, {row.padding}" if row.padded_to else said
 
 
 def verdict_with_gain(row: PlanRow, format: str) -> str:

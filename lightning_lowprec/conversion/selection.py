@@ -29,6 +29,16 @@ EXPERTS_NEED_FUSION: Final = "stacked experts (`fuse='auto'` runs them in FP8)"
 """Why Transformer Engine keeps stacked experts that are not fused."""
 GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products round to bf16, and the base is fp16)"
 """Why a precision with fp16 outside of FP8 keeps stacked experts."""
+_UNCALLED: Final = {
+    ("torchvision", "ShiftedWindowAttention"): ("qkv", "proj"),
+    ("transformers", "MambaMixer"): ("dt_proj",),
+    ("transformers", "FalconMambaMixer"): ("dt_proj",),
+    ("transformers", "JambaMambaMixer"): ("dt_proj",),
+}
+"""By package and class: the Linears whose weight the class reads by ``F.linear``, so that they are never called.
+
+In timm (BEiT, EVA, Swin v2) every class with a ``q_bias`` does so, unless it adds the bias in a step of its own.
+"""
 LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,8 +72,13 @@ def unsupported(
     if module.weight.dtype not in LINEAR_DTYPES:
         return f"weights of {module.weight.dtype}"
     if matmul.in_features % alignment or matmul.out_features % alignment:
-        return f"features are no multiples of {alignment}"
+        return no_multiple(alignment)
     return None
+
+
+def no_multiple(alignment: int) -> str:
+    """Return the reason to keep a layer whose features the kernels do not take."""
+    return f"features are no multiples of {alignment}"
 
 
 def own_work(module: nn.Module) -> str | None:
@@ -105,8 +120,20 @@ def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> s
     if weight.dtype not in LINEAR_DTYPES:
         return f"weights of {weight.dtype}"
     if any(size % alignment for size in whole_shape(weight)[1:]):
-        return f"features are no multiples of {alignment}"
+        return no_multiple(alignment)
     return None
+
+
+def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the Linears of known classes of torchvision, timm and transformers that read their weight themselves."""
+    for fqn, module in model.named_modules():
+        for cls in type(module).__mro__:
+            package = cls.__module__.partition(".")[0]
+            names = _UNCALLED.get((package, cls.__name__), ())
+            if package == "timm" and getattr(module, "q_bias", None) is not None:
+                names = () if getattr(module, "qkv_bias_separate", False) else ("qkv",)
+            for name in names:
+                yield f"{fqn}.{name}".lstrip("."), f"{cls.__name__} reads its weight and never calls it"
 
 
 def computed_weight(module: nn.Module) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -81,8 +80,6 @@ class MSAMP(LowPrecision):
 
     backend: ClassVar[str | None] = BACKEND
     keeps_codes = True
-    plan: Plan | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,
@@ -187,11 +184,7 @@ class MSAMP(LowPrecision):
         )
         if self.modules.sharded is None:
             self._replicas.exclude_codes(module, will_train=self._will_train)
-        if plan != self.plan:
-            rank_zero_info(f"{self.precision}: {plan.summary()}.")
-            if self.emulates(device):
-                rank_zero_info(f"{self.precision}: {self.how(device)}.")
-        self.plan = plan
+        fp8.take_plan(self, module, plan, *([self.how(device)] if self.emulates(device) else []))
 
     def _are_held(self, held: dict[str, ScaledLayer], plan: Plan) -> bool:
         """Return whether an earlier conversion has made the codes that this precision wants."""

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
+from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
@@ -68,6 +69,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
     head: Head = "bf16"
     """The option ``head``: how the output head of a causal language model and its loss are computed."""
+    plan: Plan | None = None
+    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words

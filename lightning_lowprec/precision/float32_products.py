@@ -1,8 +1,9 @@
-"""Warn when a training forward multiplies large matrices in float32 although autocast is on.
+"""Watch the products of the first training forwards, and warn of large ones in float32 although autocast is on.
 
 Autocast knows a list of operations. An operation that is not on the list, such as a grouped product, runs in the dtype
 of its factors: float32, if a weight is float32. The first two training forwards after a set-up run under a
 mode that sees every operation (:mod:`~lightning_lowprec.private.operations`); later forwards have no mode, no hook.
+What else these forwards tell is in :mod:`~lightning_lowprec.precision.layer_calls`.
 
 Not seen: code that ``torch.compile`` compiled, and kernels that are no operations of torch (Triton, Transformer
 Engine). Not warned about: a product inside another ``torch.autocast``, whose dtype is the choice of the model, and a
@@ -11,7 +12,6 @@ product that this package computes, such as emulated FP8.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_lowprec.precision.layer_calls import LayerCalls
 from lightning_lowprec.private.operations import Operations, autocast_nesting
 
 LARGE: Final = 0.01
 """The share of the matrix FLOPs of a forward from which float32 products are worth a warning: no gate reaches it."""
-_OURS: Final = __name__.partition(".")[0] + "."
 
 
 def _product(first: int) -> Callable[..., int]:
@@ -53,6 +53,13 @@ def _convolution(args: Any, out: Any) -> int:
     return 2 * int(size * math.prod(args[1].shape[1:]))
 
 
+def _recurrent(args: Any, out: Any) -> int:
+    """[T, B, K] and the weights of one layer on CPU, or of all layers as a list on CUDA: each step, each weight."""
+    steps = args[0].shape[0] * args[0].shape[1]
+    weights = args[1] if isinstance(args[1], list | tuple) else args[1:3]
+    return 2 * int(steps * sum(w.numel() for w in weights if w.ndim == 2))
+
+
 _NOT_CAST: Final[dict[str, Callable[..., int]]] = {
     "aten._grouped_mm": _product(0),
     "aten.addmm_": _product(1),
@@ -66,6 +73,8 @@ _KNOWN: Final[dict[str, Callable[..., int]]] = {
     **{f"aten.{name}": _product(0) for name in ("mm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm")},
     **{f"aten.{name}": _product(1) for name in ("addmm", "baddbmm")},
     "aten.convolution": _convolution,
+    "aten.mkldnn_rnn_layer": _recurrent,
+    "aten._cudnn_rnn": _recurrent,
     **{
         f"aten._scaled_dot_product_{name}": _attention
         for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -93,14 +102,14 @@ class Float32Products(Operations):
 
     Args:
         models: the modules that may run.
+        calls: notes which layers run, and which products run outside of converted layers.
     """
 
-    def __init__(self, models: Sequence[Module]) -> None:
+    def __init__(self, models: Sequence[Module], calls: LayerCalls | None = None) -> None:
         super().__init__()
         self.total = 0
         self.places: Counter[Place] = Counter()
-        self._models = models
-        self._names: dict[int, str] = {}
+        self._calls = calls or LayerCalls(models)
         self._nesting = autocast_nesting()
 
     @override
@@ -110,37 +119,13 @@ class Float32Products(Operations):
         not_cast = _NOT_CAST.get(name)
         formula = not_cast or _KNOWN.get(name)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if formula is None or not all(map(_has_sizes, tensors)):
-            return
-        flops = formula(args, out)
+        flops = 0 if formula is None or not all(map(_has_sizes, tensors)) else formula(args, out)
+        module = self._calls.note(name, args, flops)
         self.total += flops
         float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
-        if not_cast is not None and float32 and autocast_nesting() == self._nesting:
-            self._note(name, [tensor for tensor in tensors if tensor.is_floating_point()], flops)
-
-    def _note(self, op: str, factors: Sequence[Tensor], flops: int) -> None:
-        module = self._running()
-        if module is not None:
-            self.places[Place(module, op, tuple(tuple(factor.shape) for factor in factors))] += flops
-
-    def _running(self) -> str | None:
-        """Return the fqn of the innermost module that runs; None if this package computes the product."""
-        if not self._names:
-            self._names = {
-                id(module): fqn or type(model).__name__
-                for model in self._models
-                for fqn, module in model.named_modules()
-            }
-        frame = inspect.currentframe()
-        while frame is not None:
-            where = str(frame.f_globals.get("__name__"))
-            if where.startswith(_OURS) and where not in (__name__, Operations.__module__):
-                return None
-            fqn = self._names.get(id(frame.f_locals.get("self")))
-            if fqn is not None:
-                return fqn
-            frame = frame.f_back
-        return "the model"
+        if flops and not_cast is not None and float32 and module is not None and autocast_nesting() == self._nesting:
+            factors = tuple(tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point())
+            self.places[Place(module, name, factors)] += flops
 
     def message(self) -> str | None:
         """Return the warning; None if float32 products are a small share of the FLOPs."""
@@ -174,8 +159,10 @@ def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractConte
 @contextmanager
 def _watch(plugin: Any, autocast: AbstractContextManager[Any]) -> Iterator[None]:
     plugin.modules.watched_forwards -= 1
-    with autocast, Float32Products(plugin.modules.prepared) as products:
+    calls = LayerCalls(plugin.modules.prepared)
+    with autocast, Float32Products(plugin.modules.prepared, calls) as products:
         yield
+    calls.report(plugin)
     if (message := products.message()) is not None:
         plugin.modules.watched_forwards = 0
         rank_zero_warn(f"`precision={plugin.precision!r}`: {message}")

@@ -62,6 +62,7 @@ def plan_or_raise(
     converted_class: type[Module] | None = None,
     stores_codes: bool = False,
     conv1d: bool = False,
+    pads: bool | None = None,
     experts: str | None = NO_GROUPED_PRODUCT,
     head: str = "bf16",
     alignment: int = FEATURE_ALIGNMENT,
@@ -78,6 +79,7 @@ def plan_or_raise(
         converted_class: see ``make_plan``.
         stores_codes: see ``make_plan``.
         conv1d: see ``make_plan``.
+        pads: see ``make_plan``.
         experts: see ``make_plan``.
         head: see ``make_plan``.
         alignment: see ``make_plan``.
@@ -95,6 +97,7 @@ def plan_or_raise(
         base=base,
         head=head,
         conv1d=conv1d,
+        pads=pads,
         experts=experts,
         alignment=alignment,
         format=format,
@@ -110,6 +113,21 @@ def plan_or_raise(
         )
         return plan
     raise nothing_converts(precision, found, plan, multiple=alignment)
+
+
+def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> bool:
+    """Give a plugin the plan of a module; log the plan and some lines, and return True, if the plan is new."""
+    plan = plan.without(not_called(plugin, module))
+    is_new, plugin.plan = plan != plugin.plan, plan
+    if is_new:
+        for line in (plan.summary(), *lines):
+            rank_zero_info(f"{plugin.precision}: {line}.")
+    return is_new
+
+
+def not_called(plugin: LowPrecision, module: Module) -> set[str]:
+    """Return the converted layers of a module that a watched forward did not call, by fqn."""
+    return {fqn for fqn, layer in module.named_modules() if layer in plugin.modules.not_called}
 
 
 def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:

@@ -311,7 +311,7 @@ class FP8TE(Scheduled):
         self._check_norms(module, device)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
-        self.choice = found
+        self.choice, self.plan = found, found.linears.without(fp8.not_called(self, module))
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 

@@ -87,6 +87,7 @@ _NAMES: Final = {
         gains=recipe,
         gathers_fp8=recipe == "tensorwise",
         conv1d="gathered",
+        pads=False,
         experts=None,
         weight_rounding=partial(_rounding_of, recipe),
         hardware_recipe=_ROWS[recipe],

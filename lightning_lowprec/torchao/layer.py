@@ -8,9 +8,11 @@ A weight that is stored the other way round, [K, N], takes part in the same thre
 in its own layout: ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N]. So no weight and no gradient is transposed in
 high precision.
 
-The kernels need inner dimensions that are multiples of 16. The plan checks K and N. M, the number of tokens, is an
-inner dimension of ``grad_weight``: zero rows are appended to a batch and cut off again. Zero rows change no amax and
-add nothing to any sum, so the result is that of the batch without them.
+The kernels need inner dimensions that are multiples of 16. M, the number of tokens, is an inner dimension of
+``grad_weight``: zero rows are appended to a batch and cut off again. Zero rows change no amax and add nothing to any
+sum, so the result is that of the batch without them. The plan checks K and N, or with ``pad_inner_dim`` zeros are
+appended to input and weight in the same way. (torchao's own ``pad_inner_dim`` pads the inner dimension of each product
+alone. Each of K and N is an outer dimension of another product, where the kernels need multiples of 16 too.)
 
 Importing this module imports torchao (about 3 s).
 """
@@ -22,7 +24,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Final, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -140,6 +144,8 @@ class FP8Layer(PlainFirst):
     config: Float8LinearConfig
     linear_mm_config: LinearMMConfig
     fp8_eval: bool
+    padding: tuple[int, int]
+    """How many zeros are appended to K and N."""
     saves_weight_codes: bool
     """Whether the backward reads the codes of the weight that the forward made; False: each GEMM makes codes."""
     saves_codes: bool
@@ -174,43 +180,63 @@ class FP8Layer(PlainFirst):
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
+        weight, bias = self.weight, self.bias
+        if any(self.padding):
+            input, weight, bias = self._padded(input)
         if in_bf16:
-            return mixed_gemms.matmul(self, given, input)
-        fits = input.numel() // self.in_features % TOKEN_ALIGNMENT == 0
+            output = mixed_gemms.matmul(self, given, input, weight, bias)
+        else:
+            output = self._in_fp8(given, input, weight, bias)
+        return output[..., : self.out_features] if self.padding[1] else output
+
+    def _padded(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return input, weight and bias with zeros behind K and N."""
+        if isinstance(self.weight, DTensor):
+            raise RuntimeError(
+                "A layer whose features are padded does not run with tensor parallelism, which cuts the weight (got a"
+                f" DTensor of shape {tuple(self.weight.shape)}). Leave `pad_inner_dim` out, or `keep=[...]` the layer."
+            )
+        k, n = self.padding
+        weight = F.pad(self.weight, (0, n, 0, k) if self.in_by_out else (0, k, 0, n))
+        return F.pad(input, (0, k)), weight, None if self.bias is None else F.pad(self.bias, (0, n))
+
+    def _in_fp8(self, given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[*, K] -> [*, N] with all three products in FP8; ``given`` is the input as the layer was given it."""
+        fits = input.numel() // input.shape[-1] % TOKEN_ALIGNMENT == 0
         # with a scale per row torchao reshapes codes, which works for contiguous codes
         rows = input.contiguous() if fits else pad_rows(input, TOKEN_ALIGNMENT)
-        keeps = self.saves_weight_codes and type(self.weight) in _WHOLE
+        keeps = self.saves_weight_codes and type(weight) in _WHOLE
         if self.saves_codes or keeps:
-            output = self._with_own_codes(given, rows, keeps)
+            output = self._with_own_codes(given, rows, weight, keeps)
         else:
             matmul: Any = _MatmulInByOut if self.in_by_out else _Matmul
-            weight = self.weight if self.in_by_out else self.weight.t()
+            operand = weight if self.in_by_out else weight.t()
             if self.weight_is_freed and not self.in_by_out:
-                matmul, weight = _MatmulOfFreed, self.weight
-            elif self.bias is None and not self.in_by_out:
+                matmul, operand = _MatmulOfFreed, weight
+            elif bias is None and not self.in_by_out:
                 matmul = _MatmulWithoutBias
-            output = matmul.apply(rows, weight, self.linear_mm_config, self.config)
-        if self.bias is not None:
-            output = output + self.bias.to(output.dtype)
+            output = matmul.apply(rows, operand, self.linear_mm_config, self.config)
+        if bias is not None:
+            output = output + bias.to(output.dtype)
         return output if fits else cut_rows(output, input)
 
     @abstractmethod
     def _plain(self, input: Tensor) -> Tensor:
         """Compute as the layer did before it was converted."""
 
-    def _with_own_codes(self, given: Tensor, rows: Tensor, keeps: bool) -> Tensor:
+    def _with_own_codes(self, given: Tensor, rows: Tensor, weight: Tensor, keeps: bool) -> Tensor:
         config = self.config
         gradients: Any = config.cast_config_grad_output.target_dtype
         power_of_2, emulate = config.round_scales_to_power_of_2, config.emulate
         if not self.saves_codes:
             output: Tensor = CodedMatmul.apply(  # type: ignore[no-untyped-call]
-                rows, self.weight, gradients, power_of_2, emulate, self.in_by_out
+                rows, weight, gradients, power_of_2, emulate, self.in_by_out
             )
             return output
         return saved_codes.matmul(
             given,
             rows,
-            self.weight,
+            weight,
             keep=keeps,
             gradients=gradients,
             power_of_2=power_of_2,
@@ -230,8 +256,8 @@ class FP8Layer(PlainFirst):
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 may gather the weight; None: the weight has a scale per row."""
-        if not self._has_one_scale:
+        """The format in which FSDP2 may gather the weight; None: the weight has a scale per row, or is padded."""
+        if not self._has_one_scale or any(self.padding):
             return None
         dtype: Any = self.config.cast_config_weight.target_dtype
         return TorchAOWire(self.linear_mm_config, dtype, self.settings is not None and self.settings.saves_weight_codes)

@@ -9,7 +9,7 @@ Importing this module imports torchao (about 3 s).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,16 +43,17 @@ def convert(
         configure(model.get_submodule(fqn), settings_of(fqn), fp8_eval=fp8_eval)
 
 
-def configure(linear: nn.Module, settings: LayerSettings, *, fp8_eval: bool) -> None:
+def configure(linear: Any, settings: LayerSettings, *, fp8_eval: bool) -> None:
     """Make a Linear or Conv1D an FP8Layer with these settings, in place."""
     own = {"fp8_eval": fp8_eval, "weight_is_freed": False, "phase_gemms": NO_GEMM}
-    own |= settings.attributes()
     if not is_conv1d(linear):
+        own |= settings.attributes(linear.in_features, linear.out_features)
         in_place.become(linear, FP8Linear, own)
         return
     from lightning_lowprec.torchao.conv1d import FP8Conv1D
 
-    in_place.become(linear, FP8Conv1D, {**own, **sizes_of_conv1d(linear)})
+    sizes = sizes_of_conv1d(linear)
+    in_place.become(linear, FP8Conv1D, {**own, **settings.attributes(**sizes), **sizes})
 
 
 def save_no_weight_codes(model: nn.Module) -> None:

@@ -32,21 +32,23 @@ from lightning_lowprec.torchao.own_backward import ScaledInside
 _ALIGNMENT = 16  # of rows: the kernels' inner dimension in the GEMM of the weight gradient
 
 
-def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
+def matmul(layer: Any, given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with the bias.
 
     Args:
         layer: an ``FP8Layer``: which products run in high precision, and the recipe of the others.
         given: the tensor that the layer was called with: layers that are called with one tensor share its codes.
-        input: ``given`` in the autocast dtype.
+        input: ``given`` in the autocast dtype, perhaps padded.
+        weight: the weight of the layer, perhaps padded.
+        bias: the bias of the layer, perhaps padded.
 
     Raises:
         RuntimeError: the weight is cut by tensor parallelism.
     """
-    if isinstance(layer.weight, DTensor):
+    if isinstance(weight, DTensor):
         raise RuntimeError(
             "A layer with some GEMMs in bf16 does not run with tensor parallelism, which cuts the weight (got a DTensor"
-            f" of shape {tuple(layer.weight.shape)}). Choose all GEMMs: 'bf16', or the recipe without `gemms`."
+            f" of shape {tuple(weight.shape)}). Choose all GEMMs: 'bf16', or the recipe without `gemms`."
         )
     gemms = layer.in_bf16
     of_input: tuple[Any, ...] = (None, None)
@@ -54,8 +56,8 @@ def matmul(layer: Any, given: Tensor, input: Tensor) -> Tensor:
         of_input = saved_codes.input_codes(given, _padded(input), layer.config.round_scales_to_power_of_2)
     output: Tensor = _MixedMatmul.apply(  # type: ignore[no-untyped-call]
         input,
-        layer.weight,
-        layer.bias,
+        weight,
+        bias,
         *of_input,
         gemms,
         layer.linear_mm_config,

@@ -115,6 +115,9 @@ class FP8TorchAO(Scheduled):
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
             not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
             experts in the base dtype.
+        pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
+            says what the zeros cost. Codes of these weights are not kept, and FSDP2 gathers them in high precision.
+            False keeps these layers in the base dtype. With ``config``, its ``pad_inner_dim`` counts.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
 
@@ -125,8 +128,6 @@ class FP8TorchAO(Scheduled):
     """
 
     backend: ClassVar[str | None] = BACKEND
-    plan: Plan | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,
@@ -140,12 +141,13 @@ class FP8TorchAO(Scheduled):
         weight_codes: Literal["auto", "per_forward", "per_gemm"] = "auto",
         saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
+        pad_inner_dim: bool = False,
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
         if config is not None:
             recipe, fp8_format, emulate = _of_config(
-                config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward
+                config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward, pad_inner_dim
             )
             running = replace(running, emulate=running.emulate or emulate)
         self.recipes: Recipe | RecipeMap = _recipes(recipe)
@@ -175,6 +177,7 @@ class FP8TorchAO(Scheduled):
         self.saved_inputs = _saved(saved_inputs, self.kinds, config)
         check_choice("experts", experts, get_args(Experts))
         self.experts: Experts = experts
+        self.pad_inner_dim: bool = pad_inner_dim if config is None else config.pad_inner_dim
         self.set_schedule(take(ScheduleOptions, options).schedule)
         name = _name(recipe, self.fp8_format, config)
         form = masters.config.form if masters is not None and config is None else None
@@ -259,7 +262,8 @@ class FP8TorchAO(Scheduled):
         """The layers, and how they compute."""
         running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
         kept = self.weight_codes, self.saved_inputs, None if self.phases is None else self.phases.schedule
-        return self.precision, self.recipes, self.layers, *running, *kept, self.experts, self.config
+        layers = self.layers, self.experts, self.pad_inner_dim
+        return self.precision, self.recipes, *layers, *running, *kept, self.config
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
@@ -279,6 +283,7 @@ class FP8TorchAO(Scheduled):
             recipe=self.recipes,
             head=self.head,
             conv1d=True,
+            pads=self.pad_inner_dim,
             experts=experts_kept(self.experts, self.base, self.config, None if self.emulates(device) else device),
         )
         settings = self._settings(plan, device)
@@ -297,9 +302,8 @@ class FP8TorchAO(Scheduled):
             )
         elif plan.converted:
             self._compile(module, device)
-        if plan != self.plan:
+        if fp8.take_plan(self, module, plan):
             self._say(plan, device)
-        self.plan = plan
 
     def _settings(self, plan: Plan, device: torch.device) -> Callable[[str], LayerSettings]:
         """Return a function from the fqn of a layer that converts to the layer's settings."""
@@ -327,7 +331,6 @@ class FP8TorchAO(Scheduled):
         linear.save_no_weight_codes(module)
 
     def _say(self, plan: Plan, device: torch.device) -> None:
-        rank_zero_info(f"{self.precision}: {plan.summary()}.")
         if self.layers.min_gain is not None:
             tokens = self.layers.tokens or DEFAULT_TOKENS
             rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")
@@ -378,6 +381,7 @@ def _of_config(
     fp8_format: FP8Format | None,
     power_of_2: bool | None,
     rowwise_backward: RowwiseBackward,
+    pad_inner_dim: bool,
 ) -> tuple[Recipe, FP8Format, bool | None]:
     """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
     require("torchao.float8", "FP8TorchAO(config=...)")
@@ -387,6 +391,7 @@ def _of_config(
         ("fp8_format", fp8_format, None),
         ("round_scales_to_power_of_2", power_of_2, None),
         ("rowwise_backward", rowwise_backward, "scaled_after"),
+        ("pad_inner_dim", pad_inner_dim, False),
     ):
         if value != default:
             raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")

@@ -15,6 +15,7 @@ from torchao.float8.float8_linear import Float8Linear
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import NO_GEMM, InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.torchao.own_backward import ScaledInside
 
 
@@ -58,15 +59,17 @@ class LayerSettings:
     in_bf16: InBF16 = NO_GEMM
     settings: Settings | None = None
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the attributes of an ``FP8Layer`` with these settings."""
+    def attributes(self, in_features: int, out_features: int) -> dict[str, Any]:
+        """Return the attributes of an ``FP8Layer`` with these settings; no codes of padded tensors are kept."""
+        padding = -in_features % FEATURE_ALIGNMENT, -out_features % FEATURE_ALIGNMENT
         with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
             made = Float8Linear(1, 1, bias=False, config=self.config)  # type: ignore[no-untyped-call]
             plain = nn.Linear(1, 1, bias=False)
         return {
             **{name: value for name, value in vars(made).items() if name not in vars(plain)},
+            "padding": padding,
             "saves_weight_codes": self.saves_weight_codes,
-            "saves_codes": self.saves_codes,
+            "saves_codes": self.saves_codes and not any(padding),
             "own_gemms": self.in_bf16,
             "in_bf16": tuple(sorted(self.in_bf16)),
             "settings": self.settings,

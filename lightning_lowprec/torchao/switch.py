@@ -54,7 +54,7 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
                 " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
             )
         saves = layer.saves_weight_codes  # not where FSDP2 frees the weight
-        vars(layer).update(layer.settings.of(recipe).attributes())
+        vars(layer).update(layer.settings.of(recipe).attributes(layer.in_features, layer.out_features))
         layer.saves_weight_codes &= saves
     layer.own_gemms = recipe.in_bf16
     _update(layer)

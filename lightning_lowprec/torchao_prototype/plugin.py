@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
@@ -70,8 +69,6 @@ class TorchAOPrototype(Scheduled):
     """The name for ``precision=``, without a suffix."""
     alignment: ClassVar[int] = 16
     """Features are multiples of this number."""
-    plan: Plan | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(self, recipe: Any, *, base: Base, low_eval: bool, compile: Compile, options: Any) -> None:
         if not isinstance(recipe, Mapping):
@@ -180,10 +177,7 @@ class TorchAOPrototype(Scheduled):
                 precision=self.precision,
                 advice="Encoding is slow without `torch.compile`: compile the model yourself.",
             )
-        if plan != self.plan:
-            rank_zero_info(f"{self.precision}: {plan.summary()}.")
-            rank_zero_info(f"{self.precision}: {self.how(device)}.")
-        self.plan = plan
+        fp8.take_plan(self, module, plan, self.how(device))
 
     @staticmethod
     def _in_high(plan: Plan, fqn: str) -> InBF16:

@@ -383,3 +383,18 @@ def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
     assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(RuntimeError, match=f"cannot run '{experts}' in high precision: it is no linear layer"):
         fit(tmp_path, NumericsMonitor(shadow_loss=True), net=Mixture(), steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*were not called in the first training forward")
+def test_a_layer_that_is_never_called_is_named(tmp_path):
+    class Reader(Net):
+        def __init__(self):
+            super().__init__()
+            self.read = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return super().forward(nn.functional.linear(x, self.read.weight))
+
+    monitor = NumericsMonitor()
+    fit(tmp_path, monitor, net=Reader(), steps=1)
+    assert monitor.missing == {"read": "it was not called, or in compiled code alone"}

@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec.conversion.options import LayerOptions
@@ -321,10 +322,40 @@ def test_summary_and_table():
     assert plan.summary() == (
         "converted 2 of 7 linear layers, kept 5 in bf16: out_proj of a MultiheadAttention, which never calls it"
         " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
-        " output head (by name) ('lm_head')"
+        " output head (by name) ('lm_head'); 2 in_proj of a MultiheadAttention do not run in FP8"
     )
     lines = str(plan).split("\n")
-    assert len(lines) == 7
+    assert len(lines) == 9
     assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
-    assert lines[-1].endswith("kept: output head (by name), bf16")
+    assert lines[6].endswith("kept: output head (by name), bf16")
+    assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
     assert make_plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"
+
+
+def _attention(package, name, **attributes):
+    """A module with the layers of an attention, of a class of a package that is not installed here."""
+    module = type(name, (nn.Module,), {"__module__": f"{package}.models.some"})()
+    module.qkv, module.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    return module
+
+
+def test_known_classes_that_read_a_weight_themselves():
+    """Transformers' Mamba is the real class; torchvision's and timm's are known by name and by `q_bias`."""
+    said = "reads its weight and never calls it"
+    swin = _attention("torchvision", "ShiftedWindowAttention")
+    assert set(reasons(swin).values()) == {f"ShiftedWindowAttention {said}"}
+    assert set(reasons(_attention("mine", "ShiftedWindowAttention")).values()) == {None}
+    bias = nn.Parameter(torch.zeros(16))
+    for name in ("Attention", "EvaAttention", "WindowAttention"):
+        for attributes, reason in (
+            ({"q_bias": bias}, f"{name} {said}"),
+            ({"q_bias": bias, "qkv_bias_separate": False}, f"{name} {said}"),
+            ({"q_bias": bias, "qkv_bias_separate": True}, None),
+            ({"q_bias": None}, None),
+            ({}, None),
+        ):
+            assert reasons(_attention("timm", name, **attributes)) == {"qkv": reason, "proj": None}
+    config = MambaConfig(hidden_size=64, time_step_rank=16)
+    assert reasons(MambaMixer(config, layer_idx=0))["dt_proj"] == f"MambaMixer {said}"

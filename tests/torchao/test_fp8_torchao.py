@@ -104,7 +104,7 @@ def test_a_model_in_which_nothing_converts_raises_with_the_plan():
     assert "kept: features are no multiples of 16" in str(caught.value)
     assert "'bf16-mixed'" in str(caught.value)
     with pytest.raises(ValueError, match=r"would convert none of the 0 .*\n\(the model has no Linear\)"):
-        fabric(FP8TorchAO()).setup(nn.Conv2d(1, 1, 1))
+        fabric(FP8TorchAO()).setup(nn.BatchNorm2d(1))
 
 
 def test_a_keep_that_matches_nothing_raises_at_setup():

@@ -15,6 +15,7 @@ from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning import fits_command, widths
 from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
+from lightning_lowprec.tools.planning.forward_share import forward_share
 from lightning_lowprec.tools.planning.model_plan import converting_name, plan_of, recipes_of
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.render import text
@@ -38,6 +39,7 @@ def run(argv: Sequence[str]) -> int:
         source = load(args.source, args.args or {})
         recipes = recipes_of(dict(map(_pattern, args.recipe or ())), args.precision, name)
         plan = plan_of(source.model, name, recipes, take(LayerOptions, vars(args)))
+        share, forward = forward_share(source.model, plan)
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
     sizes = footprints(
@@ -64,17 +66,18 @@ def run(argv: Sequence[str]) -> int:
             bytes_of_codes=name.bytes_of_codes,
         )
     if args.markdown is not None:
-        page = text(source.origin, plan, per_token, sizes, ranks, markdown=True, all_rows=args.all)
+        page = text(source.origin, plan, per_token, sizes, ranks, forward=forward, markdown=True, all_rows=args.all)
         Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
     data = {
         "source": source.origin,
         "precision": args.precision,
-        "plan": [asdict(row) for row in plan.rows],
+        "plan": [asdict(row) for row in plan.all_rows],
+        "forward_share": share,
         "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
         "bytes": [asdict(row) for row in sizes],
         "per_rank": [asdict(rank) for rank in ranks],
     }
-    page = text(source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
+    page = text(source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
     print(strict_json.dumps(data) if args.json else page)
     return 0 if plan.converted else 1
 

@@ -39,7 +39,7 @@ class Flops:
 
     Args:
         fp8: in FP8.
-        high_precision: in linear layers that are kept, and with other weights that tokens are multiplied with.
+        high_precision: in linear layers that are kept, recurrent layers and ``nn.MultiheadAttention.in_proj``.
         attention: the scores and their sum over values, causal; 0 if the model's attention is not known.
     """
 
@@ -62,7 +62,7 @@ def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUEN
         attention_width: heads x head_dim x layers.
         sequence_length: tokens per sequence; a causal token attends to half of them on average.
     """
-    total = sum(_of(row) for row in plan.rows)
+    total = sum(_of(row) for row in plan.all_rows)
     fp8 = sum(_of(row, _in_bf16(plan, row)) for row in plan.rows if row.kept_because is None)
     # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
     attention = 6.0 * sequence_length * attention_width

@@ -66,6 +66,7 @@ def plan_of(model: nn.Module, name: PrecisionName, recipe: Recipe | RecipeMap, o
         alignment=name.alignment,
         stores_codes=name.bytes_of_codes is not None,
         conv1d=name.conv1d != "kept",
+        pads=name.pads,
         experts=name.experts,
         base=name.options.get("base", "bf16"),
         format=name.plugin.format,

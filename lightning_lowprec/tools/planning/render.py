@@ -30,6 +30,7 @@ def text(
     sizes: Sequence[Bytes],
     ranks: Sequence[Rank] = (),
     *,
+    forward: str = "",
     markdown: bool = False,
     all_rows: bool = False,
 ) -> str:
@@ -41,16 +42,17 @@ def text(
         flops: the plan's FLOPs.
         sizes: the model's bytes, one row per precision.
         ranks: the bytes of one rank under FSDP2, one row per precision; empty: not asked for.
+        forward: a line about the FLOPs of a forward; empty: no forward is known.
         markdown: write Markdown.
         all_rows: one row per layer, not one per kind of block.
     """
-    rows = [(row.fqn, row) for row in plan.rows] if all_rows else grouped(plan.rows)
+    rows = [(row.fqn, row) for row in plan.all_rows] if all_rows else grouped(plan.all_rows)
     cells = [(name or "(the model)", row.shape, verdict_with_gain(row, plan.format)) for name, row in rows]
     return "\n\n".join(
         [
             f"{'# ' if markdown else ''}{origin}: {plan.summary()}",
             "\n".join(format_table([("layer", "in -> out", "verdict"), *cells], right=[1], markdown=markdown)),
-            "\n".join(f"{'- ' if markdown else ''}{cost}" for cost in _costs(plan, flops)),
+            "\n".join(f"{'- ' if markdown else ''}{cost}" for cost in _costs(plan, flops, forward)),
             "\n".join(format_table(_sizes(sizes), right=range(1, 6), markdown=markdown)),
             GATHER_NOTE,
             *_of_ranks(ranks, markdown),
@@ -69,11 +71,21 @@ def _of_ranks(ranks: Sequence[Rank], markdown: bool) -> list[str]:
     return ["\n".join(format_table(lines, right=range(1, 6), markdown=markdown)), RANK_NOTE]
 
 
-def _costs(plan: Plan, flops: Flops) -> list[str]:
-    attention = f"{flops.attention:.3g} attention" if flops.attention else "attention not known and not counted"
+def _costs(plan: Plan, flops: Flops, forward: str) -> list[str]:
+    convolutions = sum(not row.per_token for row in plan.others)
+    counted, missing, of = [f"{flops.high_precision:.3g} kept"], list[str](), ""
+    if flops.attention:
+        counted.append(f"{flops.attention:.3g} attention")
+    else:
+        missing, of = ["attention", "products of bare parameters"], " of the linear layers"
+    if convolutions:
+        missing, of = [f"{convolutions} convolutions", *missing], " of the linear layers"
+    if missing:
+        counted.append(f"{', '.join(missing)} not known and not counted")
     lines = [
-        f"matrix FLOPs per token: {flops.fp8_share:.1%} in {plan.format}"
-        f" ({flops.fp8:.3g} {plan.format}, {flops.high_precision:.3g} kept, {attention})"
+        f"matrix FLOPs per token{of}: {flops.fp8_share:.1%} in {plan.format}"
+        f" ({flops.fp8:.3g} {plan.format}, {', '.join(counted)})",
+        *filter(None, [forward]),
     ]
     if plan.format != "FP8":
         return [*lines, f"gains per layer: not known for {plan.format}"]

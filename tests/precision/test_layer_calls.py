@@ -1,0 +1,218 @@
+"""Converted layers whose weight the model reads without a call, and the share of the FLOPs of converted layers."""
+
+import logging
+import re
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_lowprec  # registers the names
+
+WIDTH, TOKENS = 64, 32
+
+
+class Reader(nn.Module):
+    """Attention as timm's BEiT writes it: the class reads the weight of `qkv` and calls `proj`."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        return self.proj(F.sigmoid(q + k) * v)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Reader(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+class Lit(L.LightningModule):
+    def __init__(self, model=None):
+        super().__init__()
+        self.model = model or Model()
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).square().mean()
+
+    validation_step = test_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def warned(caught):
+    return [str(warning.message) for warning in caught if "first training forward" in str(warning.message)]
+
+
+def train(model, precision="fp8-hybrid", steps=3, batch=None):
+    """The warnings of some steps in Fabric, and the plugin."""
+    fabric = L.Fabric(accelerator="cpu", precision=precision)
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            fabric.backward(wrapped(torch.randn(TOKENS, WIDTH) if batch is None else batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return warned(caught), fabric.strategy.precision
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise", "msamp-o2", "int8-mixed", "mxfp8"])
+def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name):
+    (message,), plugin = train(Model(), name)
+    assert f"`precision='{plugin.precision}'`: 1 of 3 converted layers were not called" in message
+    assert "'attention.qkv'" in message
+    assert "`keep=['qkv']`" in message
+    assert plugin.plan.converted == ("attention.proj", "mlp")
+    assert "not called in the first training forward ('attention.qkv')" in plugin.plan.summary()
+
+
+def test_the_remedy_of_the_warning():
+    (message,), _ = train(Model())
+    keep = eval(re.search(r"`keep=(\[.*?\])`", message)[1])
+    fabric_precision = lightning_lowprec.FP8TorchAO(keep=keep)
+    fabric = L.Fabric(accelerator="cpu", plugins=fabric_precision)
+    wrapped = fabric.setup(Model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.randn(TOKENS, WIDTH))
+    assert fabric_precision.plan.converted == ("attention.proj", "mlp")
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|isinstance.treespec|logger|test_dataloader).*")
+def test_in_the_trainer_and_in_later_runs(tmp_path, caplog):
+    trainer = L.Trainer(
+        precision="fp8-hybrid", accelerator="cpu", max_steps=1, default_root_dir=tmp_path, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model, data = Lit(), torch.utils.data.DataLoader([torch.randn(4, 16, WIDTH)], batch_size=None)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO):
+        warnings.simplefilter("always")
+        trainer.fit(model, data, data)
+        trainer.test(model, data, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = 2
+        trainer.fit(model, data)
+    assert len(warned(caught)) == 1
+    assert trainer.precision_plugin.plan.converted == ("model.attention.proj", "model.mlp")
+    assert sum("converted 3 of 3" in record.message for record in caplog.records) == 1
+
+
+class Mixture(nn.Module):
+    """Everything that rightly is not called in the first forward, and what is called in unusual ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.later = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.again = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.experts[1](x.to(self.later.weight.dtype)) + self.again.weight.square().mean()
+        return checkpoint(self.again, x, use_reentrant=False) + self.again.forward(x)
+
+
+def test_no_false_alarm():
+    assert train(Mixture())[0] == []
+
+
+def test_two_models_of_one_fabric():
+    """A GAN: each forward calls one of two models."""
+    fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid")
+    first, second = fabric.setup(Mixture()), fabric.setup(Model())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first(torch.randn(TOKENS, WIDTH))
+        assert warned(caught) == []
+        second(torch.randn(TOKENS, WIDTH))
+    assert len(warned(caught)) == 1
+
+
+class CalledElsewhere(Reader):
+    def forward(self, x):
+        return self.proj(self.product(x.to(self.qkv.weight.dtype))[..., :WIDTH])
+
+    def product(self, x):
+        return self.qkv(x)
+
+
+@pytest.mark.parametrize(("attention", "count"), [(Reader, 1), (CalledElsewhere, 0)])
+@pytest.mark.parametrize("outer", [False, True])
+def test_compiled_code_is_compiled_once_and_judged_by_what_it_reads(attention, count, outer):
+    model, compiled = Model(), []
+
+    def counter(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model.attention = attention()
+    if outer:
+        fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid")
+        run = fabric.setup(torch.compile(model, backend=counter))
+    else:
+        model.attention.compile(backend=counter, fullgraph=True)
+        run = L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            run(torch.randn(TOKENS, WIDTH)).sum().backward()
+    assert len([text for text in warned(caught) if "attention.qkv" in text]) == count
+    assert not any("mlp" in text for text in warned(caught))
+    assert len(compiled) == 1
+
+
+class Everything(nn.Module):
+    """Products that do not convert: a convolution, an LSTM, an in_proj, a bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x):
+        x = self.conv(x.mT).mT @ self.bare
+        return self.linear(self.attention(x, x, x, need_weights=True)[0])
+
+
+def test_the_share_is_that_of_torchs_counter(caplog):
+    model, x = Everything(), torch.randn(2, 16, WIDTH)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    flops = counter.get_flop_counts()
+    share = sum(flops["Everything.linear"].values()) / counter.get_total_flops()
+    with caplog.at_level(logging.INFO):
+        (message,), plugin = train(model, steps=1, batch=x)
+    assert f"only {share:.2%} of the matrix FLOPs" in message
+    assert "'bf16-mixed' runs the same model" in message
+    assert "1 Conv1d, 1 in_proj of a MultiheadAttention do not run in FP8" in plugin.plan.summary()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_recurrent_layers_count(layers, caplog):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.linear = nn.LSTM(WIDTH, WIDTH, layers, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(self.lstm(x)[0])
+
+    share = 1 / (1 + 8 * layers)
+    with caplog.at_level(logging.INFO):
+        messages, plugin = train(Recurrent(), steps=1, batch=torch.randn(2, 16, WIDTH))
+    said = messages or [record.message for record in caplog.records]
+    assert any(f"{share:.{1 if share >= 0.1 else 2}%} of the matrix FLOPs" in text for text in said)
+    assert "; 1 LSTM do not run in FP8" in plugin.plan.summary()

@@ -1,0 +1,172 @@
+"""`pad_inner_dim=True`: layers whose features are no multiples of 16 run in FP8, padded with zeros."""
+
+import itertools
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import Float8LinearConfig
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowprec import FP8TorchAO, plan
+from lightning_lowprec.conversion.backends import reconfigure
+from tests.quality import sqnr
+
+SIZES = (20, 36)  # padded to 32 and 48
+
+
+class Products(TorchDispatchMode):
+    """The sizes of all products."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            self.sizes += [*args[0].shape, *args[1].shape]
+        return func(*args, **(kwargs or {}))
+
+
+def run(layer, plugin, x):
+    """Output and gradients of one layer, and the sizes of its products."""
+    fabric = L.Fabric(accelerator="cpu", plugins=plugin)
+    wrapped = fabric.setup(nn.Sequential(layer))
+    x = x.clone().requires_grad_()
+    with Products() as products:
+        output = wrapped(x)
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype))
+    return (output.detach(), x.grad, *(p.grad for p in layer.parameters())), products.sizes
+
+
+def padded(layer, more_in, more_out):
+    """The same layer with zeros behind its features."""
+    if isinstance(layer, Conv1D):
+        wide = Conv1D(layer.nf + more_out, layer.nx + more_in)
+        wide.weight.data = nn.functional.pad(layer.weight.data, (0, more_out, 0, more_in))
+    else:
+        wide = nn.Linear(layer.in_features + more_in, layer.out_features + more_out, bias=layer.bias is not None)
+        wide.weight.data = nn.functional.pad(layer.weight.data, (0, more_in, 0, more_out))
+    if layer.bias is not None:
+        wide.bias.data = nn.functional.pad(layer.bias.data, (0, more_out))
+    return wide
+
+
+LAYERS = {
+    "Linear": lambda: nn.Linear(*SIZES),
+    "no bias": lambda: nn.Linear(*SIZES, bias=False),
+    "Conv1D": lambda: Conv1D(SIZES[1], SIZES[0]),
+}
+OPTIONS = {
+    "tensorwise": {},
+    "rowwise": {"recipe": "rowwise"},
+    "gw-hp": {"recipe": "rowwise_with_gw_hp"},
+    "saved codes": {"saved_inputs": "codes"},
+    "forward in bf16": {"recipe": {"*": {"forward": "bf16"}}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_values_are_those_of_a_padded_model(kind, options):
+    """Bit for bit, and every product has sizes that the kernels take."""
+    torch.manual_seed(0)
+    layer, x = LAYERS[kind](), torch.randn(5, 3, SIZES[0])
+    wide = padded(layer, 12, 12)
+    (y, dx, dw, *db), sizes = run(layer, FP8TorchAO(pad_inner_dim=True, **OPTIONS[options]), x)
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(**OPTIONS[options]))
+    wrapped = fabric.setup(nn.Sequential(wide))
+    given = nn.functional.pad(x, (0, 12)).requires_grad_()
+    output = wrapped(given)
+    gradient = torch.linspace(-1, 1, y.numel()).view_as(y)
+    output.backward(nn.functional.pad(gradient, (0, 12)).to(output.dtype))
+    assert torch.equal(y, output[..., : SIZES[1]])
+    assert torch.equal(dx, given.grad[..., : SIZES[0]])
+    rows, columns = dw.shape
+    assert torch.equal(dw, wide.weight.grad[:rows, :columns])
+    assert all(torch.equal(b, wide.bias.grad[: SIZES[1]]) for b in db)
+    if options != "forward in bf16":
+        assert sizes
+        assert all(size % 16 == 0 for size in sizes)
+
+
+def test_against_float32():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(300, 300), torch.randn(64, 300)
+    exact = nn.functional.linear(x, layer.weight, layer.bias).detach()
+    (output, *_), _ = run(layer, FP8TorchAO(pad_inner_dim=True), x)
+    assert sqnr(exact, output.float()) > 25
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_the_plan_says_what_it_costs_and_names_the_option(pad):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd, self.even = nn.Linear(300, 300), nn.Linear(304, 304)
+
+    plugin = FP8TorchAO(pad_inner_dim=pad)
+    L.Fabric(accelerator="cpu", plugins=plugin).setup(Net())
+    cost = "padded to 304 -> 304, 2.7% more FLOPs"
+    if pad:
+        assert plugin.plan.converted == ("odd", "even")
+        assert f"FP8, {cost}" in str(plugin.plan)
+        assert plugin.plan.summary() == (
+            "converted 2 of 2 linear layers (1 of them padded with zeros: 2.7% more FLOPs in these)"
+        )
+    else:
+        assert plugin.plan.converted == ("even",)
+        assert f"kept: features are no multiples of 16, bf16 (`pad_inner_dim=True`: {cost})" in str(plugin.plan)
+        assert cost in str(plan(Net()))
+        assert "pad_inner_dim" not in str(plan(Net(), "fp8-hybrid-te"))
+
+
+def test_a_model_of_such_layers_alone():
+    with pytest.raises(ValueError, match=r"`pad_inner_dim=True`: padded to 304 -> 304, 2.7% more FLOPs"):
+        L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(nn.Linear(300, 300))
+
+
+def test_by_config_and_with_another_recipe():
+    x = torch.randn(4, SIZES[0])
+    torch.manual_seed(0)
+    layer = nn.Linear(*SIZES)
+    (output, *_), _ = run(layer, FP8TorchAO(config=Float8LinearConfig(pad_inner_dim=True)), x)
+    assert layer.padding == (12, 12)
+    torch.manual_seed(0)
+    other = nn.Linear(*SIZES)
+    (same, *_), _ = run(other, FP8TorchAO(pad_inner_dim=True), x)
+    assert torch.equal(output, same)
+    for recipe in ("rowwise", "tensorwise"):
+        reconfigure(other, recipe)
+        assert (other.padding, other.encoded_per_step, other.weight_codes) == ((12, 12), False, None)
+    with pytest.raises(ValueError, match="`pad_inner_dim=True` with `config=Float8LinearConfig"):
+        FP8TorchAO(config=Float8LinearConfig(), pad_inner_dim=True)
+    with pytest.raises(ValueError, match="`pad_inner_dim='yes'` is not valid; expected True or False"):
+        FP8TorchAO(pad_inner_dim="yes")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trains_and_evaluates(compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 2))
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(pad_inner_dim=True))
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    x = torch.randn(64, 20)
+    y = x[:, :2].sin()
+    losses = []
+    for _ in range(30):
+        loss = (wrapped(x) - y).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 4
+    wrapped.eval()
+    with torch.inference_mode():
+        assert wrapped(x).shape == (64, 2)
+    assert all(tuple(p.shape) in {(300, 20), (300,), (2, 300), (2,)} for p in model.parameters())
+    assert list(itertools.chain(*(m.padding for m in model if hasattr(m, "padding")))) == [12, 4, 4, 14]
