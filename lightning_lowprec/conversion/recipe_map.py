@@ -3,7 +3,8 @@
     {"blocks.0.*": "bf16", "*.gate": "fp32", "*.mlp.*": "tensorwise", "*.o_proj": "rowwise", "*": {"forward": "bf16"}}
 
 The rules that keep a layer (output heads, routers, adapters, ``keep``, ``only``, layers that cannot convert) come
-before the mapping, but not before ``"fp32"``. A layer that no pattern matches is kept.
+before the mapping, but not before ``"fp32"``. A layer that no pattern matches is kept; in a map of ``"fp32"`` alone
+it has the backend's first recipe.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class RecipeMap:
         Args:
             given: patterns and values, see :meth:`LayerRecipe.of`.
             names: the recipes of the backend.
-            base: the recipe that a mapping of products changes.
+            base: the recipe that a mapping of products changes, and of all other layers in a map of ``"fp32"`` alone.
 
         Raises:
             ValueError: there is no pattern, a pattern is no string, a value is not valid, or nothing runs in FP8.
@@ -103,6 +104,8 @@ class RecipeMap:
             pattern: LayerRecipe.of(value, names=names, base=base, field=f"recipe[{pattern!r}]")
             for pattern, value in given.items()
         }
+        if all(recipe.name == FLOAT32 for recipe in found.values()):
+            found["*"] = LayerRecipe(base)
         if all(recipe.is_kept for recipe in found.values()):
             raise ValueError(
                 f"`recipe={dict(given)!r}` computes nothing in FP8; give a pattern one of:"

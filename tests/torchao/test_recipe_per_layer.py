@@ -71,6 +71,12 @@ def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
     assert plugin.state_dict() == {"backend": "torchao"}
 
 
+def test_a_map_of_fp32_alone_leaves_the_recipe_of_all_other_layers():
+    plans = [set_up(recipe={"lm_head": "fp32", **rest})[0].plan for rest in ({}, {"*": "tensorwise"})]
+    assert plans[0] == plans[1]
+    assert plans[0].converted
+
+
 def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
     recipe = {"lm_head": "fp32", "blocks.0.up": "fp32", "*": "tensorwise"}
     for masters in (False, "remainder"):
