@@ -109,6 +109,7 @@ TORCHAO = [
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
     ("saved_inputs", "bf16", "one of: values, codes"),
     ("experts", "on", "one of: auto, fp8, bf16"),
+    ("pad_inner_dim", "yes", TRUE_OR_FALSE),
     ("schedule", "warmup", "None or a list of phases"),
 ]
 TE = [

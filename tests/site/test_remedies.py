@@ -57,7 +57,7 @@ SPACE: dict[str, Any] = {
     "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy, "unfuse": apply.unfuse,
     "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
     "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
-    "self": type("Sharded", (L.LightningModule, FSDPModule), {}), "requires_grad_": nn.Module.requires_grad_,
+    "self": type("Sharded", (L.LightningModule, FSDPModule), {"qkv": nn.Linear(1, 1)}), "F": nn.functional, "requires_grad_": nn.Module.requires_grad_,
     "reset_parameters": nn.Linear.reset_parameters, "plugin": FP8TorchAO, "AORecipeKwargs": AORecipeKwargs,
     "fabric": L.Fabric(accelerator="cpu", plugins=FP8TorchAO()),
     "trainer": SimpleNamespace(precision_plugin=FP8TorchAO()),
