@@ -155,18 +155,13 @@ def make_plan(
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options = options or LayerOptions()
-    reasons, built_in = selection.by_user(model, options), selection.built_in(model)
-    if options.only is None:
-        reasons = built_in | reasons
-    uncalled = dict(selection.uncalled(model))
+    built_in, by_user = selection.built_in(model), selection.by_user(model, options)
+    reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
     found = []
     for matmul, module in matmuls(model):
         multiple = 1 if pads and matmul.kind != STACKED else alignment
         reason = selection.unsupported(matmul, module, multiple, converted_class, experts)
-        reason = reason or uncalled.get(matmul.fqn)
-        if reason is None and is_conv1d(module) and not conv1d:
-            reason = "no Linear (Conv1D)"
-        reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes=stores_codes)
+        reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes, conv1d)
         found.append((matmul, module, reason))
     if isinstance(recipe, RecipeMap):
         recipe.check({matmul.fqn: reason for matmul, _, reason in found})
@@ -178,20 +173,25 @@ def make_plan(
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
-        row = _row(matmul, module, reason, own, gain)
-        if pads is not None and (reason is None or reason == no_multiple(alignment)):
-            row = replace(row, padded_to=_padded(matmul, alignment))
         dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
         dtype = FLOAT32 if own is not None and own.name == FLOAT32 else dtype
-        rows.append(replace(row, runs_in=dtype))
-    others = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
-    return Plan(tuple(rows), tuple(replace(row, runs_in=base) for row in others), recipes, format)
+        row = replace(_row(matmul, module, reason, own, gain), runs_in=dtype)
+        rows.append(row if pads is None else replace(row, padded_to=_padded(row, alignment)))
+    return Plan(tuple(rows), _others(model, base), recipes, format)
 
 
-def _padded(matmul: Matmul, alignment: int) -> tuple[int, int] | None:
-    sizes = matmul.in_features, matmul.out_features
+def _others(model: nn.Module, base: str) -> tuple[PlanRow, ...]:
+    """Return the rows of weights that never convert."""
+    found = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
+    return tuple(replace(row, runs_in=base) for row in found)
+
+
+def _padded(row: PlanRow, alignment: int) -> tuple[int, int] | None:
+    """Return the sizes to which a layer is padded, or could be; None: its sizes fit, or another reason keeps it."""
+    sizes = row.in_features, row.out_features
     padded = sizes[0] + -sizes[0] % alignment, sizes[1] + -sizes[1] % alignment
-    return None if padded == sizes or matmul.kind == STACKED else padded
+    other = row.kind == STACKED or row.kept_because not in (None, no_multiple(alignment))
+    return None if other or padded == sizes else padded
 
 
 def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
@@ -199,7 +199,9 @@ def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe
     return PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=_trains(module), recipe=words)
 
 
-def _kept_by(options: LayerOptions, module: nn.Module, *, stores_codes: bool) -> str | None:
+def _kept_by(options: LayerOptions, module: nn.Module, stores_codes: bool, conv1d: bool) -> str | None:
+    if is_conv1d(module) and not conv1d:
+        return "no Linear (Conv1D)"
     computed = selection.computed_weight(module) if stores_codes else None
     return computed or ("frozen" if options.frozen == "keep" and not _trains(module) else None)
 

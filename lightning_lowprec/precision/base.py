@@ -69,8 +69,7 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether the name in ``precision=`` left the choice of the backend to this package."""
     head: Head = "bf16"
     """The option ``head``: how the output head of a causal language model and its loss are computed."""
-    plan: Plan | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
+    plan: Plan | None = None  # of the module that was set up last: converted layers, kept layers, reasons
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
@@ -78,10 +77,8 @@ class LowPrecision(TrainerPrecision, ABC):
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     keeps_float32_shards: bool = False
     """Whether FSDP2's float32 shards take the place of masters."""
-    shards_codes: bool = False
-    """Whether FSDP2 can shard these codes."""
-    phases: ScheduledPhases | None = None
-    """The option ``schedule``: the phases that the layers follow."""
+    shards_codes: bool = False  # whether FSDP2 can shard these codes
+    phases: ScheduledPhases | None = None  # the option `schedule`: the phases that the layers follow
     engine: Engine | None = None
     """Runs backward passes and steps, and has the masters and the loss scale, in place of the plugin (DeepSpeed)."""
     reduce_dtype: torch.dtype | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
+from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT, NO_GROUPED_PRODUCT
+from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.runs_where import RecipeKey
@@ -58,15 +59,8 @@ def plan_or_raise(
     *,
     precision: str,
     base: str,
-    recipe: Recipe | RecipeMap = "tensorwise",
-    converted_class: type[Module] | None = None,
-    stores_codes: bool = False,
-    conv1d: bool = False,
-    pads: bool | None = None,
-    experts: str | None = NO_GROUPED_PRODUCT,
-    head: str = "bf16",
     alignment: int = FEATURE_ALIGNMENT,
-    format: str = "FP8",
+    **options: Any,
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
@@ -75,33 +69,13 @@ def plan_or_raise(
         layers: the user's choices.
         precision: the name of the precision, for messages.
         base: the dtype outside of FP8: ``"bf16"`` or ``"fp16"``.
-        recipe: see ``make_plan``.
-        converted_class: see ``make_plan``.
-        stores_codes: see ``make_plan``.
-        conv1d: see ``make_plan``.
-        pads: see ``make_plan``.
-        experts: see ``make_plan``.
-        head: see ``make_plan``.
         alignment: see ``make_plan``.
-        format: see ``make_plan``.
+        options: the other arguments of ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
-    plan = make_plan(
-        module,
-        layers,
-        recipe=recipe,
-        converted_class=converted_class,
-        stores_codes=stores_codes,
-        base=base,
-        head=head,
-        conv1d=conv1d,
-        pads=pads,
-        experts=experts,
-        alignment=alignment,
-        format=format,
-    )
+    plan = make_plan(module, layers, base=base, alignment=alignment, **{"conv1d": False, **options})
     if plan.converted:
         return plan
     found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Collection, Iterable
 from typing import Any, Final, final
 
@@ -40,7 +40,7 @@ class RunningModules:
 
     def innermost(self) -> tuple[int | None, bool]:
         """Return the id of the innermost module that runs, and whether this package computes the operation."""
-        frame: Any = sys._getframe(1)
+        frame: Any = inspect.currentframe()
         ours, in_compiled, inner = False, False, ""
         while frame is not None:
             where = str(frame.f_globals.get("__name__"))

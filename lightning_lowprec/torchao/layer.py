@@ -187,7 +187,9 @@ class FP8Layer(PlainFirst):
             output = mixed_gemms.matmul(self, given, input, weight, bias)
         else:
             output = self._in_fp8(given, input, weight, bias)
-        return output[..., : self.out_features] if self.padding[1] else output
+        if self.padding[1]:  # a copy and no view: a model may write to it
+            output = output[..., : self.out_features].clone(memory_format=torch.contiguous_format)
+        return output
 
     def _padded(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return input, weight and bias with zeros behind K and N."""

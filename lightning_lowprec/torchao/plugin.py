@@ -116,7 +116,7 @@ class FP8TorchAO(Scheduled):
             not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
             experts in the base dtype.
         pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
-            says what the zeros cost. Codes of these weights are not kept, and FSDP2 gathers them in high precision.
+            says what the zeros cost. FSDP2 gathers these weights in high precision.
             False keeps these layers in the base dtype. With ``config``, its ``pad_inner_dim`` counts.
         config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
             gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.

@@ -60,7 +60,7 @@ class LayerSettings:
     settings: Settings | None = None
 
     def attributes(self, in_features: int, out_features: int) -> dict[str, Any]:
-        """Return the attributes of an ``FP8Layer`` with these settings; no codes of padded tensors are kept."""
+        """Return the attributes of an ``FP8Layer`` with these settings; the codes of padded inputs are not shared."""
         padding = -in_features % FEATURE_ALIGNMENT, -out_features % FEATURE_ALIGNMENT
         with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
             made = Float8Linear(1, 1, bias=False, config=self.config)  # type: ignore[no-untyped-call]

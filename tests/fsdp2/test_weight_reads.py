@@ -73,3 +73,20 @@ def test_a_write_to_a_gathered_weight_raises(alone):
         sharded = fabric.setup_module(model)
         with pytest.raises(RuntimeError, match=r"would write to a gathered weight of shape \(64, 64\).*to the shards"):
             sharded(X)
+
+
+class Reader(Block):
+    def forward(self, x):
+        return x + F.linear(F.linear(x, self.up.weight, self.up.bias), self.down.weight)[:, :32]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
+@pytest.mark.parametrize("name", ["fp8-hybrid-torchao", "msamp-o3"])
+def test_a_layer_that_is_only_read_is_named_and_the_gather_too(alone, name):
+    model = nn.Sequential(Reader(), nn.Linear(32, 32))
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
+    fabric.launch()
+    sharded = fabric.setup_module(model)
+    with pytest.warns(UserWarning, match=r"'0.up', '0.down'.*FSDP2 gathers the weights like those of the other"):
+        sharded(X)
+    assert fabric.strategy.precision.plan.converted == ("1",)
