@@ -14,6 +14,7 @@ from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -91,17 +92,12 @@ def plan_or_raise(
 
 def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> bool:
     """Give a plugin the plan of a module; log the plan and some lines, and return True, if the plan is new."""
-    plan = plan.without(not_called(plugin, module))
+    plan = plan.without(not_called(module))
     is_new, plugin.plan = plan != plugin.plan, plan
     if is_new:
         for line in (plan.summary(), *lines):
             rank_zero_info(f"{plugin.precision}: {line}.")
     return is_new
-
-
-def not_called(plugin: LowPrecision, module: Module) -> set[str]:
-    """Return the converted layers of a module that a watched forward did not call, by fqn."""
-    return {fqn for fqn, layer in module.named_modules() if layer in plugin.modules.not_called}
 
 
 def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:

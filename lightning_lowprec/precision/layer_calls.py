@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import CodeType
 from typing import Any, Final, final
+from weakref import WeakSet
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
@@ -31,6 +32,17 @@ from lightning_lowprec.precision.running_modules import RunningModules
 LOW: Final = 0.1
 """The share of the matrix FLOPs below which a precision of converted layers is worth a warning."""
 _KINDS: Final = {"convolution": "convolutions", "rnn": "recurrent layers", "attention": "attention"}
+
+
+_called: WeakSet[Module] = WeakSet()
+"""The converted layers that a watched forward has called."""
+_not_called: WeakSet[Module] = WeakSet()
+"""The converted layers whose weight a watched forward read without a call of the layer."""
+
+
+def not_called(model: Module) -> set[str]:
+    """Return the layers of a model whose weight was read without a call of the layer, by fqn."""
+    return {fqn for fqn, layer in model.named_modules() if layer in _not_called}
 
 
 def _converts(module: Module) -> bool:
@@ -123,17 +135,15 @@ class LayerCalls:
         Args:
             plugin: the precision. Its plan counts these layers as kept from now on.
         """
-        modules = plugin.modules
-        modules.called.update(self.layers[key] for key in self.called)
-        new = [(layer, fqn) for layer, fqn in self.not_called() if layer not in modules.called | modules.not_called]
-        modules.not_called.update(layer for layer, _ in new)
+        _called.update(self.layers[key] for key in self.called)
+        new = [(layer, fqn) for layer, fqn in self.not_called() if layer not in _called | _not_called]
+        _not_called.update(layer for layer, _ in new)
         if new:
-            rank_zero_warn(_not_called(plugin, [fqn for _, fqn in new], len(self.layers)))
+            rank_zero_warn(_warning(plugin, [fqn for _, fqn in new], len(self.layers)))
             if plugin.plan is not None:  # of the module that was set up last
-                names = {fqn for fqn, layer in self.models[-1].named_modules() if layer in modules.not_called}
-                plugin.plan = plugin.plan.without(names)
-        if self.share is not None and self.converted and not modules.said_share:
-            modules.said_share = True
+                plugin.plan = plugin.plan.without(not_called(self.models[-1]))
+        if self.share is not None and self.converted and not plugin.modules.said_share:
+            plugin.modules.said_share = True
             _say_share(plugin, self, self.share)
 
 
@@ -174,7 +184,7 @@ def _attributes(code: CodeType, name: str) -> Iterator[str | None]:
             yield from _attributes(constant, name)
 
 
-def _not_called(plugin: Any, fqns: list[str], layers: int) -> str:
+def _warning(plugin: Any, fqns: list[str], layers: int) -> str:
     names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
     last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
     gathered = (

@@ -35,10 +35,6 @@ class Modules:
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
         self.watched_forwards = 0
         """How many of the next training forwards look for large products in float32 (``float32_products.py``)."""
-        self.called: weakref.WeakSet[Module] = weakref.WeakSet()
-        """The converted layers that a watched forward has called."""
-        self.not_called: weakref.WeakSet[Module] = weakref.WeakSet()
-        """The converted layers whose weight a watched forward read without a call of the layer."""
         self.said_share = False
         """Whether the share of the FLOPs in converted layers was logged since the last set-up."""
         self._waiting: list[weakref.ref[Module]] = []
@@ -106,5 +102,4 @@ class Modules:
     def __getstate__(self) -> dict[str, object]:
         """Leave out the modules, which stay in their process."""
         left_out: dict[str, object] = {"_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}
-        left_out |= {"called": weakref.WeakSet(), "not_called": weakref.WeakSet()}
         return {**self.__dict__, **left_out, "ready": self.device is not None, "need_check": False}

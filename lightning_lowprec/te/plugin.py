@@ -22,6 +22,7 @@ from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.engine import Engine
+from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
     FP8Choices,
@@ -311,7 +312,7 @@ class FP8TE(Scheduled):
         self._check_norms(module, device)
         if found != self.choice:
             rank_zero_info(f"{self.precision}: {found.summary()}.")
-        self.choice, self.plan = found, found.linears.without(fp8.not_called(self, module))
+        self.choice, self.plan = found, found.linears.without(not_called(module))
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
