@@ -113,14 +113,15 @@ def test_the_page_shows_the_ledger_of_transformer_engines_blocks():
 
 
 def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
-    """Less than 5 % by any of the rates; a larger gain asks for ``fuse="layer"``."""
+    """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for ``fuse="layer"``."""
     found = {entry.contender: entry for entry in entries(TE_LAYERS)}
     text = " ".join(PAGE.read_text().split())
     ours, blocks = found["ours fp8-tensorwise"], found["te layers delayed"]
     gains = {}
     for rates in roofline.H200:
         times = {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
-        assert min(times.values()) == times["te layers delayed"] >= 0.95 * times["ours fp8-tensorwise"]
+        assert min(times.values()) == times["te layers delayed"]
+        assert times["te layers delayed"] >= 0.95 * times["ours fp8-tensorwise, bf16 between blocks"]
         gains[rates] = {key: 1 - times["te layers delayed"] / time for key, time in times.items()}
     middle = gains["middle"]
     assert f"need {middle['ours fp8-tensorwise']:.1%} less time".replace("%", " %") in text
@@ -145,7 +146,10 @@ def test_largest_values_of_current_scaling_that_the_page_adds():
     read = 4 * weights + 2 * 2 * shape.sequence * columns
     ms = shape.layers * read / roofline.assumed().values["bandwidth"] * 1e3
     found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries(TE_LAYERS)}
-    assert found["te layers current"] + ms == pytest.approx(found["ours fp8-tensorwise, bf16 between blocks"], abs=0.5)
+    ahead = 1 - (found["te layers current"] + ms) / found["ours fp8-tensorwise, bf16 between blocks"]
+    assert f"With the 6 ms, current scaling is predicted to need {ahead:.1%} less".replace("%", " %") in " ".join(
+        PAGE.read_text().split()
+    )
     assert f"read {read / 1e9:.1f} GB once more to find largest values: {ms:.0f} ms" in " ".join(
         PAGE.read_text().split()
     )
