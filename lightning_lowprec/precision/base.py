@@ -218,7 +218,7 @@ class LowPrecision(TrainerPrecision, ABC):
             self._finish(module, device)
 
     def _set_dtypes(self, module: Module) -> None:
-        """Cast a module that will train, or has trained, to half precision; or its half-precision weights to float32."""
+        """Cast a module that trains, or has trained, to half precision; or its half-precision weights to float32."""
         if self.masters is not None:
             if self.modules.sharded is None and (self._will_train or any(map(is_marked, module.parameters()))):
                 self._cast_to_half(module)
