@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.callbacks.layers import named_layers
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.numerics.casts import HIGH, LayerNumerics
 
 _REMEDY: Final = "Leave `shadow_loss` out."
 _LOGGING: Final = ("log", "log_dict")
@@ -28,12 +28,11 @@ def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx
     Raises:
         RuntimeError: a converted layer cannot run in high precision, or ``training_step`` returns no loss.
     """
-    arguments: dict[str, Any] = {"batch_idx": batch_idx}
-    wanted = inspect.signature(module.training_step).parameters
+    two = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # by position, as the Trainer does
+    arguments = (batch, batch_idx) if two else (batch,)
     devices = [trainer.strategy.root_device] if trainer.strategy.root_device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices), in_high_precision(module), _without_logging(module):
-        known = {name: value for name, value in arguments.items() if name in wanted}
-        output = trainer.strategy.training_step(batch, *known.values())
+        output = trainer.strategy.training_step(*arguments)
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise RuntimeError(f"`shadow_loss=True` needs a loss, and `training_step` returned {loss!r}. {_REMEDY}")
@@ -50,7 +49,7 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
             if backend is None:
                 continue
             found = backend.numerics(layer) if isinstance(layer, nn.Linear) else "it is no linear layer"
-            if not isinstance(found, LayerNumerics):
+            if not isinstance(found, LayerNumerics) and found != HIGH:
                 raise RuntimeError(f"`shadow_loss=True` cannot run {fqn!r} in high precision: {found}. {_REMEDY}")
             vars(layer)["forward"] = partial(_linear, fqn, layer, backend)
             changed.append(layer)
@@ -62,6 +61,8 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
 
 def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor) -> Tensor:
     found = backend.numerics(layer)
+    if found == HIGH:  # by demotion, or in a phase of a schedule
+        return cast(Tensor, type(layer).forward(layer, input))
     weight = found.values if isinstance(found, LayerNumerics) else None
     if weight is None or isinstance(weight, DTensor):
         raise RuntimeError(

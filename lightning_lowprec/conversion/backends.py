@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -138,6 +139,8 @@ class Backend:
         return any(cls.__module__.startswith(self.layers_from) for cls in type(module).__mro__)
 
 
+left_roundings: WeakKeyDictionary[nn.Module, Mapping[str, WeightRounding | None]] = WeakKeyDictionary()
+"""For each layer that is plain again: how its forward rounded the weights in the Trainer's last run."""
 _registered: dict[str, Backend] = {}
 _listeners: list[Callable[[], None]] = []
 
@@ -221,6 +224,15 @@ def reconfigure(layer: nn.Module, recipe: str | Mapping[str, str]) -> None:
             f" {' or '.join(b.title for b in registered() if b.reconfigure is not None)} has converted."
         )
     backend.reconfigure(layer, LayerRecipe.of(recipe, names=tuple(backend.recipes), base=None))
+
+
+def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None] | None:
+    """Return how the forward of a layer rounds its weights, or rounded them in the Trainer's last run.
+
+    None: the layer was not converted.
+    """
+    backend = owner(layer)
+    return left_roundings.get(layer) if backend is None else backend.weight_roundings(layer)
 
 
 def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:

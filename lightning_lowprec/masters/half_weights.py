@@ -22,6 +22,7 @@ from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, 
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
 from lightning_lowprec.references import alive
 
@@ -68,12 +69,16 @@ class HalfWeights:
             if id(p) in masters and p.dtype != dtype:  # round once, not from one half precision to the other
                 cast_parameter(p, torch.float32)
                 p.data.copy_(masters[id(p)])
+        again = [p for p in changed if p.dtype == torch.float32 and is_marked(p)]
         widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
         for p in [p for p in widened if p.dtype in HALF_DTYPES]:
             cast_parameter(p, torch.float32)  # it was loaded in half precision, or an earlier precision has cast it
             if id(p) in masters:
                 p.data.copy_(masters[id(p)])
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
+        for p in again if self.config.form == "remainder" else ():  # round to what an earlier run has left
+            if id(p) in originals and not hasattr(p, "to_local"):
+                p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
         self.gradients.prepare(module.parameters())
         for p in {id(p): p for p in (*changed, *trained.values()) if p.dtype == dtype}.values():

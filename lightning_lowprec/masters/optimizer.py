@@ -14,8 +14,8 @@ their own masters.
 
 State dicts have one more tensor per half-precision parameter, ``master_param`` (float32). The stochastic form has none,
 because the weights contain everything. A state dict of any form loads into any other form, and without ``master_param``
-into the plain optimizer of a float32 model. A state dict of a plain optimizer loads too: the masters are then the
-weights.
+into the plain optimizer of a float32 model. A state dict of a plain optimizer loads too: masters that do not round to
+their weights follow them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_lowprec.masters.coded_state import (
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
 from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
-from lightning_lowprec.masters.registry import ROUNDING_STEP, MasterRegistry
+from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.rules import steps_alone
 from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -116,8 +116,6 @@ def remove_masters(optimizer: Optimizer) -> None:
     optimizer.__class__ = plain_class(optimizer)
     for name in ("_masters", "_incoming", "_updates"):
         vars(optimizer).pop(name, None)
-    for group in optimizer.param_groups:
-        group.pop(ROUNDING_STEP, None)
     for param, entry in optimizer.state.items():
         optimizer.state[param] = decoded_entry(float32_state(entry), param)
 
@@ -323,7 +321,7 @@ class MasterOptimizer(Optimizer):
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any form of masters, or of a plain optimizer: the masters are then the weights."""
+        """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
         plain, coded = taken_out(state_dict)
         with registry.showing_masters():

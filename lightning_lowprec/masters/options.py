@@ -90,7 +90,7 @@ class MasterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions:
-    """Weights that are half precision when a model is set up, and the model after the Trainer's ``fit``.
+    """Weights that are half precision when a model is set up, and the model after the Trainer is done.
 
     Args:
         weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
@@ -99,13 +99,14 @@ class WeightOptions:
         keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
             where others become half precision, beside those that the model declares float32. Under FSDP2 they are
             gathered as float32 too. Products with them run under autocast, as others do.
-        plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit`` ends: torch's
-            own layers, and float32 weights with the values of the masters. Not under FSDP2.
+        plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit``, ``test`` or
+            any other run ends: torch's own layers, and float32 weights with the values of the masters. A model that
+            FSDP2 or ZeRO has sharded stays as it is, and a log line says so.
     """
 
     weights: Weights = "float32"
     keep_fp32: Names = ()
-    plain_after_fit: bool = False
+    plain_after_fit: bool = True
 
     def __post_init__(self) -> None:
         """Check every field."""

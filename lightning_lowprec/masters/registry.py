@@ -153,7 +153,7 @@ class MasterRegistry:
             for key, remainder in remainders.items()
             if key in params and not isinstance(self.place_of[key][0], RemainderStore)
         }
-        self.refresh({**values, **whole})
+        self.refresh({**values, **whole} if values or remainders else None)
         for key, remainder in remainders.items():
             store, index = self.place_of.get(key, (None, 0))
             if isinstance(store, RemainderStore):
@@ -350,5 +350,5 @@ def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
             if held and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):
                 store.follow_edits()
                 values = {id(p): value for p, value in zip(store.params, store.values(), strict=True)}
-                found |= {id(p): values[id(p)].detach().clone() for p in held}
+                found |= {id(p): values[id(p)].detach().to(p.device, copy=True) for p in held}
     return found

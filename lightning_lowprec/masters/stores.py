@@ -89,8 +89,12 @@ class Store(ABC):
         self._unsaved = True
 
     def refresh(self) -> None:
-        """Follow all edits of the parameters, also edits that leave no trace."""
-        self.set_values({})
+        """Follow all edits of the parameters, also those without a trace; masters in memory stay where they agree."""
+        if self.buffer.allocated:
+            self.follow_edits()
+            self.load()
+        else:
+            self.set_values({})
 
     def follow_edits(self) -> None:
         """Let the next load compare every master with its parameter, also where no edit was noticed."""
@@ -190,11 +194,6 @@ class Fp32Store(Store):
     def companion(self, index: int) -> Tensor | None:
         """Return the master."""
         return self.buffer.views[index]
-
-    def refresh(self) -> None:
-        """Follow all edits; a master that rounds to its parameter stays."""
-        self.follow_edits()
-        self.load()
 
     def values(self) -> list[Tensor]:
         """Return the masters themselves, not copies, as all tensors in a state dict."""

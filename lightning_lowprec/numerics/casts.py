@@ -22,6 +22,7 @@ FIELDS: Final = ("amax", "scale", "values", "codes", "saturated")
 
 UNKNOWN: Final = -1.0
 """Stands for the scale of a tensor whose cast is not known."""
+HIGH: Final = "runs in high precision"
 EVALUATES: Final = "evaluation runs in high precision"
 
 

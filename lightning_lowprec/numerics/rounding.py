@@ -54,6 +54,13 @@ def join_(upper: Tensor, remainder: Tensor) -> None:
         part.view(torch.int32).add_(torch.where(part == 0, low.clamp(min=0), low))
 
 
+def upper_half(master: Tensor) -> Tensor:
+    """Return the bf16 half of :func:`split_`, ties away from zero: (...) float32 -> (...) bfloat16."""
+    rounded = master.clone()
+    split_(rounded, torch.empty_like(master, dtype=torch.int16))
+    return rounded.bfloat16()
+
+
 def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     """Return ``master`` where it rounds to ``weight`` (either way at a tie), and ``weight`` where it was edited.
 
@@ -61,9 +68,7 @@ def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     """
     agrees = master.to(weight.dtype) == weight
     if weight.dtype == torch.bfloat16:
-        rounded = master.clone()
-        split_(rounded, torch.empty_like(master, dtype=torch.int16))
-        agrees |= rounded == weight
+        agrees |= upper_half(master) == weight
     return torch.where(agrees, master, weight.float())
 
 

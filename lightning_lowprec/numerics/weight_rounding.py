@@ -35,6 +35,8 @@ class WeightRounding:
     """What has a scale of its own."""
     scale_of: Callable[[Tensor], Tensor]
     """Returns the scales of largest absolute values: (...) float32 -> (...) float32."""
+    as_trained: Callable[[Tensor], Tensor] | None = None
+    """Returns the half-precision weight that the forward rounded, of its float32 master; None: the weight itself."""
 
 
 def nearest_scale(amax: Tensor) -> Tensor:

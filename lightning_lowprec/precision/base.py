@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.masters.half_weights import HalfWeights
+from lightning_lowprec.masters.half_weights import HalfWeights, is_marked
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -59,7 +59,7 @@ class LowPrecision(TrainerPrecision, ABC):
     Args:
         scaler: scales the loss, and skips steps with gradients that are not finite; None: neither.
         masters: casts weights and gives optimizers float32 masters; None for float32 weights.
-        weights: the options of half-precision weights where there are no masters, and of the model after ``fit``.
+        weights: the options of half-precision weights where there are no masters, and of the model after a run.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
@@ -180,9 +180,7 @@ class LowPrecision(TrainerPrecision, ABC):
         trainer = trainer_of(module)
         if trainer is not None and trainer.precision_plugin is not self:  # from an earlier fit; now Fabric runs it
             trainer = None
-        self.after_fit.begin(module, trainer)
         self._in_trainer = trainer is not None
-        # before a fit, evaluation keeps float32 weights (autocast rounds them the same way): masters lose nothing
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self.modules.bind(trainer.strategy.root_device)
@@ -190,6 +188,7 @@ class LowPrecision(TrainerPrecision, ABC):
             return module
         refusals.refuse_sharded(module, self.precision)
         refusals.check_names(module, self.keep_fp32)
+        self.after_fit.begin(self, module, trainer)
         if self.modules.add(module):
             self._prepare_waiting()
         else:  # before DDP makes buckets of the parameters' dtypes
@@ -219,13 +218,13 @@ class LowPrecision(TrainerPrecision, ABC):
             self._finish(module, device)
 
     def _set_dtypes(self, module: Module) -> None:
-        """Cast a module that will train to half precision, or its trainable half-precision weights to float32."""
-        if not self._will_train:
-            return
+        """Cast a module that trains, or has trained, to half precision; or its half-precision weights to float32."""
         if self.masters is not None:
-            if self.modules.sharded is None:
+            if self.modules.sharded is None and (self._will_train or any(map(is_marked, module.parameters()))):
                 self._cast_to_half(module)
-        elif self.weights is not None:
+                if not self._will_train:
+                    self.masters.drop_originals()  # `after_fit` has them
+        elif self.weights is not None and self._will_train:
             unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(module))
             if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
                 remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
@@ -249,7 +248,6 @@ class LowPrecision(TrainerPrecision, ABC):
         Args:
             reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
         """
-        refusals.refuse_plain_after_fit(self.plain_after_fit, "FSDP2")
         self.modules.bind_fsdp2()
         self.optimizers.reshard = reshard
         masters = None if self.masters is None else self.masters.under_fsdp2()
@@ -267,7 +265,7 @@ class LowPrecision(TrainerPrecision, ABC):
 
     def bind_engine(self, engine: Engine) -> None:
         """Leave backward passes, steps, half-precision weights, masters and the loss scale to an engine."""
-        refusals.refuse_under_engine(self.plain_after_fit, self.keep_fp32, engine.name)
+        refusals.refuse_under_engine(self.keep_fp32, engine.name)
         self.engine = engine
         self.scaler = self.masters = self.weights = None
 
@@ -312,10 +310,9 @@ class LowPrecision(TrainerPrecision, ABC):
 
     @override
     def teardown(self) -> None:
-        """Trainer: hand back the model after a search of the Tuner, or as ``plain_after_fit`` asks."""
+        """Trainer: hand the model back, or log a line if the strategy leaves it sharded."""
         super().teardown()
-        if self._in_trainer and self.modules.sharded is None:
-            self.after_fit.end(self.modules.prepared, plain=self.plain_after_fit, trained=self._will_train)
+        self.after_fit.end(self)
 
     # ---- forward
 

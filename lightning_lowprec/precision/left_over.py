@@ -92,9 +92,10 @@ def warn_of_half_weights(model: Module, run: str) -> None:
 
 
 def forget(model: Module) -> None:
-    """Remove what an earlier run has left: updates during the backward pass, hooks of :func:`warn_at_first_forward`."""
+    """Remove what an earlier run has left: updates in the backward pass, notes, :func:`warn_at_first_forward`."""
     forget_updates(model.parameters())
     for module in model.modules():
+        backends.left_roundings.pop(module, None)
         warn = vars(module).pop(_ATTRIBUTE, None)
         if warn is not None:
             warn.remove()

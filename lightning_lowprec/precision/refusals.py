@@ -82,30 +82,12 @@ def check_names(module: Module, keep_fp32: Sequence[str]) -> None:
         kept_float32(module, torch.bfloat16, keep_fp32)
 
 
-def refuse_under_engine(plain_after_fit: bool, keep_fp32: Sequence[str], where: str) -> None:
-    """Raise ValueError if a model shall be handed back plain, or keep float32 tensors, by an engine that casts it."""
-    refuse_plain_after_fit(plain_after_fit, where)
+def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
+    """Raise ValueError if a model shall keep float32 tensors under an engine, which casts it."""
     if keep_fp32:
         raise ValueError(
             f"`keep_fp32={list(keep_fp32)!r}` is not possible under {where}, which casts every weight. Use"
             " `strategy='fsdp2'`, or leave it out."
-        )
-
-
-def refuse_plain_after_fit(wanted: bool, where: str) -> None:
-    """Raise if the model shall be handed back plain by a strategy that leaves it sharded.
-
-    Args:
-        wanted: the option ``plain_after_fit``.
-        where: the strategy: ``"FSDP2"``.
-
-    Raises:
-        ValueError: the option is on.
-    """
-    if wanted:
-        raise ValueError(
-            f"`plain_after_fit=True` is not possible under {where}, which leaves a model sharded. Leave it out, and"
-            " load a checkpoint into a fresh model."
         )
 
 

@@ -26,6 +26,7 @@ FLOAT32_PRODUCTS: Final = "the warning of products in float32"
 MONITOR: Final = "NumericsMonitor"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
+EXPORT: Final = "`lightning_lowprec.export` of a model that every rank has"
 SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
 FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
@@ -51,6 +52,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.utils._pytree.tree_map_only",
     ),
+    EXPORT: ("torch.distributed.distributed_c10d._get_default_store",),
     LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
     MSAMP: (
         *_OPTIMIZER_STEP,
@@ -183,6 +185,14 @@ def _missing(part: str) -> list[str]:
     if part == FSDP2 and missing(groups) == groups:
         lost.append(groups[0])
     return lost
+
+
+def default_store() -> Any:
+    """Return the key-value store by which the ranks of the default process group found each other."""
+    from torch.distributed import distributed_c10d
+
+    check(EXPORT)
+    return distributed_c10d._get_default_store()
 
 
 # ---- learning rate schedulers and the step of an optimizer

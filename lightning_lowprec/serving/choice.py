@@ -27,7 +27,7 @@ class Choice:
 
 
 def of_layers(model: nn.Module) -> Choice:
-    """Return the choice of a live model: the weights that its converted layers multiply in FP8."""
+    """Return the choice of a live model: the weights that its converted layers multiply, or multiplied, in FP8."""
     roundings: dict[str, WeightRounding | None] = {}
     kept: dict[str, str] = {}
     for matmul, module in matmuls(model):
@@ -35,15 +35,13 @@ def of_layers(model: nn.Module) -> Choice:
         if is_of_adapter(fqn):
             continue
         path, _, parameter = (fqn if matmul.kind == STACKED else _join(fqn, "weight")).rpartition(".")
-        backend = backends.owner(module)
-        if backend is None:
+        found = backends.weight_roundings(module)
+        if found is None:
             kept[fqn] = "not converted"
-            continue
-        found = backend.weight_roundings(module)
-        if parameter in found:
+        elif parameter in found:
             roundings[_join(path, parameter)] = found[parameter]
         else:
-            kept[fqn] = f"the forward of its {backend.title} layer has no codes of a scale per weight, row or block"
+            kept[fqn] = "the forward of its layer has no codes of a scale per weight, row or block"
     return Choice(roundings=roundings, kept=kept)
 
 

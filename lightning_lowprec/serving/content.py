@@ -176,9 +176,9 @@ class Content:
         for group, targets in self._groups:
             if group.is_renamed:
                 name = group.names[0]
-                yield from self._chunks(group, targets[0], partial(self.source.rows, name))
+                yield from self._chunks(group, targets[0], self._rows(name))
                 continue
-            whole = {name: self.source.rows(name, 0, max(1, *self._shapes[name].size[:1])) for name in group.names}
+            whole = {name: self._rows(name)(0, max(1, *self._shapes[name].size[:1])) for name in group.names}
             amax = self._amax(group)
             found = transformers_names.published(self.model, whole)
             del whole
@@ -222,7 +222,14 @@ class Content:
         rounding = self.choice.roundings.get(name)
         if len(group.names) > 1 or rounding is None or rounding.scale_per != "tensor":
             return None
-        return largest(partial(self.source.rows, name), tuple(self._shapes[name].size))
+        return largest(self._rows(name), tuple(self._shapes[name].size))
+
+    def _rows(self, name: str) -> Rows:
+        """Return a function that reads rows of a weight; of a plain model's weight in FP8, as the run rounded them."""
+        rows = partial(self.source.rows, name)
+        rounding = self.choice.roundings.get(name)
+        seen = None if rounding is None else rounding.as_trained
+        return rows if seen is None else lambda start, stop: seen(rows(start, stop))
 
 
 def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:

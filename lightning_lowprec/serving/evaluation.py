@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Count, check_types
 from lightning_lowprec.conversion.options import LayerOptions, Names
-from lightning_lowprec.serving.formats.base import Choices
+from lightning_lowprec.serving.formats.base import Choices, Format
 from lightning_lowprec.serving.formats.registry import FormatName, find
 from lightning_lowprec.serving.own_metrics import OwnMetrics
 from lightning_lowprec.serving.served_layers import ServedLayers
@@ -70,7 +70,7 @@ class LowPrecisionEval(Callback):
         only: Names | None = None,
     ) -> None:
         check_types({"weights_only": weights_only, "every": every}, {"weights_only": bool, "every": Count})
-        self._format = find(format)
+        self._name = format  # a format has functions that cannot be pickled
         if self._format.scale_per is None:
             raise ValueError(
                 f"`format={format!r}` is not valid here: it has no codes, so the server computes as the run does. Use"
@@ -92,6 +92,10 @@ class LowPrecisionEval(Callback):
         self._metrics: OwnMetrics | None = None
         self._open = ExitStack()
         self._said = False
+
+    @property
+    def _format(self) -> Format:
+        return find(self._name)
 
     # ---- Fabric
 

@@ -22,7 +22,7 @@ from lightning_lowprec.serving.adapters import FOLDER, WithoutAdapter, config_of
 from lightning_lowprec.serving.choice import NOTHING, Choice, of_layers
 from lightning_lowprec.serving.content import Content
 from lightning_lowprec.serving.formats.registry import FormatName, find
-from lightning_lowprec.serving.one_writer import OneWriter
+from lightning_lowprec.serving.one_writer import OneWriter, first_writes
 from lightning_lowprec.serving.source import LiveModel, Source
 
 DtypeName = Literal["bf16", "fp32", "fp16"]
@@ -131,7 +131,8 @@ def export(
     """Write a live model to a new folder that transformers, vLLM and SGLang load.
 
     The layers that this package converted become FP8, by the arithmetic that they train with; all others are stored in
-    ``dtype``. A sharded model is gathered one tensor at a time: all ranks call this, and rank 0 writes.
+    ``dtype``. Rank 0 writes. A sharded model is gathered one tensor at a time, and all ranks call this. Of a model that
+    every rank has (DDP), rank 0 must call this; other ranks that call this too wait for rank 0.
 
     Args:
         model: a model of transformers, or a module that holds one, such as a LightningModule; plain, converted, with a
@@ -147,8 +148,7 @@ def export(
     Raises:
         ValueError: there is no model of transformers, no layer is converted, a weight holds NaN or inf, or ``out``
             exists.
-        OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then. All ranks of a
-            sharded model raise.
+        OSError: the disk has not enough space, or ``out`` cannot be written. Nothing is left then. All ranks raise.
         RuntimeError: ZeRO-3 has cut the weights.
     """
     refuse_zero(model, "`export(model, out)`")
@@ -164,7 +164,11 @@ def export(
     )
     choice = NOTHING if find(format).scale_per is None else choice_of(inner)
     saved = tokenizer if folder is None else None
-    return write(LiveModel(inner), inner, choice, Path(out), options, config_of(inner), saved)
+
+    def writes() -> Exported:
+        return write(LiveModel(inner), inner, choice, Path(out), options, config_of(inner), saved)
+
+    return writes() if _is_sharded(inner) else first_writes(str(out), writes)
 
 
 def choice_of(model: nn.Module) -> Choice:
@@ -192,7 +196,8 @@ def served_model(model: nn.Module) -> Any:
 
     def look(module: nn.Module) -> None:
         if is_model(module):
-            found.append(module)
+            if all(module is not other for other in found):  # Fabric's wrapper holds the model twice under DDP
+                found.append(module)
         else:
             for child in module.children():
                 look(child)

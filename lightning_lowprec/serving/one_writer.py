@@ -1,16 +1,57 @@
-"""Rank 0 writes what all ranks read together: an error of rank 0 is raised on every rank, and no rank waits for it."""
+"""Rank 0 writes, and an error of rank 0 is raised on every rank.
+
+A sharded model is read by all ranks together (:class:`OneWriter`). A model that every rank has is read by rank 0 alone;
+other ranks that want it written too wait for the result (:func:`first_writes`).
+"""
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TypeVar, final
+from datetime import timedelta
+from typing import Final, TypeVar, cast, final
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowprec.fsdp2.agreement import on_all_ranks
+from lightning_lowprec.fsdp2.agreement import on_all_ranks, rank_and_ranks
+from lightning_lowprec.private.torch import default_store
 
 T = TypeVar("T")
+_WAIT: Final = timedelta(days=1)
+_calls: Counter[str] = Counter()
+
+
+def first_writes(name: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and return its result, or raise its error, on every rank that calls this.
+
+    This is no collective, because rank 0 may be the only rank that exports. The outcome goes through the store of the
+    process group.
+
+    Args:
+        name: of what is written.
+        action: writes; its result and its errors can be pickled.
+    """
+    rank, ranks = rank_and_ranks()
+    if ranks == 1:
+        return action()
+    store = default_store()
+    _calls[name] += 1
+    key = f"lightning_lowprec/{name}/{_calls[name]}"
+    if rank != 0:
+        store.wait([key], _WAIT)
+        result, failure = pickle.loads(store.get(key))
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+    try:
+        done = action()
+    except Exception as error:
+        store.set(key, pickle.dumps((None, type(error)(*error.args))))
+        raise
+    store.set(key, pickle.dumps((done, None)))
+    return done
 
 
 @final

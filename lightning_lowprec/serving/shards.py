@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
 
     Raises:
         ValueError: ``out`` exists, or the folder around it does not.
-        OSError: the disk has not enough space.
+        OSError: the disk has not enough space, or ``out`` came to exist in the last moment.
     """
     check_out(out)
     free = shutil.disk_usage(out.parent).free
@@ -38,15 +39,15 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
             f"`out={str(out)!r}` needs {size / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left. Free some, or"
             " choose another disk; nothing was written."
         )
-    aside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
-    aside.mkdir()
+    private = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
+        aside = private / out.name  # with the usual permissions, which `private` lacks
+        aside.mkdir()
         yield aside
-        os.replace(aside, out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        check_out(out)  # another process may have been faster
+        os.replace(aside, out)  # raises if `out` has files by now
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def check_out(out: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.private.transformer_engine import scale_state
 from lightning_lowprec.te.fp8_weight import Fp8Weight
@@ -39,7 +39,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     else:
         casts = dict.fromkeys(("input", "weight", "gradient"), _BLOCKS)
     if recipe.backward_override is not None:
-        casts["gradient"] = "runs in high precision"
+        casts["gradient"] = HIGH
     weight = layer._weight()
     gathered = isinstance(weight, Fp8Weight)
     if gathered and isinstance(casts["weight"], Cast):

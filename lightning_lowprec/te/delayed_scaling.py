@@ -103,7 +103,9 @@ class DelayedScales:
         """Return the scales as plain tensors, which ``torch.load(weights_only=True)`` reads; {} before any forward."""
         self.restore()  # scales that were loaded and not used yet
         found = saved_scales(self.layers())
-        return {SCALES: found, REUSED: any(cache.used_again for cache in self._caches())} if found else {}
+        if not found:
+            return {key: self._loaded[key] for key in (SCALES, REUSED) if key in self._loaded}  # of a plain model
+        return {SCALES: found, REUSED: any(cache.used_again for cache in self._caches())}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a plugin's state, for layers that may not be set up yet."""

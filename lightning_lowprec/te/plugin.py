@@ -294,6 +294,8 @@ class FP8TE(Scheduled):
     def _prepare(self, module: Module, device: torch.device) -> None:
         if self.phases is not None:
             self.phases.forget()
+        if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
+            self.scales.load({})  # those of another module
         if callable(self.fp8_group) and self._group is None:
             self._group = self.fp8_group()
         found = convert_model(
@@ -396,6 +398,13 @@ class FP8TE(Scheduled):
         if self.scales is not None and self._in_fp8 and ended:
             self.scales.after_step(skipped=self.skipped_steps > skipped)
         return output
+
+    @override
+    def teardown(self) -> None:
+        """Keep the delayed scales for the next set-up, then hand the model back, whose plain layers have none."""
+        if self.scales is not None:
+            self.scales.load(self.scales.state())
+        super().teardown()
 
     def _scaled_layers(self) -> list[tuple[str, Any]]:
         """Name every layer by the number of the module that was set up, and by its fqn there."""

@@ -11,14 +11,12 @@ from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.conversion.gemms import GEMMS
-from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.private.torchao import codes_of
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 from lightning_lowprec.torchao.layer import FP8Layer
 from lightning_lowprec.torchao.linear import FP8Linear
-
-_HIGH = "runs in high precision"
 
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str:
@@ -26,7 +24,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
     if not isinstance(layer, FP8Linear):
         return "a Conv1D" if isinstance(layer, FP8Layer) else "its products are inside of the module"
     if len(layer.in_bf16) == len(GEMMS):
-        return _HIGH
+        return HIGH
     if not (layer.training or layer.fp8_eval):
         return EVALUATES
     config, weight = layer.config, layer.weight
@@ -45,7 +43,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
 
 def _cast(choice: CastConfig, *, power_of_2: bool) -> Cast | str:
     if choice.scaling_type is ScalingType.DISABLED or choice.target_dtype is None:
-        return _HIGH
+        return HIGH
     by_row = choice.scaling_granularity is ScalingGranularity.AXISWISE
     return Cast(
         dtype=choice.target_dtype,

@@ -81,8 +81,6 @@ def _refusal(plugin: LowPrecision) -> str | None:
             f"`head={plugin.head!r}` reads the weight of the output head outside of its layer, where ZeRO does not"
             " see it. Leave `head` out, or use 'fsdp2'"
         )
-    if plugin.plain_after_fit:
-        return "`plain_after_fit=True` needs the whole model, which ZeRO has cut. Leave it out, and use `zero_to_fp32`"
     if plugin.needs_fp8_gather is not None:
         return f"`{plugin.needs_fp8_gather}` keeps weights in FP8, and ZeRO gathers them in half precision. Use 'fsdp2'"
     return None

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_lowprec import MSAMP, FP8TorchAO
 from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.conversion import backends
+from tests.precision.weights_left import as_trained
 
 WIDTH, STEPS = 64, 8
 pytestmark = pytest.mark.filterwarnings(
@@ -55,7 +56,7 @@ def fit(net, folder, plugin=None, steps=STEPS, ckpt=None, monitor=None, **demoti
     monitor = monitor or NumericsMonitor(every=1, rows=1.0, log=False, demote=Demotion(**{"patience": 2, **demotion}))
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
     options = {"max_steps": steps, "max_epochs": -1, "default_root_dir": folder, "callbacks": [monitor], **quiet}
-    trainer = L.Trainer(accelerator="cpu", plugins=plugin or FP8TorchAO(), **options)
+    trainer = L.Trainer(accelerator="cpu", plugins=as_trained(plugin or FP8TorchAO()), **options)
     trainer.fit(net, ckpt_path=ckpt)
     return trainer, monitor
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from functools import partial
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import MSAMP, FP8TorchAO
-from lightning_lowprec.callbacks import NumericsMonitor
+from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.callbacks.readings import FILE, read
 
 WIDTH = 64
@@ -220,6 +221,31 @@ def test_a_shadow_loss_is_that_of_high_precision(run, tmp_path):
     assert shadows[1] == pytest.approx(losses["bf16"][0], rel=close)
     assert shadows[1] != losses["plain"][0]
     assert monitored.losses == pytest.approx({"fp8/loss": losses["plain"][2 * micro], "fp8/shadow_loss": shadows[0]})
+
+
+def test_a_shadow_loss_takes_any_name_of_the_second_argument(tmp_path):
+    class Named(Net):
+        def training_step(self, batch, i):
+            return super().training_step(batch, i)
+
+    monitor = NumericsMonitor(every=1, shadow_loss=True, folder=tmp_path)
+    fit(tmp_path, monitor, net=Named(), logger=[Seen()], log_every_n_steps=1)
+    assert monitor.losses["fp8/shadow_loss"] == pytest.approx(monitor.losses["fp8/loss"], rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["demotion", "schedule"])
+def test_a_shadow_loss_of_layers_in_bf16_is_the_loss(how, tmp_path):
+    """From step 2 on every layer is in high precision already."""
+    demote = Demotion(output_db=90, patience=1, ladder=("bf16",)) if how == "demotion" else None
+    monitor = NumericsMonitor(every=1, rows=1.0, shadow_loss=True, demote=demote, folder=tmp_path)
+    plugin = FP8TorchAO(schedule=None if demote else [{"until": 2}, {"gemms": "bf16"}])
+    seen = []
+    monitor.on_readings = lambda readings: seen.append(dict(monitor.losses))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "NumericsMonitor: .* runs in bf16 from here on")
+        fit(tmp_path, monitor, net=Net(), plugin=plugin, logger=[Seen()], log_every_n_steps=1, steps=4)
+    assert monitor.losses["fp8/shadow_loss"] == monitor.losses["fp8/loss"]
+    assert seen[1]["fp8/shadow_loss"] != seen[1]["fp8/loss"]
 
 
 def test_a_shadow_loss_is_refused_where_it_cannot_run(tmp_path):

@@ -12,6 +12,7 @@ from plugins_under_test import every_plugin, make, weight_dtype
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.masters import block_moments
+from tests.precision.weights_left import as_trained
 
 REPRESENTATIVES: dict[str, Callable[[], Any]] = {
     "stock 32-true": lambda: "32-true",
@@ -44,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @every_plugin
 def test_trainer_checkpoint_needs_no_pickle_and_has_the_plain_state_dict(name: str, tmp_path: Path) -> None:
     """As that of 32-true does: plain tensors under plain names. Masters add a tensor per weight to the optimizer's."""
-    for plugin, path in ((make(name), tmp_path / "ours.ckpt"), ("32-true", tmp_path / "stock.ckpt")):
+    for plugin, path in ((as_trained(make(name)), tmp_path / "ours.ckpt"), ("32-true", tmp_path / "stock.ckpt")):
         save_with_trainer(plugin, path)
     ours = torch.load(tmp_path / "ours.ckpt", weights_only=True)
     stock = torch.load(tmp_path / "stock.ckpt", weights_only=True)

@@ -21,6 +21,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from plugins_under_test import every_name, every_plugin, every_scaled, make
 from torch import Tensor, nn
 
+from tests.precision.weights_left import as_trained
+
 NORM, VALUE = 0.25, 3.5
 # in float64, by the formula of torch.nn.utils.clip_grad_norm_: g * max_norm / (norm + 1e-6)
 BY_NORM = torch.tensor([3.0 * NORM / (5.0 + 1e-6), 4.0 * NORM / (5.0 + 1e-6)])
@@ -51,7 +53,7 @@ def test_trainer_clips_unscaled_gradients_after_the_step_hook(
 ) -> None:
     probe = StepNotes()
     options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-    trainer_with(make(name), **options).fit(probe, Batches(X))
+    trainer_with(as_trained(make(name)), **options).fit(probe, Batches(X))
     assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
     assert_same(probe.w.detach(), -clipped, rtol=1e-6, atol=0)
 
@@ -60,7 +62,7 @@ def test_trainer_clips_unscaled_gradients_after_the_step_hook(
 def test_trainer_clips_accumulated_gradients_once(name: str) -> None:
     """Two batches of X average to X."""
     probe = StepNotes()
-    trainer_with(make(name), gradient_clip_val=NORM, accumulate_grad_batches=2).fit(probe, Batches(X, X))
+    trainer_with(as_trained(make(name)), gradient_clip_val=NORM, accumulate_grad_batches=2).fit(probe, Batches(X, X))
     assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
     assert_same(probe.w.detach(), -BY_NORM, rtol=1e-6, atol=0)
 
@@ -106,7 +108,7 @@ def test_manual_clipping_acts_on_unscaled_gradients(name: str, algorithm: str, l
 
     probe = Manual()
     probe.automatic_optimization = False
-    trainer_with(make(name)).fit(probe, Batches(X, X))
+    trainer_with(as_trained(make(name))).fit(probe, Batches(X, X))
     assert_same(probe.w.detach(), -2 * clipped, rtol=1e-6, atol=0)
 
 
@@ -160,7 +162,7 @@ def test_fused_optimizer_is_clipped(name: str) -> None:
             return torch.optim.SGD([self.w], lr=1.0, fused=True)
 
     probe = Fused()
-    trainer_with(make(name), gradient_clip_val=NORM).fit(probe, Batches(X))
+    trainer_with(as_trained(make(name)), gradient_clip_val=NORM).fit(probe, Batches(X))
     assert_same(probe.w.detach(), -BY_NORM, rtol=1e-6, atol=0)
 
 
@@ -190,7 +192,7 @@ def test_optimizer_that_wraps_another_is_unscaled_once(name: str, manual: bool) 
 
     probe = Wrapped()
     probe.automatic_optimization = not manual
-    trainer_with(make(name), gradient_clip_val=None if manual else NORM).fit(probe, Batches(X))
+    trainer_with(as_trained(make(name)), gradient_clip_val=None if manual else NORM).fit(probe, Batches(X))
     assert_same(probe.w.detach(), -BY_NORM, rtol=1e-6, atol=0)
 
 

@@ -9,6 +9,7 @@ from plugins_under_test import code_dtypes, every_name, every_plugin, make, weig
 from torch import Tensor, nn
 
 from lightning_lowprec.msamp.weight import codes_of
+from tests.precision.weights_left import as_trained
 
 CONTEXTS = (
     "forward_context",
@@ -186,6 +187,6 @@ def test_trainer_leaves_batches_alone_and_autocasts_every_step(name: str, entry:
 @every_plugin
 def test_weights_stay_float32_unless_the_optimizer_has_masters(name: str) -> None:
     module = net()
-    trainer_with(make(name)).fit(module, random_batches(1))
+    trainer_with(as_trained(make(name))).fit(module, random_batches(1))
     assert {codes_of(p).dtype for p in module.parameters()} == {weight_dtype(name)} | code_dtypes(name)
     assert {p.dtype for p in module.parameters()} == {weight_dtype(name)}, "codes show their values"

@@ -26,6 +26,7 @@ from plugins_under_test import every_name, every_plugin, make
 from torch import nn
 
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.precision.weights_left import as_trained
 from tests.quality import sqnr
 
 GROWS_EVERY_STEP = LossScale(initial=8.0, growth_interval=1)
@@ -73,12 +74,12 @@ class NetAfterAnother(EvaluatedNet):
 @pytest.mark.parametrize("how", ["validate", "test", "predict"])
 def test_another_model_is_evaluated_by_the_trainer_that_fitted_one(name: str, how: str) -> None:
     """`trainer.fit(model)`, then `best = M.load_from_checkpoint(...)` and `trainer.test(best)`."""
-    trainer, fitted, batches = trainer_with(make(name)), net(EvaluatedNet), random_batches(2)
+    trainer, fitted, batches = trainer_with(as_trained(make(name))), net(EvaluatedNet), random_batches(2)
     trainer.fit(fitted, batches, batches)
     best = NetAfterAnother()
     best.load_state_dict(fitted.state_dict())
     words = {} if how == "predict" else {"verbose": False}
-    of_fitted = getattr(trainer_with(make(name)), how)(fitted, batches, **words)
+    of_fitted = getattr(trainer_with(as_trained(make(name))), how)(fitted, batches, **words)
     del fitted
     of_best = getattr(trainer, how)(best, batches, **words)
     rounds_otherwise = make(name).masters is not None  # half weights against float32 weights that are rounded at use
@@ -220,7 +221,7 @@ def test_frozen_parameters_stay_frozen(name: str) -> None:
     module = net()
     module.layers[0].requires_grad_(False)
     frozen = module.layers[0].weight.detach().clone()
-    trainer_with(make(name)).fit(module, random_batches(2))
+    trainer_with(as_trained(make(name))).fit(module, random_batches(2))
     assert not module.layers[0].weight.requires_grad
     assert same(module.layers[0].weight, frozen)
     assert module.layers[3].weight.requires_grad

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.precision.weights_left import as_trained
 
 STEPS = 12
 INITIAL, INTERVAL = 2.0**20, 2
@@ -106,7 +107,7 @@ def test_no_precision_is_another_one_in_disguise() -> None:
         for accumulate in (1, 2):
             torch.manual_seed(11)  # rounding ties, which master and remainder round differently, are rare
             module = Net()
-            plugin = make(name) if name in DISTINCT else name
+            plugin = as_trained(make(name)) if name in DISTINCT else name
             trainer_with(plugin, accumulate_grad_batches=accumulate).fit(module, random_batches(3))
             parameters += [value(p).flatten() for p in module.parameters()]
         weights[name] = torch.cat(parameters)

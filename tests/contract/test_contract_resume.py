@@ -22,6 +22,7 @@ from plugins_under_test import every_plugin, every_scaled, make
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.precision.weights_left import as_trained
 
 GROWING = LossScale(initial=2.0**8, growth_interval=3)
 """Eight good steps with this grow the scale twice, to 2^10, and leave two good steps on the counter."""
@@ -36,12 +37,12 @@ def fit(plugin: Any, module: Net, epochs: int, ckpt_path: Path | None = None) ->
 
 @every_plugin
 def test_trainer_resumes_bit_exactly(name: str, tmp_path: Path) -> None:
-    whole, whole_plugin = net(), make(name, GROWING)
+    whole, whole_plugin = net(), as_trained(make(name, GROWING))
     optimizer = fit(whole_plugin, whole, EPOCHS).optimizers[0]
 
     first, path = net(), tmp_path / "half.ckpt"
-    fit(make(name, GROWING), first, EPOCHS // 2).save_checkpoint(path)
-    second, plugin = Net(), make(name, GROWING)
+    fit(as_trained(make(name, GROWING)), first, EPOCHS // 2).save_checkpoint(path)
+    second, plugin = Net(), as_trained(make(name, GROWING))
     resumed = fit(plugin, second, EPOCHS, ckpt_path=path)
 
     assert_same_tensors(first.losses + second.losses, whole.losses)

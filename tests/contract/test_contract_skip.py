@@ -32,6 +32,7 @@ from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, MasterConfig
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
+from tests.precision.weights_left import as_trained
 
 NAN = torch.full((8, 32), float("nan"))
 PLUGINS: dict[str, Callable[..., LowPrecision]] = {
@@ -68,7 +69,7 @@ def held(module: torch.nn.Module, optimizer: Any) -> list[Any]:
 
 def by_trainer(plugin: LowPrecision, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
     module = net()
-    trainer = trainer_with(plugin, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    trainer = trainer_with(as_trained(plugin), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
     trainer.fit(module, Batches(*batches))
     assert trainer.global_step == len(batches) // accumulate  # as with fp16, skipped steps count
     return module, held(module, trainer.optimizers[0])
@@ -178,7 +179,7 @@ def test_a_resumed_trainer_is_the_run_without_the_batch(tmp_path: Any) -> None:
     first.fit(net(), Batches(*batches[:2], NAN))
     first.save_checkpoint(tmp_path / "some.ckpt")
     torch.load(tmp_path / "some.ckpt", weights_only=True)  # nothing needs pickle
-    plugin, module = make("bf16-master"), net()
+    plugin, module = as_trained(make("bf16-master")), net()
     second = trainer_with(plugin, max_epochs=2)
     second.fit(module, Batches(*batches[2:]), ckpt_path=tmp_path / "some.ckpt")
     assert plugin.skipped_steps == 1

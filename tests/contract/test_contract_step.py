@@ -23,6 +23,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plugins_under_test import every_plugin, every_scaled, every_unscaled, make
 from torch import Tensor
 
+from tests.precision.weights_left import as_trained
+
 Y = torch.tensor([-8.0, 2.0])
 
 
@@ -232,7 +234,7 @@ class LBFGSProbe(Probe):
 @every_unscaled
 def test_lbfgs_in_the_trainer_equals_plain_torch(name: str) -> None:
     probe = LBFGSProbe()
-    trainer_with(make(name)).fit(probe, Batches(TARGET, TARGET))
+    trainer_with(as_trained(make(name))).fit(probe, Batches(TARGET, TARGET))
     w, calls = plain_lbfgs(2)
     assert same(probe.w, w)
     assert probe.calls == calls > 2

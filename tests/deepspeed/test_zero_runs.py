@@ -148,6 +148,7 @@ def test_the_log_names_the_format_of_the_products_of_each_precision(seen):
         "ZeRO-3 keeps bf16 weights with float32 masters, gathers weights in bf16",
         "ZeRO-2 keeps fp16 weights with float32 masters, gathers updated weights in fp16 and scales the loss",
         "ZeRO-3 frees weights after each use: FP8 encodes them at every product",
+        "the model keeps its low-precision layers and weights after `fit`, because DeepSpeed ZeRO-3 has sharded it",
     ],
 )
 def test_the_log_says_what_is_gathered(seen, line):

@@ -1,5 +1,7 @@
 """FSDP2 in the Trainer, wherever the model is defined, in every precision; two gloo ranks."""
 
+import io
+import logging
 import tempfile
 import warnings
 
@@ -170,7 +172,11 @@ def again(rank):
     model = Module()
     trainer = trainer_for("bf16-remainder")
     trainer.validate(model, loader(), verbose=False)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     trainer.fit(model, loader())
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
     steps = len(model.losses)
     trainer.test(model, loader(), verbose=False)
     other = trainer_for("bf16-remainder")
@@ -180,7 +186,7 @@ def again(rank):
         trainer_for("fp8-hybrid").test(model, loader(), verbose=False)
     except TypeError as error:
         refused = str(error)
-    return model.evaluated, steps, len(model.losses), refused
+    return model.evaluated, steps, len(model.losses), refused, said.getvalue()
 
 
 def accumulated(rank):
@@ -365,7 +371,9 @@ def test_a_model_sharded_without_us_raises(results):
 
 
 def test_a_sharded_model_goes_on_in_its_precision(results):
-    evaluated, first, both, refused = results[0]["again"]
+    evaluated, first, both, refused, said = results[0]["again"]
+    assert said.count("bf16-remainder: the model keeps its low-precision layers and weights after `fit`") == 1
+    assert "because FSDP2 has sharded it" in said
     assert (first, both) == (8, 16)
     before, after, by_another = evaluated[:8], evaluated[8:16], evaluated[16:24]
     assert sum(after) < sum(before)

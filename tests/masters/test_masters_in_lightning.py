@@ -11,6 +11,7 @@ from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import has_masters, held_masters, main_params
 from lightning_lowprec.precision.loss_scale import LossScale
+from tests.precision.weights_left import as_trained
 
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -40,10 +41,10 @@ class Constant(L.LightningModule):
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
 def test_five_small_steps_arrive(name):
     model = Constant()
-    how = {"precision": name}
+    how = name
     if name == "fp16-master":  # a gradient of 1 overflows fp16 at the first scales, as it should
-        how = {"plugins": HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))}
-    trainer = L.Trainer(max_epochs=1, **how, **QUIET)
+        how = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))
+    trainer = L.Trainer(max_epochs=1, plugins=as_trained(how), **QUIET)
     trainer.fit(model)
     master = next(iter(main_params(trainer.optimizers[0])))
     torch.testing.assert_close(master, torch.full((4,), 0.995), rtol=1e-6, atol=0)
@@ -67,7 +68,7 @@ def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation
     model = Evaluated(steps=1)
     start = torch.tensor([1.001, 2.002, 3.003, 4.004])  # none of them is a bf16 number
     model.weight.data.copy_(start)
-    trainer = L.Trainer(precision="bf16-master", max_epochs=1, **QUIET)
+    trainer = L.Trainer(plugins=as_trained("bf16-master"), max_epochs=1, **QUIET)
     assert trainer.validate(model, verbose=False)[0]["dtype_is_float32"] == 1.0
     trainer.fit(model)
     torch.testing.assert_close(next(iter(main_params(trainer.optimizers[0]))), start - 1e-3, rtol=1e-6, atol=0)
@@ -98,7 +99,7 @@ class Net(L.LightningModule):
 def test_swa_and_schedulers(name):
     model = Net()
     swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-    trainer = L.Trainer(precision=name, max_epochs=3, callbacks=[swa], **QUIET)
+    trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **QUIET)
     with pytest.warns(UserWarning, match="averages the weights of the model"):
         trainer.fit(model)
     assert has_masters(trainer.optimizers[0])
@@ -134,7 +135,7 @@ def test_configured_by_hand(plugin):
     trainer = L.Trainer(plugins=plugin(), max_epochs=4, **QUIET)
     first = model.training_step(next(iter(model.train_dataloader())), 0).item()
     trainer.fit(model)
-    assert model.training_step(next(iter(model.train_dataloader())).bfloat16(), 0).item() < 0.5 * first
+    assert model.training_step(next(iter(model.train_dataloader())), 0).item() < 0.5 * first
 
 
 def test_the_loss_scale_reaches_the_users_logger(tmp_path):
@@ -228,7 +229,7 @@ def test_batch_norm_keeps_float32(name):
             self.backbone = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
 
     model = Convolutional()
-    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(model)
+    L.Trainer(plugins=as_trained(name), max_epochs=1, **QUIET).fit(model)
     assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
     assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
 

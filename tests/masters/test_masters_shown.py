@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.masters.optimizer import main_params
-from tests.precision.weights_left import Net, fit
+from tests.precision.weights_left import Net, as_trained, fit
 
 NAMES = [
     "half-auto", "fp8-tensorwise", "fp8-tensorwise-fp16", "bf16-master", "fp16-master", "bf16-remainder", "bf16-sr",
@@ -119,7 +119,7 @@ def test_no_optimizer_is_no_error(name):
     module = Untrained()
     before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
     with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
-        fit(name, module)
+        fit(as_trained(name), module)
     assert all(torch.equal(p, before[fqn].to(p.dtype)) for fqn, p in module.named_parameters())
 
 
@@ -150,7 +150,7 @@ def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
             self.first = nn.LazyLinear(32)
 
     module = Lazy()
-    trainer = fit(name, module)
+    trainer = fit(as_trained(name), module)
     assert type(module.first) is nn.Linear
     assert module.first.weight.dtype in (torch.bfloat16, torch.float16)
     held = list(main_params(trainer.optimizers[0]))
@@ -160,6 +160,6 @@ def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
 
 def test_the_class_of_an_optimizer_with_masters():
     module = Net()
-    optimizer = fit("bf16-master", module).optimizers[0]
+    optimizer = fit(as_trained("bf16-master"), module).optimizers[0]
     assert isinstance(optimizer, torch.optim.AdamW)
     assert type(optimizer) is not torch.optim.AdamW, "the README says so"

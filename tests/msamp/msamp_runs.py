@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_lowprec import MSAMP
+from tests.precision.weights_left import as_trained
 
 LEVELS = ["O1", "O2", "O3"]
 CHATTER = "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"
@@ -50,7 +51,7 @@ class Batches(list):
 
 def fit(plugin, module=None, epochs=2, path=None, **options):
     """The module and the Trainer; a plugin or a name of Lightning's."""
-    precision = {"precision": plugin} if isinstance(plugin, str) else {"plugins": [plugin]}
+    precision = {"precision": plugin} if isinstance(plugin, str) else {"plugins": [as_trained(plugin)]}
     trainer = L.Trainer(**precision, max_epochs=epochs, **QUIET, **options)
     module = module or Net()
     trainer.fit(module, Batches(), ckpt_path=path)

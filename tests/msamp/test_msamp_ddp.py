@@ -17,6 +17,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.weight import msamp_state_of, values_of
 from tests.fsdp2.toy import QUIET, Toy, X, Y
 from tests.fsdp2.worlds import run
+from tests.precision.weights_left import as_trained
 
 LEVELS = ("O1", "O2", "O3")
 CLIP = 0.25
@@ -54,7 +55,7 @@ def by_trainer(plugin, rank, ranks, epochs=1, make=adamw, path=None, model=None,
     """Each rank starts with weights of its own: rank 0's must win."""
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP} | options
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=ddp, plugins=[plugin], max_epochs=epochs,
+        accelerator="cpu", devices=ranks, strategy=ddp, plugins=[as_trained(plugin)], max_epochs=epochs,
         use_distributed_sampler=False, enable_checkpointing=False, **QUIET, **options,
     )  # fmt: skip
     model = model or Toy(rank if seed is None else seed, make=make)

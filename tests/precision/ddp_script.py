@@ -9,6 +9,7 @@ import torch
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.torchao.linear import fp8_linears
+from tests.precision.weights_left import as_trained
 
 SIZES = {"depth": 1, "width": 32, "heads": 2, "block_size": 32}
 STEPS = 12
@@ -51,7 +52,7 @@ def by_trainer(precision: str, loader: list) -> tuple[torch.nn.Module, L.Trainer
         accelerator="cpu",
         strategy="ddp",
         devices=2,
-        precision=precision,
+        plugins=as_trained(precision),
         max_steps=STEPS,
         use_distributed_sampler=False,
         **quiet,

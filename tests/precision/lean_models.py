@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_lowprec import HalfMixed, MasterConfig
 from tests.contract.contract_models import Batches, trainer_with
+from tests.precision.weights_left import as_trained
 
 LEAN_NAMES = ["bf16-lean", "bf16-lean-sr", "fp8-lean"]
 WIDTH = 64  # squared: the smallest weight whose moments get 8 bits
@@ -63,6 +64,6 @@ def weights(module):
 def fit(model, precision, steps=3, *, ckpt_path=None, **options):
     """Epochs of 3 steps; the end of an epoch is where Lightning resumes with the next batch."""
     end = {"max_epochs": steps // 3} if steps % 3 == 0 else {"max_steps": steps, "max_epochs": -1}
-    trainer = trainer_with(precision, **end, **options)
+    trainer = trainer_with(precision if precision == "32-true" else as_trained(precision), **end, **options)
     trainer.fit(model, batches(3), ckpt_path=ckpt_path)
     return trainer

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.masters.optimizer import has_masters, main_params
-from tests.precision.weights_left import Net, exact_weights, fit, same_bits, with_weights
+from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, with_weights
 
 FLOAT32 = ["half-auto", "fp8-tensorwise", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
@@ -153,11 +153,11 @@ AFTER = [
 @pytest.mark.parametrize("first", AFTER)
 def test_a_model_that_another_precision_left_trains_as_a_fresh_one_with_its_exact_weights(first, then):
     module = Net()
-    trainer = fit(first, module)
+    trainer = fit(as_trained(first), module)
     fresh = with_weights(exact_weights(module))
     module.losses.clear()
-    fit(then, module)
-    fit(then, fresh)
+    fit(as_trained(then), module)
+    fit(as_trained(then), fresh)
     assert module.losses == fresh.losses
     assert same_bits(exact_weights(module), exact_weights(fresh))
     assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
@@ -167,7 +167,7 @@ def test_a_model_that_another_precision_left_trains_as_a_fresh_one_with_its_exac
 
 def test_without_the_optimizer_the_rounded_values_are_taken_and_the_log_says_so(lines):
     module = Net()
-    trainer = fit("bf16-master", module)
+    trainer = fit(as_trained("bf16-master"), module)
     trainer.strategy.optimizers = []
     module.trainer = None
     del trainer
@@ -184,43 +184,16 @@ def test_without_the_optimizer_the_rounded_values_are_taken_and_the_log_says_so(
 @pytest.mark.parametrize("first", ["bf16-master", "fp16-master", "bf16-sr", "msamp-o1", "msamp-o2"])
 def test_the_users_own_optimizer_goes_on(first, then):
     module = Net(early_optimizer=True)
-    fit(first, module)
+    fit(as_trained(first), module)
     state = copy.deepcopy(module.optimizer.state_dict())
     for entry in state["state"].values():
         entry.pop("master_param", None)
     fresh = with_weights(exact_weights(module), early_optimizer=True)
     fresh.optimizer.load_state_dict(state)
     module.losses.clear()
-    fit(then, module)
-    fit(then, fresh)
+    fit(as_trained(then), module)
+    fit(as_trained(then), fresh)
     assert module.losses == fresh.losses
     assert same_bits(exact_weights(module), exact_weights(fresh))
     assert type(module.optimizer) is type(fresh.optimizer)
     assert has_masters(module.optimizer) == (then == "bf16-remainder")
-
-
-@pytest.mark.parametrize("name", [*MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"])
-def test_fit_hands_the_plain_model_back_if_asked(name):
-    options = {"plain_after_fit": True}
-    plugin = {
-        "bf16-master": lambda: HalfMixed("bf16", master_weights=True, **options),
-        "fp16-master": lambda: HalfMixed("fp16", master_weights=True, **options),
-        "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder", **options),
-        "bf16-sr": lambda: HalfMixed("bf16", master_weights="stochastic", **options),
-        "fp8-tensorwise": lambda: FP8TorchAO(**options),
-        "msamp-o2": lambda: MSAMP("O2", **options),
-        "msamp-o3": lambda: MSAMP("O3", **options),
-    }[name]()
-    left, plain = Net(frozen_head=True), Net(frozen_head=True)
-    trainer = fit(name, left)
-    handed_back = fit(plugin, plain)
-    frozen = {"head.weight", "head.bias"}  # casting them for masters rounds them
-    expected = {fqn: value for fqn, value in exact_weights(left).items() if fqn not in frozen}
-    assert same_bits({f: p.detach() for f, p in plain.named_parameters() if f not in frozen}, expected)
-    assert [type(m) for m in plain.modules()] == [type(m) for m in Net().modules()]
-    assert {p.dtype for p in plain.parameters()} == {torch.float32}
-    optimizer = handed_back.optimizers[0]
-    assert type(optimizer) is torch.optim.AdamW
-    assert all(a is b for a, b in zip(main_params(optimizer), plain.parameters(), strict=False))
-    plain(torch.randn(2, 32)).sum().backward()  # float32, without any context
-    assert trainer.optimizers

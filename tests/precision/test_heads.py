@@ -9,6 +9,7 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.head import LossHead
 from lightning_lowprec.conversion.lazy_logits import LazyLogits
 from lightning_lowprec.precision.heads import replace_heads
+from tests.precision.weights_left import as_trained
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +57,7 @@ class Module(L.LightningModule):
 def fit(plugin, folder=None, epochs=2, ckpt_path=None):
     module = Module()
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "enable_checkpointing": False}
-    trainer = L.Trainer(plugins=plugin, max_epochs=epochs, default_root_dir=folder, **QUIET, **options)
+    trainer = L.Trainer(plugins=as_trained(plugin), max_epochs=epochs, default_root_dir=folder, **QUIET, **options)
     trainer.fit(module, ckpt_path=ckpt_path)
     return module, trainer
 
@@ -122,12 +123,13 @@ def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
         replace_heads(HalfMixed("bf16", head="fp8"), llama(), torch.device("cuda", 0))
 
 
-def test_the_next_precision_and_plain_after_fit_take_the_head_back():
+def test_the_next_precision_and_the_end_of_a_run_take_the_head_back():
     module, _ = fit(HalfMixed("bf16", head="fp8"), epochs=1)
     with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*plain"):
         L.Trainer(max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
     L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
     assert type(module.lm.lm_head) is nn.Linear
     assert not isinstance(module.lm(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits, LazyLogits)
-    plain, _ = fit(HalfMixed("bf16", head="chunked", plain_after_fit=True), epochs=1)
+    plain = Module()
+    L.Trainer(plugins=HalfMixed("bf16", head="chunked"), max_steps=1, enable_checkpointing=False, **QUIET).fit(plain)
     assert type(plain.lm.lm_head) is nn.Linear

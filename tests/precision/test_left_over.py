@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lowprec import plain
-from tests.precision.weights_left import QUIET, Net, fit
+from tests.precision.weights_left import QUIET, Net, as_trained, fit
 
 STOCK = ["32-true", "bf16-mixed"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.parametrize(("name", "title"), [("fp8-tensorwise", "torchao"), ("msamp-o2", "MS-AMP")])
 def test_the_first_forward_of_a_layer_that_was_left_warns_once(name, title, stock):
     module = Net()
-    fit(name, module)
+    fit(as_trained(name), module)
     trainer = L.Trainer(precision=stock, **QUIET)
     match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*lightning_lowprec.plain\(model\)"
     with pytest.warns(UserWarning, match=match) as caught:
@@ -32,7 +32,7 @@ def test_the_first_forward_of_a_layer_that_was_left_warns_once(name, title, stoc
 
 def test_fabric_warns_too_and_a_copy_knows_it():
     module = Net()
-    fit("fp8-tensorwise", module)
+    fit(as_trained("fp8-tensorwise"), module)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true")
     wrapped = fabric.setup(module)
     copied = copy.deepcopy(module)
@@ -45,7 +45,7 @@ def test_fabric_warns_too_and_a_copy_knows_it():
 @pytest.mark.parametrize("name", ["fp8-rowwise", "half-auto", "bf16-master", "msamp-o1"])
 def test_a_precision_of_ours_takes_the_warning_back(name):
     module = Net()
-    fit("fp8-tensorwise", module)
+    fit(as_trained("fp8-tensorwise"), module)
     L.Fabric(accelerator="cpu", devices=1, precision="32-true").setup(torch.nn.Sequential(*module.children()))
     assert module.first._forward_pre_hooks
     copied = copy.deepcopy(module)
@@ -58,7 +58,7 @@ def test_a_precision_of_ours_takes_the_warning_back(name):
 @pytest.mark.filterwarnings("default:.*since an earlier run with master weights.*:UserWarning")
 def test_weights_that_masters_left_in_half_precision_are_named(stock):
     module = Net()
-    fit("bf16-master", module)
+    fit(as_trained("bf16-master"), module)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=stock)
     with pytest.warns(
         UserWarning, match=r"8 parameters of Net are torch.bfloat16 since.*`lightning_lowprec.plain\(model\)`"
@@ -72,7 +72,7 @@ def test_weights_that_masters_left_in_half_precision_are_named(stock):
 
 def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
     module = Net()
-    fit("msamp-o2", module)
+    fit(as_trained("msamp-o2"), module)
     with (
         pytest.warns(UserWarning, match="those of MS-AMP"),
         pytest.raises(
@@ -84,7 +84,7 @@ def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
 
 def test_a_compiled_model_warns_at_set_up():
     module = Net()
-    fit("fp8-tensorwise", module)
+    fit(as_trained("fp8-tensorwise"), module)
     module.first.compile(backend="eager")
     with pytest.warns(UserWarning, match="still compute in low precision"):
         L.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed").setup(module)

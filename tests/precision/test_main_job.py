@@ -34,13 +34,13 @@ def final_losses(precision: str) -> tuple[float, float]:
     class Recorder(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             losses.append(outputs["loss"].item())
+            assert len(fp8_linears(pl_module)) == (8 if "fp8" in precision else 0)
 
     torch.manual_seed(0)
     model = ByteGPT(**SIZES)
     trainer = L.Trainer(precision=precision, max_steps=200, callbacks=[Recorder()], **QUIET)
     trainer.fit(model, datamodule=data())
     assert trainer.global_step == 200
-    assert len(fp8_linears(model)) == (8 if "fp8" in precision else 0)
     assert losses[0] == pytest.approx(math.log(256), rel=0.02), "an untrained byte model knows nothing"
     return sum(losses[-20:]) / 20, trainer.validate(model, datamodule=data(), verbose=False)[0]["val_loss"]
 

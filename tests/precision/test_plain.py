@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
 from lightning_lowprec.conversion import backends
-from tests.precision.weights_left import Net, exact_weights, fit, same_bits
+from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
 BY_LIGHTNING, BY_TORCH = {"_hparams"}, {"_dynamo_static_input_type"}
@@ -76,7 +76,7 @@ def seen(model):
 def test_the_model_is_the_one_before_with_the_trained_values(name):
     model = Subject()
     before, parameters = seen(model), list(model.parameters())
-    trainer = fit(PLUGINS[name](), model)
+    trainer = fit(as_trained(PLUGINS[name]()), model)
     model.first.eval()
     expected, gradients = exact_weights(model), [p.grad is not None for p in parameters]
     assert plain(model) is model
@@ -100,7 +100,7 @@ def test_the_model_is_the_one_before_with_the_trained_values(name):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_copy_is_plain_and_the_model_trains_on_as_if_none_was_made(name):
     models = Subject(), Subject()
-    trainers = [fit(PLUGINS[name](), model) for model in models]
+    trainers = [fit(as_trained(PLUGINS[name]()), model) for model in models]
     expected, state = exact_weights(models[0]), seen(models[0])
     made = plain(models[0], copy=True)
     assert seen(models[0]) == state
@@ -117,7 +117,7 @@ def test_a_copy_is_plain_and_the_model_trains_on_as_if_none_was_made(name):
 
 def test_rounded_values_where_the_masters_are_gone():
     model = Net()
-    fit(HalfMixed("bf16", master_weights=True), model)
+    fit(as_trained("bf16-master"), model)
     model.trainer = None
     gc.collect()  # the Trainer and its optimizer
     expected = {fqn: p.detach().float() for fqn, p in model.named_parameters()}
@@ -128,7 +128,7 @@ def test_rounded_values_where_the_masters_are_gone():
 def test_weights_that_were_half_precision_before_and_did_not_train_stay():
     model = Net(torch.bfloat16, frozen_head=True)
     kept = Net(torch.bfloat16)
-    trainers = fit("bf16-remainder", model), fit(FP8TorchAO(weights="keep"), kept)
+    trainers = fit(as_trained("bf16-remainder"), model), fit(as_trained(FP8TorchAO(weights="keep")), kept)
     assert plain(model).first.weight.dtype is torch.float32
     assert model.head.weight.dtype is torch.bfloat16
     assert {p.dtype for p in plain(kept).parameters()} == {torch.bfloat16}, "the user has asked to keep them"
@@ -138,7 +138,7 @@ def test_weights_that_were_half_precision_before_and_did_not_train_stay():
 @pytest.mark.parametrize("name", ["bf16-master", "msamp-o3"])
 def test_a_part_of_what_an_optimizer_trains_is_refused_and_copied(name):
     model = Net()
-    trainer = fit(name, model)
+    trainer = fit(as_trained(name), model)
     expected = exact_weights(model)
     with pytest.raises(
         RuntimeError, match=r"got a \w*Linear.* trains it together with \d .*`plain\(part, copy=True\)`"
@@ -200,13 +200,13 @@ def test_compiled_blocks(whose):
     if whose == "the user's":
         for block in model.blocks:
             block.compile(**options)
-    fit(FP8TorchAO(compile=options if whose == "the plugin's" else False), model)
+    fit(FP8TorchAO(plain_after_fit=False, compile=options if whose == "the plugin's" else False), model)
     same = Blocks()
     same.load_state_dict(plain(model).state_dict())
     torch.testing.assert_close(model(X), same(X), rtol=0, atol=0)
     compiled = [block._compiled_call_impl is not None for block in model.blocks]
     assert compiled == [whose == "the user's"] * 2
-    fit(FP8TorchAO(), model)  # and back
+    fit(as_trained(FP8TorchAO()), model)  # and back
     assert backends.owner(model.blocks[0][0]) is not None
     assert not torch.equal(model.eval()(X), same(X))
 

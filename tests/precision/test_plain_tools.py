@@ -12,7 +12,7 @@ from torch.ao.quantization import quantize_dynamic
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, plain
-from tests.precision.weights_left import Net, fit
+from tests.precision.weights_left import Net, as_trained, fit
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
 PLUGINS = {
@@ -93,7 +93,7 @@ TOOLS = EXACT | ROUNDING
 @pytest.fixture(scope="module", params=PLUGINS)
 def trained(request):
     net = Net()
-    trainer = fit(PLUGINS[request.param](), net)
+    trainer = fit(as_trained(PLUGINS[request.param]()), net)
     return net.eval(), trainer
 
 
@@ -126,7 +126,7 @@ def test_a_pickle_needs_torch_alone(tmp_path):
     expected, files = [], []
     for name, make in PLUGINS.items():
         net = Net()
-        trainer = fit(make(), net)
+        trainer = fit(as_trained(make()), net)
         model = sequential(plain(net)).eval()
         files.append(tmp_path / name)
         files[-1].write_bytes(pickle.dumps((model, X)))
@@ -149,7 +149,7 @@ FP8 = {name: PLUGINS[name] for name in ("torchao", "msamp-o3")}
 @pytest.fixture(scope="module", params=FP8)
 def in_fp8(request):
     net = Net()
-    trainer = fit(FP8[request.param](), net)
+    trainer = fit(as_trained(FP8[request.param]()), net)
     return net.eval(), trainer
 
 
@@ -174,7 +174,7 @@ def test_compilers_and_copies_take_fp8_layers(in_fp8):
 
 def test_tools_take_fp8_layers_that_compute_plainly_in_evaluation(tmp_path):
     net = Net()
-    fit(FP8TorchAO(fp8_eval=False), net)
+    fit(as_trained(FP8TorchAO(fp8_eval=False)), net)
     net.eval()
     same = plain(net, copy=True)
     for tool in (exported, traced, onnx):

@@ -356,7 +356,8 @@ def test_evaluation_before_any_fit_is_in_the_last_phase():
 
 
 def test_evaluation_after_a_fit_stays_in_its_phase():
-    model, trainer = fit(FP8TorchAO(schedule=SCHEDULE), limit_val_batches=1, num_sanity_val_steps=0, max_steps=10)
+    plugin = FP8TorchAO(schedule=SCHEDULE, plain_after_fit=False)
+    model, trainer = fit(plugin, limit_val_batches=1, num_sanity_val_steps=0, max_steps=10)
     trainer.validate(model, verbose=False)
     assert model.validated == [(10, FORWARD)] * 2
     assert model.net.blocks[0].up.in_bf16 == FORWARD

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
+from lightning_lowprec.names import create
 
 QUIET = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -48,11 +49,18 @@ class Net(L.LightningModule):
         return self.optimizer or torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=self.lr)
 
 
-def fit(how, module, **options):
+def as_trained(how):
+    """Return the plugin of a name, or a plugin, that leaves the layers, weights and optimizers of the run behind."""
+    plugin = create(how) if isinstance(how, str) else how
+    plugin.plain_after_fit = False
+    return plugin
+
+
+def fit(how, module, *, ckpt_path=None, **options):
     """Train for 3 steps under a name or a plugin; return the Trainer, which keeps the optimizer alive."""
     named = {"precision": how} if isinstance(how, str) else {"plugins": how}
     trainer = L.Trainer(**named, **{**QUIET, "max_epochs": 1, "limit_val_batches": 0, **options})
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 

@@ -218,6 +218,38 @@ def test_the_command(tmp_path, capsys):
     assert "not simulated: msamp-o2" in text
 
 
+METRICS = """
+import lightning as L, torch, torchmetrics
+class Model(L.LightningModule):
+    def __init__(self, metrics=True):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 16)
+        self.metrics = torchmetrics.MetricCollection(
+            [torchmetrics.classification.MulticlassAccuracy(16), torchmetrics.MeanMetric()] if metrics else []
+        )
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(16) if metrics else None
+    def training_step(self, b, i):
+        out = self.net(b[0])
+        if self.accuracy is not None:
+            self.accuracy(out, b[1]); self.log("accuracy", self.accuracy)
+        return torch.nn.functional.cross_entropy(out, b[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 16, (64,)))
+        return torch.utils.data.DataLoader(data, batch_size=16)
+"""
+
+
+def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
+    (tmp_path / "with_metrics.py").write_text(METRICS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200"]) == 0
+    assert "not simulated" not in capsys.readouterr().out
+
+
 def test_remedies_where_nothing_fits(tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "1.1GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
     assert main([*words, "--json"]) == 1

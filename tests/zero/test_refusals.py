@@ -16,16 +16,14 @@ import lightning_lowprec as lp
         ({"plugins": "8bit"}, r"has no `moments='8bit'`\. Use `precision='bf16-master'`"),
         ({"plugins": "keep"}, r"`weights='keep'` trains .* ZeRO always has float32 masters\. Leave `weights` out"),
         ({"plugins": "head"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
-        ({"plugins": "plain"}, r"`plain_after_fit=True` needs the whole model, .* use `zero_to_fp32`"),
     ],
-    ids=["remainder", "sr", "lean", "8bit", "keep", "head", "plain"],
+    ids=["remainder", "sr", "lean", "8bit", "keep", "head"],
 )
 def test_refused_with_reason_and_way_out(make, how, reason):
     plugins = {
         "8bit": lambda: lp.HalfMixed("bf16", master_weights=lp.MasterConfig(moments="8bit")),
         "keep": lambda: lp.HalfMixed("bf16", weights="keep"),
         "head": lambda: lp.FP8TorchAO(head="chunked"),
-        "plain": lambda: lp.FP8TorchAO(plain_after_fit=True),
     }
     how = {"plugins": plugins[how["plugins"]]()} if "plugins" in how else how
     with pytest.raises(ValueError, match=rf"does not run under `strategy='deepspeed_stage_2'`: .*{reason}"):

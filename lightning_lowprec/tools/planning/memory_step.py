@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torchmetrics import Metric
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
@@ -187,9 +188,16 @@ def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
         return made[id(tensor)]
 
     for module in model.modules():
-        places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
-        for held in places:
+        if isinstance(module, Metric):  # updates need values, and states are small
+            vars(module).update(dict.fromkeys(("forward", "update", "compute"), _zero))
+        dicts = (value for value in vars(module).values() if isinstance(value, dict))  # torchmetrics' defaults too
+        for held in [vars(module), *dicts]:
             for name, value in list(held.items()):
                 if isinstance(value, Tensor):
                     held[name] = on_gpu(value)
     return numbers
+
+
+def _zero(*args: Any, **kwargs: Any) -> Tensor:
+    """Take the place of a metric's methods."""
+    return torch.zeros((), device=FAKE)

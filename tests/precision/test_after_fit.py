@@ -1,0 +1,134 @@
+"""A model that the Trainer hands back is plain, and everything that goes on from there goes on as if it were not."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_lowprec import fp8_state
+from lightning_lowprec.masters.optimizer import refresh_masters
+from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
+
+NAMES = [
+    "half-auto",
+    "bf16-master",
+    "fp16-master",
+    "bf16-remainder",
+    "bf16-sr",
+    "bf16-lean",
+    "bf16-lean-sr",
+    "fp8-tensorwise",
+    "fp8-rowwise-remainder",
+    "int8-mixed",
+    "msamp-o2",
+    "msamp-o3",
+]
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_after_fit_is_float32_with_the_masters_values(name):
+    left, module = Net(), Net()
+    trainer = fit(as_trained(name), left)
+    optimizer = fit(name, module).optimizers[0]
+    fresh = Net()
+    fresh.load_state_dict(exact_weights(left))
+    batch = torch.randn(16, 32)
+    assert torch.equal(module(batch), fresh(batch))
+    assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True))
+    assert trainer.optimizers, "which hold the masters"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_between_two_fits_is_that_of_the_trained_model_and_changes_nothing(name):
+    results = []
+    for how in (name, as_trained(name)):
+        module = Net()
+        trainer = fit(how, module, limit_val_batches=None)
+        [found] = trainer.validate(module, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module)
+        results.append((found, trainer.callback_metrics, module.losses, exact_weights(module)))
+    (found, metrics, losses, weights), (left_found, left_metrics, left_losses, left_weights) = results
+    assert found == left_found
+    assert metrics == left_metrics
+    assert losses == left_losses
+    assert same_bits(weights, left_weights)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_that_is_saved_after_fit_resumes_bit_for_bit(name, tmp_path):
+    whole, first, second = Net(), Net(), Net()
+    fit(name, whole, max_epochs=3)
+    fit(name, first, max_epochs=1).save_checkpoint(tmp_path / "after.ckpt")
+    fit(name, second, max_epochs=3, ckpt_path=tmp_path / "after.ckpt")
+    assert first.losses + second.losses == whole.losses
+    assert same_bits(exact_weights(second), exact_weights(whole))
+
+
+class OnTies(Callback):
+    """Put masters half way between two bf16 values, where the forms of masters round in different directions."""
+
+    def on_train_end(self, trainer, module):
+        weight = module.first.weight
+        value = (weight.data.float().view(torch.int32) | 0x8000).view(torch.float32)
+        up = (value.view(torch.int32) + 0x8000).view(torch.float32).bfloat16()
+        weight.data.copy_(up)
+        refresh_masters(trainer.optimizers[0], {id(weight): value})
+
+
+@pytest.mark.parametrize("name", ["fp8-rowwise-remainder", "fp8-rowwise-master"])
+def test_half_weights_come_back_as_the_run_has_rounded_them(name):
+    seen = []
+
+    class Looks(Callback):
+        def on_validation_start(self, trainer, module):
+            seen.append(module.first.weight.detach().clone())
+
+    module = Net()
+    trainer = fit(name, module, callbacks=[OnTies()] if "remainder" in name else [], limit_val_batches=1)
+    trainer.callbacks.append(Looks())
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    trainer.validate(module, verbose=False)
+    bits = before["first.weight"].view(torch.int32)
+    if "remainder" in name:
+        assert torch.equal(bits & 0xFFFF, torch.full_like(bits, 0x8000))
+        assert torch.equal(seen[0].float().view(torch.int32), bits + 0x8000), "ties away from zero"
+    else:
+        assert torch.equal(seen[0], before["first.weight"].bfloat16())
+    assert same_bits({fqn: p.detach() for fqn, p in module.named_parameters()}, before)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-tensorwise", "fp8-rowwise-remainder", "fp8-rowwise-master", "msamp-o2", "msamp-o3"]
+)
+def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
+    left, module = Net(), Net()
+    ties = [OnTies()] if "remainder" in name else []
+    trainer = fit(as_trained(name), left, callbacks=ties)
+    fit(name, module, callbacks=ties)
+    expected, found = (dict(fp8_state(model, dtype="bf16")) for model in (left, module))
+    assert found["first.weight"].dtype is torch.float8_e4m3fn
+    coded = [key for key in expected if key.startswith(("first.weight", "second.weight"))]
+    assert same_bits({key: found[key].float() for key in coded}, {key: expected[key].float() for key in coded})
+    fit("half-auto", module)
+    with pytest.raises(ValueError, match="no layer that runs in FP8"):
+        fp8_state(module)
+    assert trainer
+
+
+def test_what_a_callback_writes_during_an_evaluation_stays():
+    class Writes(Callback):
+        def on_validation_start(self, trainer, module):
+            with torch.no_grad():
+                module.first.weight[0] = 3.0
+
+    module = Net()
+    trainer = fit("bf16-master", module, limit_val_batches=1)
+    trainer.callbacks.append(Writes())
+    before = module.first.weight.detach().clone()
+    trainer.validate(module, verbose=False)
+    assert torch.equal(module.first.weight[1:], before[1:])
+    assert (module.first.weight[0] == 3.0).all()

@@ -1,0 +1,113 @@
+"""One folder by several processes: the ranks of DDP, and runs that know nothing of each other."""
+
+import json
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from safetensors.torch import load_file
+
+import lightning_lowprec
+from lightning_lowprec import LowPrecisionEval
+from lightning_lowprec.serving.shards import new_folder
+from tests.fsdp2.ranks import free_port
+from tests.serving.models import llama
+
+TOKENS = torch.arange(64).reshape(4, 16) % 96
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = llama()
+
+    def training_step(self, tokens, _):
+        return self.net(tokens, labels=tokens).loss
+
+    def validation_step(self, tokens, _):
+        self.log("loss", self.net(tokens, labels=tokens).loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Exports(Callback):
+    """Export on every rank to one folder, to a folder that exists, and on rank 0 alone."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_fit_end(self, trainer, module):
+        warnings.simplefilter("ignore")
+        text = lightning_lowprec.export(module, f"{self.folder}/out", progress=False).text()
+        whole = Path(f"{self.folder}/out/model.safetensors").is_file()
+        with pytest.raises(ValueError, match="exists; expected a new folder"):
+            lightning_lowprec.export(module, f"{self.folder}/out", progress=False)
+        if trainer.is_global_zero:
+            lightning_lowprec.export(module, f"{self.folder}/of rank 0", progress=False)
+        Path(f"{self.folder}/{trainer.global_rank}.json").write_text(json.dumps([text, whole]))
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")
+def test_every_rank_of_ddp_may_export_and_rank_0_writes(tmp_path):
+    """By ``ddp_spawn``, which pickles the callbacks."""
+    data = torch.utils.data.DataLoader(TOKENS, batch_size=1)
+    callbacks = [Exports(str(tmp_path)), LowPrecisionEval(prefix="served/")]
+    options = {"precision": "fp8-rowwise", "strategy": "ddp_spawn", "devices": 2, "accelerator": "cpu", **QUIET}
+    limits = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(**limits, callbacks=callbacks, **options)
+    trainer.fit(Module(), data, data)
+    assert {"loss", "served/loss"} <= trainer.callback_metrics.keys()
+    (text, whole), other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert other == [text, whole]
+    assert whole
+    assert "the codes are those of the last step, bit for bit" in text
+    ours, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "of rank 0"))
+    assert ours.keys() == alone.keys()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_of_two_that_write_one_folder_the_first_wins_and_the_other_raises(tmp_path):
+    out = tmp_path / "out"
+    slow, fast = new_folder(out, 1), new_folder(out, 1)
+    for folder, text in ((slow.__enter__(), "slow"), (fast.__enter__(), "fast")):
+        (folder / "of").write_text(text)
+    fast.__exit__(None, None, None)
+    with pytest.raises(ValueError, match="exists; expected a new folder"):
+        slow.__exit__(None, None, None)
+    assert (out / "of").read_text() == "fast"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "usual").mkdir()
+    assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode, "a server of another user reads it"
+
+
+def test_fabrics_wrapper_holds_the_model_twice_under_ddp(tmp_path, monkeypatch):
+    for name, value in {
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": 1,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "NODE_RANK": 0,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    model = llama()
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp", precision="fp8-rowwise")
+    fabric.launch()
+    try:
+        wrapped = fabric.setup_module(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lightning_lowprec.export(wrapped, tmp_path / "out", progress=False)
+            state = dict(lightning_lowprec.fp8_state(wrapped))
+    finally:
+        dist.destroy_process_group()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == state.keys()
+    assert all(torch.equal(stored[name].float(), state[name].float()) for name in stored)
