@@ -40,13 +40,13 @@ from tests.site.commands import CHECKS, check_line
 from tools.site.messages import GAP, PACKAGE, messages
 
 TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in messages(path)]
-CODES = sorted({code for text in TEXTS for code in re.findall("`([^`]+)`", text)})
+CODES = sorted({code for text in TEXTS for code in re.findall("`([^`]+)`", text) if not re.search(f"{GAP}[=(]", code)})
 COMMANDS = [*INSTALL.values(), *(code for code in CODES if code.split()[0] in CHECKS and " " in code)]
 OPTIONS = [code for code in CODES if code.startswith("--")]
 NAMES = [code for code in CODES if re.fullmatch(r"(lightning_lowprec|torch|transformers)\.[\w.]+", code)]
-CALLS = [code for code in CODES if re.fullmatch(r"\w[\w.]*\(.*\)", code) and f"{GAP}=" not in code]
+CALLS = [code for code in CODES if re.fullmatch(r"\w[\w.]*\(.*\)", code)]
 ARGUMENTS = [code for code in CODES if re.match(r"\w+ ?=", code) and "!r" not in code]
-"""The rest are single words, and parts of values that a message shows."""
+"""The rest are single words, parts of values that a message shows, and code whose names are known in the run alone."""
 
 PUBLIC = {name: getattr(lightning_lowprec, name) for name in lightning_lowprec.__all__}
 SPACE: dict[str, Any] = {
@@ -80,7 +80,7 @@ OWNERS = [
 ]  # fmt: skip
 """Ours first, then what the options of other packages in the messages belong to."""
 ELSEWHERE = {
-    "backend", "experts_implementation", "interval", "layer", "override_linear_precision", "peft_type",
+    "backend", "experts_implementation", "interval", "override_linear_precision", "peft_type",
     "safe_merge", "schedule", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
     "strict_loading",
 }  # fmt: skip
