@@ -4,8 +4,8 @@ A model may read the weight of a converted layer itself: ``F.linear(x, self.qkv.
 FP8, although the layer is converted. Products of convolutions, attention and bare parameters do not run in FP8 either.
 Both show in a forward alone, so the watch over the first training forwards looks for them.
 
-A layer counts as not called if the module around it gave its weight to an operation, and the layer did not run. So a
-layer that the forward does not need raises no alarm. Operations in compiled code cannot be seen. There a layer counts
+A layer counts as not called if the module around it gave its weight to a product, and the layer did not run. So a
+layer that the forward does not need, or whose weight is averaged by hand, raises no alarm. Operations in compiled code cannot be seen. There a layer counts
 as not called if ``forward`` of the class around it reads the weight, and no method does anything else with the layer.
 """
 
@@ -31,6 +31,8 @@ from lightning_lowprec.precision.running_modules import RunningModules
 
 LOW: Final = 0.1
 """The share of the matrix FLOPs below which a precision of converted layers is worth a warning."""
+_TO_PRODUCTS: Final = {f"aten.{name}" for name in ("_to_copy", "t", "transpose", "permute", "mm", "addmm", "bmm")}
+"""The products that take a weight, and what happens to the weight before: autocast's cast, a transposition."""
 _KINDS: Final = {"convolution": "convolutions", "rnn": "recurrent layers", "attention": "attention"}
 
 
@@ -92,7 +94,7 @@ class LayerCalls:
             self.others[next((words for part, words in _KINDS.items() if part in operation), "other products")] += flops
         if ours:
             return None
-        for layer in self._inside.get(module or 0, ()):
+        for layer in self._inside.get(module or 0, ()) if operation in _TO_PRODUCTS else ():
             if any(arg is layer._parameters.get("weight") for arg in args):
                 self._read.add(id(layer))
         return "the model" if module is None else self._running.names[module]
