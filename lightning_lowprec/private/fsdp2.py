@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2 and its checkpoints; :mod:`~lightning_lowprec.private.torch` guards them."""
+"""Private names of torch's FSDP2, its checkpoints and process groups; :mod:`~lightning_lowprec.private.torch` guards them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_lowprec.private.names import missing
-from lightning_lowprec.private.torch import FSDP, PARAM_GROUPS
+from lightning_lowprec.private.torch import EXPORT, FSDP, PARAM_GROUPS, check
 
 
 def reset_shards(module: nn.Module) -> None:
@@ -135,3 +135,11 @@ def classes_of(policy: Any) -> set[type[nn.Module]]:
     """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
     classes: set[type[nn.Module]] = policy._module_classes
     return classes
+
+
+def default_store() -> Any:
+    """Return the key-value store by which the ranks of the default process group found each other."""
+    from torch.distributed import distributed_c10d
+
+    check(EXPORT)
+    return distributed_c10d._get_default_store()

@@ -187,14 +187,6 @@ def _missing(part: str) -> list[str]:
     return lost
 
 
-def default_store() -> Any:
-    """Return the key-value store by which the ranks of the default process group found each other."""
-    from torch.distributed import distributed_c10d
-
-    check(EXPORT)
-    return distributed_c10d._get_default_store()
-
-
 # ---- learning rate schedulers and the step of an optimizer
 
 

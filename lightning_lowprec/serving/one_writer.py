@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowprec.fsdp2.agreement import on_all_ranks, rank_and_ranks
-from lightning_lowprec.private.torch import default_store
+from lightning_lowprec.private.fsdp2 import default_store
 
 T = TypeVar("T")
 _WAIT: Final = timedelta(days=1)

@@ -38,6 +38,11 @@ class LayerRecipes:
         return self.made[self.patterns.names[0]]
 
     @property
+    def identity(self) -> object:
+        """A value that can be compared."""
+        return self.patterns, tuple(map(str, self.made.values()))
+
+    @property
     def alignments(self) -> dict[str, int]:
         """By name, the number of which the features of a layer must be multiples."""
         return {name: ALIGNMENT.get(kind_of(recipe), 16) for name, recipe in self.made.items()}

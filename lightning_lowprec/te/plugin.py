@@ -287,7 +287,7 @@ class FP8TE(Scheduled):
             self.norms,
             self.fuse,
             schedule,
-            _shown(self.per_layer),
+            self.per_layer and self.per_layer.identity,
         )
 
     @override
@@ -425,11 +425,6 @@ class FP8TE(Scheduled):
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
-
-
-def _shown(recipes: LayerRecipes | None) -> object:
-    """Return recipes per layer as a value that can be compared."""
-    return recipes and (recipes.patterns, tuple(str(recipe) for recipe in recipes.made.values()))
 
 
 def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool) -> None:
