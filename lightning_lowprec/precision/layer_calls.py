@@ -5,8 +5,9 @@ FP8, although the layer is converted. Products of convolutions, attention and ba
 Both show in a forward alone, so the watch over the first training forwards looks for them.
 
 A layer counts as not called if the module around it gave its weight to a product, and the layer did not run. So a
-layer that the forward does not need, or whose weight is averaged by hand, raises no alarm. Operations in compiled code cannot be seen. There a layer counts
-as not called if ``forward`` of the class around it reads the weight, and no method does anything else with the layer.
+layer that the forward does not need, or whose weight is averaged by hand, raises no alarm. Operations in compiled code
+cannot be seen. There a layer counts as not called if ``forward`` of the class around it reads the weight, and no method
+does anything else with the layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2, its checkpoints and process groups; :mod:`~lightning_lowprec.private.torch` guards them."""
+"""Private names of torch's FSDP2, its checkpoints and process groups; `torch.py` has the list of these names."""
 
 from __future__ import annotations
 
