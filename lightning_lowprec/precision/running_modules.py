@@ -44,7 +44,10 @@ class RunningModules:
         ours, in_compiled, inner = False, False, ""
         while frame is not None:
             where = str(frame.f_globals.get("__name__"))
-            ours |= where.startswith(_OURS) and where not in _WATCHES
+            if where in _WATCHES:
+                frame = frame.f_back
+                continue
+            ours |= where.startswith(_OURS)
             module = self._module_of(frame)
             if module is not None and (in_compiled or inner == _DISABLED):  # what the compiler made is called by it
                 self.compiled.add(module)
