@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2, its checkpoints and process groups; :mod:`~lightning_lowprec.private.torch` guards them."""
+"""Private names of torch's FSDP2, checkpoints and process groups, guarded by :mod:`~lightning_lowprec.private.torch`."""
 
 from __future__ import annotations
 

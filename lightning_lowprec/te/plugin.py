@@ -42,7 +42,7 @@ from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_l
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fusion import engines, fused_modules
 from lightning_lowprec.te.fusion.choice import Fuse
-from lightning_lowprec.te.layer_recipes import LayerRecipes, is_per_layer, make_layer_recipes
+from lightning_lowprec.te.layer_recipes import is_per_layer, make_layer_recipes
 from lightning_lowprec.te.phases import check_phases
 from lightning_lowprec.te.wire_format import gather_refusal
 
