@@ -131,7 +131,7 @@ def test_a_forgotten_parameter_warns(pretend_gpu):
 
 def test_the_trainer_up_to_the_first_kernel(pretend_gpu, tmp_path):
     model = Lit()
-    trainer = L.Trainer(precision="fp8-hybrid-te", default_root_dir=tmp_path, **QUIET)
+    trainer = L.Trainer(plugins=FP8TE(plain_after_fit=False), default_root_dir=tmp_path, **QUIET)
     with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
         trainer.fit(model)
     assert len(te_linears(model)) == 6
