@@ -76,7 +76,7 @@ class AfterFit:
         modules, self._modules = alive(self._modules), []
         before, self._before = self._before, []
         if (where := _sharded_by(plugin)) is not None:
-            if modules and plugin._will_train:
+            if plugin._in_trainer and plugin._will_train:
                 rank_zero_info(
                     f"{plugin.precision}: the model keeps its low-precision layers and weights after `fit`, because"
                     f" {where} has sharded it. To call it outside of the Trainer, load a checkpoint into a fresh model."

@@ -5,6 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 from transformers import LlamaForCausalLM
@@ -12,9 +13,10 @@ from transformers import LlamaForCausalLM
 import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te import norms
-from lightning_lowprec.te.delayed_scaling import TECheckpoint
+from lightning_lowprec.te.delayed_scaling import TECheckpoint, restore_scales, saved_scales
 from lightning_lowprec.te.linear import TELinear, te_linears
 from tests.te.subjects import LLAMA, QUIET, Lit, Net, fabric_for
+from tests.te.test_te_layers import some_scales
 
 
 def test_what_converts(pretend_gpu, caplog):
@@ -140,6 +142,30 @@ def test_the_trainer_up_to_the_first_kernel(pretend_gpu, tmp_path):
     checkpoint = torch.load(tmp_path / "some.ckpt", weights_only=True)
     assert checkpoint["FP8TE"] == {"backend": "transformer_engine"}
     Lit().load_state_dict(checkpoint["state_dict"], strict=True)
+
+
+def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu):
+    """For a checkpoint, and for the next set-up of the model."""
+    plugin, model, given = FP8TE(), Lit(), {}
+
+    class Sets(Callback):
+        def on_train_start(self, trainer, module):
+            given.update({name: some_scales(4) for name, _ in plugin._scaled_layers()})
+            restore_scales(plugin._scaled_layers(), given, plugin.recipe)
+
+    trainer = L.Trainer(plugins=plugin, callbacks=[Sets()], enable_checkpointing=False, **QUIET)
+    with pytest.raises(RuntimeError, match="computes on CUDA only"):
+        trainer.fit(model)
+    assert not te_linears(model)
+    assert plugin.state_dict()["scales"].keys() == given.keys()
+    plugin.convert_module(model)
+    plugin.scales.restore()
+    found = saved_scales(plugin._scaled_layers())
+    assert len(found) == len(te_linears(model)) == 6
+    for name, tensors in found.items():
+        assert all(
+            torch.equal(tensors[f"{mode}.scale"], given[name][f"{mode}.scale"]) for mode in ("forward", "backward")
+        )
 
 
 def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):

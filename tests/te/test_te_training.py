@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te.linear import te_linears
+from tests.precision.weights_left import as_trained
 from tests.te import reference
 from tests.te.subjects import QUIET, Net
 
@@ -47,7 +48,7 @@ class Imitates(L.LightningModule):
 
 def in_the_trainer(precision):
     model = Imitates()
-    chosen = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    chosen = {"precision": precision} if isinstance(precision, str) else {"plugins": as_trained(precision)}
     L.Trainer(enable_checkpointing=False, **QUIET, **chosen).fit(model)
     return model
 
