@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TE, HalfMixed
@@ -103,6 +104,18 @@ def test_phases_that_transformer_engine_cannot_compute(pretend_gpu, options, mes
 
 
 PER_LAYER = {"*blocks.0.*": "bf16", "*.3": reference.nvfp4(), "*": reference.current_scaling()}
+
+
+def test_fp32_runs_a_layer_in_float32_with_a_float32_weight(reference_te):
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), []
+    plugin = FP8TE({"2": "fp32", "0": reference.current_scaling()}, norms=False, master_weights=True)
+    wrapped = fabric_for(plugin).setup(model)
+    model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    output = wrapped(torch.randn(16, 32))
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert plugin.choice.linears.converted == ("0",)
+    assert torch.equal(output, nn.functional.linear(seen[0].float(), model[2].weight, model[2].bias))
 
 
 def test_recipes_per_layer(reference_te):
