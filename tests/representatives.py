@@ -1,10 +1,13 @@
 """The names that stand for others in tests that cost more than milliseconds."""
 
 from collections.abc import Iterable
+from typing import Any
 
+from lightning_lowprec import FP8TE, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.private.torchao import prototype_refusal
 
 WITH_MASTERS = {
     "fp8-rowwise-master",
@@ -33,3 +36,19 @@ def updates_in_backward(name: str) -> bool:
     """Whether a name updates weights during the backward pass: it accumulates no gradients and clips no norm of all."""
     masters = TABLE[name].options.get("master_weights")
     return isinstance(masters, MasterConfig) and masters.update == "backward"
+
+
+def names_on_cpu() -> list[str]:
+    """The names that train on a CPU without Transformer Engine; of names that mean the same plugin, one.
+
+    MXFP8 by torchao needs a newer torchao than the oldest that is supported, where a test holds the refusal.
+    """
+    seen: list[Any] = []
+    chosen = []
+    for name, row in TABLE.items():
+        what = row.plugin, row.options
+        runs = row.plugin is not FP8TE and not (row.plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
+        if runs and what not in seen:
+            seen.append(what)
+            chosen.append(name)
+    return chosen

@@ -2,26 +2,26 @@
 
 import itertools
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO
+from tests.representatives import names_on_cpu
 
 WIDTH = 32
 SHAPES = [(1, 64, WIDTH), (2, 24, WIDTH), (64, WIDTH), (1, 7, WIDTH)]
-LAYERS = {
+LAYERS: dict[str, Any] = {
     "Linear": lambda: nn.Linear(WIDTH, WIDTH),
     "Linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-    "Conv1D": lambda: Conv1D(WIDTH, WIDTH),
     "Linear with a transposed weight": lambda: _with_columns(nn.Linear(WIDTH, WIDTH)),
 }
 NAMES = [
-    "fp8-hybrid", "fp8-hybrid-fp16", "fp8-hybrid-remainder", "fp8-rowwise", "fp8-rowwise-gw-hp", "int8-mixed", "mxfp8",
-    "msamp-o1", "msamp-o2", "msamp-o3",
+    "fp8-hybrid", "fp8-hybrid-fp16", "fp8-hybrid-remainder", "fp8-rowwise", "fp8-rowwise-gw-hp", "int8-mixed",
+    "msamp-o1", "msamp-o2", "msamp-o3", *(name for name in names_on_cpu() if name == "mxfp8"),
 ]  # fmt: skip
 PLUGINS: dict[str, Any] = {
     "saved_inputs='codes'": lambda: FP8TorchAO(saved_inputs="codes"),
@@ -31,6 +31,12 @@ PLUGINS: dict[str, Any] = {
     "scaled_inside": lambda: FP8TorchAO("rowwise", rowwise_backward="scaled_inside"),
 }
 """Beside the names: options that multiply by functions of their own."""
+
+
+if find_spec("transformers") is not None:  # not in the oldest supported versions
+    from transformers.pytorch_utils import Conv1D
+
+    LAYERS["Conv1D"] = lambda: Conv1D(WIDTH, WIDTH)
 
 
 def _with_columns(layer: nn.Linear) -> nn.Linear:

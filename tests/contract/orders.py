@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
-from tests.golden.goldens import names
+from tests.representatives import names_on_cpu
 
 WIDTH = 32
 LR = 0.1
@@ -264,5 +264,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    for name in sys.argv[2:] or names():
+    for name in sys.argv[2:] or names_on_cpu():
         print(f"{name}: {check_orders(name, int(sys.argv[1]))} operations", flush=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.contract.orders import OPERATIONS, check_orders, every_order
-from tests.golden.goldens import names
+from tests.representatives import names_on_cpu
 
 
 def test_every_order_is_there():
@@ -12,7 +12,7 @@ def test_every_order_is_there():
     assert len(orders) == len(OPERATIONS) ** 3 == len(sequence) - 2
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names_on_cpu())
 def test_every_order_of_two(name):
     assert check_orders(name, 2) == len(OPERATIONS) ** 2 + 1
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_lowprec.names import TABLE
 from tests.fsdp2 import ranks
 from tests.golden import runs
+from tests.representatives import names_on_cpu
 
 FILE = Path(__file__).parent / "golden.json"
 TWO_RANKS = [
@@ -23,21 +23,9 @@ TWO_RANKS = [
 """Precision and strategy of the runs on two ranks."""
 
 
-def names() -> list[str]:
-    """The names that train on a CPU without Transformer Engine; of names that mean the same plugin, one."""
-    seen: list[Any] = []
-    chosen = []
-    for name, row in TABLE.items():
-        what = row.plugin, row.options
-        if row.plugin.__name__ != "FP8TE" and what not in seen:
-            seen.append(what)
-            chosen.append(name)
-    return chosen
-
-
 def measured() -> dict[str, Any]:
     """Run everything; return the content of the file."""
-    found = {name: runs.train(0, name) for name in names()}
+    found = {name: runs.train(0, name) for name in names_on_cpu()}
     with TemporaryDirectory() as folder:
         by_rank = ranks.run(runs.worlds, 2, Path(folder), TWO_RANKS)
     for (name, strategy), *of_ranks in zip(TWO_RANKS, *by_rank, strict=True):

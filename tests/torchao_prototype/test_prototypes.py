@@ -341,7 +341,11 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
     [
         (lambda: Int8TorchAO("mxfp8"), ValueError, r"`recipe='mxfp8'` is not valid; expected"),
         (lambda: MXFP8TorchAO("int8"), ValueError, r"`recipe='int8'` is not valid; expected"),
-        (lambda: Int8TorchAO({"*": "tensorwise"}), ValueError, r"expected one of: 'int8', 'bf16', or a mapping"),
+        (
+            lambda: Int8TorchAO({"*": "tensorwise"}),
+            ValueError,
+            r"expected one of: 'int8', 'bf16', 'fp32', or a mapping",
+        ),
         (lambda: MXFP8TorchAO(base="fp16"), TypeError, "unexpected keyword argument 'base'"),
         (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
         (lambda: Int8TorchAO(min_gain=1.2), TypeError, "unexpected keyword argument 'min_gain'"),
