@@ -298,6 +298,8 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
+        if (trainer := trainer_of(model)) is not None:  # FSDP2 converts at the first set-up alone
+            self._in_trainer, self._will_train = True, trainer.state.fn == TrainerFn.FITTING
         self.see_module(model)
         self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         if self.engine is None:  # else DeepSpeed's optimizers are not known yet

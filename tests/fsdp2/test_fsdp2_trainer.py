@@ -169,6 +169,8 @@ def by_hand(rank):
 
 def again(rank):
     """Validated first, then fitted twice and tested, by one Trainer and by another."""
+    from lightning_lowprec.masters.optimizer import has_masters
+
     model = Module()
     trainer = trainer_for("bf16-remainder")
     trainer.validate(model, loader(), verbose=False)
@@ -177,6 +179,7 @@ def again(rank):
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     trainer.fit(model, loader())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+    masters = has_masters(trainer.optimizers[0])
     steps = len(model.losses)
     trainer.test(model, loader(), verbose=False)
     other = trainer_for("bf16-remainder")
@@ -186,7 +189,7 @@ def again(rank):
         trainer_for("fp8-hybrid").test(model, loader(), verbose=False)
     except TypeError as error:
         refused = str(error)
-    return model.evaluated, steps, len(model.losses), refused, said.getvalue()
+    return model.evaluated, steps, len(model.losses), refused, said.getvalue(), masters
 
 
 def accumulated(rank):
@@ -371,7 +374,8 @@ def test_a_model_sharded_without_us_raises(results):
 
 
 def test_a_sharded_model_goes_on_in_its_precision(results):
-    evaluated, first, both, refused, said = results[0]["again"]
+    evaluated, first, both, refused, said, masters = results[0]["again"]
+    assert masters, "also after an evaluation"
     assert said.count("bf16-remainder: the model keeps its low-precision layers and weights after `fit`") == 1
     assert "because FSDP2 has sharded it" in said
     assert (first, both) == (8, 16)

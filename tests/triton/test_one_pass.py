@@ -14,6 +14,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
 from lightning_lowprec.numerics.largest import asked, largest
 from tests.masters.master_loops import equal, through_file
+from tests.precision.weights_left import as_trained
 
 ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic", seed=3)
 FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
@@ -246,7 +247,7 @@ class Module(L.LightningModule):
 def fit(plugin, clip=MAX_NORM, accumulate=2):
     model = Module()
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, plugins=plugin, logger=False, enable_checkpointing=False,
+        accelerator="cpu", max_epochs=1, plugins=as_trained(plugin), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
