@@ -92,12 +92,12 @@ def largest(peaks):
         ("bf16-sr", 2, None, 8),
         ("bf16-lean", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
         ("bf16-lean-sr", 2, None, 2 + 2 / 256),
-        ("fp8-tensorwise", 4, 4, 8 + 2),
-        ("fp8-tensorwise-remainder", 2, None, 10 + 2),
+        ("fp8-tensorwise", 4, 4, 8),
+        ("fp8-tensorwise-remainder", 2, None, 10),
     ],
 )
 def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
-    """In the second forward: the weight, and masters, moments and kept codes. The Trainer keeps gradients until then;
+    """In the second forward: the weight, and masters and moments; no codes. The Trainer keeps gradients until then;
     with masters, the step drops them."""
     peak = peaks_of(Square, precision)["forward"]
     size = SIDE * SIDE
