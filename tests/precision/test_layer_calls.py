@@ -1,8 +1,10 @@
 """Converted layers whose weight the model reads without a call, and the share of the FLOPs of converted layers."""
 
+import gc
 import logging
 import re
 import warnings
+import weakref
 
 import lightning as L
 import pytest
@@ -144,6 +146,22 @@ class Averaged(nn.Module):
 
 def test_no_alarm_for_a_teacher_that_is_averaged_by_hand():
     assert train(Averaged())[0] == []
+
+
+def test_the_watch_keeps_no_tensor_alive():
+    """Frames that hold themselves would keep inputs until the garbage collector runs."""
+    fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid")
+    wrapped = fabric.setup_module(nn.Linear(WIDTH, WIDTH))
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(TOKENS, WIDTH)
+        alive = weakref.ref(x)
+        fabric.backward(wrapped(x).square().mean())
+        del x
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_two_models_of_one_fabric():
