@@ -15,7 +15,7 @@ import torchao.float8  # noqa: F401
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.torchao.linear import fp8_linears
+from lightning_lowprec.torchao.linear import coded_layers
 
 
 def peak() -> int:
@@ -32,7 +32,7 @@ def measure(layers: int, width: int = 4096) -> dict[str, float]:
     plugin.convert_module(nn.Linear(16, 16))  # imports and builds what later conversions reuse
     before = peak()
     plugin.convert_module(model)
-    assert len(fp8_linears(model)) == 2 * layers
+    assert len(coded_layers(model)) == 2 * layers
     return {"parameters": sum(p.numel() for p in model.parameters()), "model": size, "added": peak() - before}
 
 

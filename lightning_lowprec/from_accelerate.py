@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.torchao.plugin import FP8TorchAO
+from lightning_lowprec.torchao.fp8 import FP8TorchAO
 
 
 def plugin_of(given: Any) -> LowPrecision | None:

@@ -24,7 +24,6 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
-from lightning_lowprec.torchao_prototype.backend import BACKEND as PROTOTYPE_BACKEND
 
 _HALF: Final = {
     "half-auto": PrecisionName(
@@ -85,7 +84,7 @@ TABLE: dict[str, PrecisionName] = {}
 def register_own_backends() -> None:
     """Register the backends of this package, except those that are registered already."""
     known = {backend.name for backend in backends.registered()}
-    for backend in (TORCHAO_BACKEND, PROTOTYPE_BACKEND, TE_BACKEND, MSAMP_BACKEND):
+    for backend in (TORCHAO_BACKEND, TE_BACKEND, MSAMP_BACKEND):
         if backend.name not in known:
             backends.register(backend)
 
@@ -186,7 +185,7 @@ def _fill_table() -> None:
 
 def _mxfp8(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
     """Return the row of ``mxfp8``: Transformer Engine's where Transformer Engine is installed, else torchao's."""
-    backend = PROTOTYPE_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
+    backend = TORCHAO_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
     row = rows.get(f"{_MXFP8}{backend.suffix}")
     if row is None:
         return {}

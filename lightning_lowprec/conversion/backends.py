@@ -122,8 +122,8 @@ class Backend:
     Under FSDP2 and DDP all ranks must do so before the same forward. None: the layers cannot be changed."""
     set_phase: Callable[[nn.Module, InBF16], None] | None = None
     """Compute these products of one layer in high precision, beside those of its recipe; see ``reconfigure``."""
-    cuts_layers: bool = True
-    """Whether tensor parallelism can cut the backend's layers, that is, whether they compute with DTensors."""
+    cuts: Callable[[nn.Module], bool] = lambda layer: True
+    """Return whether tensor parallelism can cut a layer, that is, whether it computes with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
 

@@ -15,8 +15,8 @@ from typing import Any, Final, NoReturn, final
 
 from torch import nn
 
-from lightning_lowprec.conversion.transforms import PLAIN_FIRST, check_call
 from lightning_lowprec.private.torch_modules import TracedModule
+from lightning_lowprec.products.transforms import PLAIN_FIRST, check_call
 
 _QUANTIZED: Final = ("torchao.quantization", "torchao.dtypes", "torchao.prototype")
 """Modules of the classes of tensors that torchao's ``quantize_`` puts in the place of weights."""

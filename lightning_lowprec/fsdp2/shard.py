@@ -168,10 +168,10 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
     for fqn, module in model.named_modules():
         backend = backends.owner(module)
         cut = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-        if backend is not None and not backend.cuts_layers and cut:
+        if cut and backend is not None and not backend.cuts(module):
             raise ValueError(
-                f"`tensor_parallel` cuts {fqn!r}, a layer of {backend.title}, whose kernels take no DTensors. Use"
-                " torchao ('fp8-tensorwise'), or keep what is cut out of FP8 (`FP8TE(keep=[...])`)."
+                f"`tensor_parallel` cuts {fqn!r}, a layer of {backend.title} whose kernels take no DTensors. Use"
+                " 'fp8-tensorwise', or keep what is cut in high precision (`keep=[...]`)."
             )
 
 

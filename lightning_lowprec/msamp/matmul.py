@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.conversion.transforms import check_backward
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import encode
@@ -31,6 +30,7 @@ from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.scaling import saturating_cast
 from lightning_lowprec.private.torch import scaled_mm
+from lightning_lowprec.products.transforms import check_backward
 
 
 @final

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """[M, K] @ [K, N] of float8 codes, times their scales ([M, 1] and [1, N], or one each) -> [M, N] in bf16.
+def scaled_product(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """[M, K] @ [K, N] of float8 codes, times reciprocals of scales ([M, 1] and [1, N], or one each) -> [M, N].
 
-    The sum is exact to float32; ``b`` lies in memory column by column.
+    ``b`` lies in memory column by column. ``fast``: the sum may have fewer bits than float32.
     """
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=False)
+    return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, ends: Tensor) -> Tensor:

@@ -111,6 +111,6 @@ BACKEND: Final = Backend(
     recipes={kind: kind in _ONE_SCALE for kind in KINDS},
     reconfigure=_reconfigure,
     set_phase=_set_phase,
-    cuts_layers=False,
+    cuts=lambda layer: False,
     checkpoint=_checkpoint,
 )

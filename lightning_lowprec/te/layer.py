@@ -45,7 +45,6 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.transforms import check_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -55,6 +54,7 @@ from lightning_lowprec.private.torch import (
     is_in_backward,
     saved_tensors_are_hooked,
 )
+from lightning_lowprec.products.transforms import check_call, without_second_gradient
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight
 from lightning_lowprec.te.weight_cache import WeightCache
 from lightning_lowprec.te.wire_format import for_gemm, gather_refusal

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.conversion.transforms import refuse_second_gradient
 from lightning_lowprec.private.transformer_engine import norm_kernels
+from lightning_lowprec.products.transforms import refuse_second_gradient
 
 
 class NormChoices(NamedTuple):

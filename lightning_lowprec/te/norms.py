@@ -20,8 +20,8 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.transforms import without_second_gradient
 from lightning_lowprec.private.transformer_engine import multiprocessors_left
+from lightning_lowprec.products.transforms import without_second_gradient
 from lightning_lowprec.te.layer import check_input
 from lightning_lowprec.te.norm_kernels import NormChoices, normalise
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
-from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision import half_norms
 from lightning_lowprec.runs_where import RecipeKey
+from lightning_lowprec.torchao.fp8 import NAMES, FP8TorchAO, Recipe
+from lightning_lowprec.torchao.int8 import Int8TorchAO
+from lightning_lowprec.torchao.mxfp8 import MXFP8TorchAO
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
-from lightning_lowprec.torchao.plugin import NAMES, FP8TorchAO, Recipe
 
 _SUMMARIES: Final = {
     "fp8-tensorwise": "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2",
@@ -28,32 +27,22 @@ _SUMMARIES: Final = {
 }
 
 
+def _hooks() -> Any:
+    from lightning_lowprec.torchao import hooks  # imports torchao
+
+    return hooks
+
+
 def _revert(model: nn.Module) -> None:
     half_norms.release(model)
     if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
-        from lightning_lowprec.torchao import experts, linear
-
-        experts.revert(model)
-        linear.revert(model)
-
-
-def _numerics(layer: nn.Module) -> LayerNumerics | str:
-    from lightning_lowprec.torchao.casts import numerics_of
-
-    return numerics_of(layer)
-
-
-def _weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
-    from lightning_lowprec.torchao.rounding import weight_roundings
-
-    return weight_roundings(layer)
+        _hooks().revert(model)
 
 
 def _rounding_of(recipe: str) -> WeightRounding:
-    from lightning_lowprec.torchao.rounding import of_recipe
-
     by_row = recipe != "tensorwise"
-    return of_recipe(by_row, power_of_2=by_row)
+    rounding: WeightRounding = _hooks().rounding_of(by_row, by_row)
+    return rounding
 
 
 _ROWS: Final[Mapping[str, RecipeKey]] = {
@@ -62,18 +51,6 @@ _ROWS: Final[Mapping[str, RecipeKey]] = {
     "rowwise_with_gw_hp": "rowwise-gw-hp",
 }
 """For each recipe, the row of the table of what runs where."""
-
-
-def _reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    from lightning_lowprec.torchao.switch import reconfigure
-
-    reconfigure(layer, recipe)
-
-
-def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
-    from lightning_lowprec.torchao.switch import set_phase
-
-    set_phase(layer, gemms)
 
 
 _NAMES: Final = {
@@ -89,26 +66,49 @@ _NAMES: Final = {
         conv1d="gathered",
         pads=False,
         experts=None,
+        layer_recipes=get_args(Recipe),
         weight_rounding=partial(_rounding_of, recipe),
         hardware_recipe=_ROWS[recipe],
     )
     for (recipe, fp8_format), name in NAMES.items()
 }
 _HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
+_PROTOTYPES: Final = {
+    Int8TorchAO.name: PrecisionName(
+        plugin=Int8TorchAO,
+        summary="torchao's int8 linear layers, a scale per row (prototype; Ampere, Ada, Hopper)",
+        fp16=True,
+        masters=True,
+        conv1d="converted",
+        layer_recipes=("int8",),
+        hardware_recipe="int8",
+    ),
+    MXFP8TorchAO.name: PrecisionName(
+        plugin=MXFP8TorchAO,
+        summary="torchao, a power-of-two scale per 32 values, e4m3 (prototype; Blackwell, else emulated)",
+        masters=True,
+        lacks={FP16: "its kernels take and return bf16"},
+        alignment=MXFP8TorchAO.alignment,
+        conv1d="converted",
+        layer_recipes=("mxfp8",),
+        hardware_recipe="torchao-mxfp8",
+    ),
+}
 
 
 BACKEND: Final = Backend(
     name=NAME,
     title="torchao",
-    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID},
+    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID, **_PROTOTYPES},
     suffix="-torchao",
-    recipes={recipe: recipe == "tensorwise" for recipe in get_args(Recipe)},
+    recipes={**{recipe: recipe == "tensorwise" for recipe in get_args(Recipe)}, "int8": False, "mxfp8": False},
     module="torchao.float8",
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=_revert,
-    reconfigure=_reconfigure,
-    set_phase=_set_phase,
-    numerics=_numerics,
-    weight_roundings=_weight_roundings,
+    reconfigure=lambda layer, recipe: _hooks().reconfigure(layer, recipe),
+    cuts=lambda layer: _hooks().cuts(layer),
+    set_phase=lambda layer, gemms: _hooks().set_phase(layer, gemms),
+    numerics=lambda layer: _hooks().numerics_of(layer),
+    weight_roundings=lambda layer: _hooks().weight_roundings(layer),
 )

@@ -10,12 +10,12 @@ from typing import final
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec.torchao.layer import FP8Layer
+from lightning_lowprec.torchao.layer import CodedLayer
 
 
 @final
-class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
-    """A Conv1D with FP8 GEMMs; still a ``Conv1D`` for transformers and PEFT."""
+class CodedConv1D(CodedLayer, Conv1D):  # type: ignore[misc]
+    """A Conv1D whose products run on codes; still a ``Conv1D`` for transformers and PEFT."""
 
     in_by_out = True
 
@@ -24,5 +24,5 @@ class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
         return output
 
     def __repr__(self) -> str:
-        """Show the sizes, as Conv1D does."""
-        return f"FP8Conv1D(nf={self.out_features}, nx={self.in_features})"
+        """Show the sizes, as Conv1D does, and the products."""
+        return f"CodedConv1D(nf={self.out_features}, nx={self.in_features}, {self.products})"

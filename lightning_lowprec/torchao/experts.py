@@ -8,7 +8,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torchao.float8.config import ScalingGranularity, ScalingType
 
 from lightning_lowprec.conversion.experts import (
     RoutedExperts,
@@ -21,9 +20,10 @@ from lightning_lowprec.conversion.experts import (
 from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.conversion.transforms import check_call
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.products.scaled import Scaled
+from lightning_lowprec.products.transforms import check_call
 from lightning_lowprec.torchao.grouped import GroupedRecipe, grouped_matmul
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -60,7 +60,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """[P, K] -> [P, N]."""
         if not self._in_fp8(name):
             return grouped_product(rows, matrices(self, name), groups)
-        keep = self.saves_weight_codes and self.settings[name].saves_weight_codes
+        keep = self.saves_weight_codes and self.settings[name].products.saves_weight
         return grouped_matmul(
             rows, self.weight(name), groups.ends, self.recipes[name], transposed=is_transposed(self), keep=keep
         )
@@ -79,8 +79,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
     @property
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 may gather these Parameters."""
-        found = [self.settings[name] for name in self.wired]
-        return TorchAOWire.of(found[0].config, per_step=found[0].saves_weight_codes) if found else None
+        return next((self.settings[name].wire_format for name in self.wired), None)
 
     @property
     def reads_values(self) -> bool:
@@ -99,8 +98,8 @@ class FP8Experts(PlainFirst, RoutedExperts):
         changed = {}
         for name, own in self.settings.items():
             if recipe.name is not None:
-                assert own.settings is not None  # the user's config keeps experts in high precision
-                changed[name] = own.settings.of(recipe)
+                assert own.others is not None  # the user's config keeps experts in high precision
+                changed[name] = own.others.of(recipe)
             else:
                 changed[name] = replace(own, in_bf16=recipe.in_bf16)
         self.settings = changed
@@ -112,20 +111,19 @@ class FP8Experts(PlainFirst, RoutedExperts):
 
 def recipe_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> GroupedRecipe:
     """Return how products run in a phase."""
-    config = settings.config
-    cast = config.cast_config_input_for_grad_weight
-    assert cast is not None
-    high: InBF16 = frozenset({"grad_weight"}) if cast.scaling_type is ScalingType.DISABLED else NO_GEMM
+    forward = settings.products.forward
+    assert isinstance(forward, Scaled)
+    high: InBF16 = frozenset({"grad_weight"}) if settings.products.grad_weight is None else NO_GEMM
     return GroupedRecipe(
-        one_scale=config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE,
+        one_scale=not forward.weight.by_row,
         in_bf16=tuple(sorted(settings.in_bf16 | phase | high)),
-        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-        emulate=config.emulate,
+        round_scales_to_power_of_2=forward.weight.power_of_2,
+        emulate=forward.emulate,
     )
 
 
 def convert(
-    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, low_eval: bool
 ) -> None:
     """Let the products of the stacked Parameters ``fqns`` run in FP8, in place."""
     found: dict[str, dict[str, LayerSettings]] = {}
@@ -134,7 +132,7 @@ def convert(
         found.setdefault(module, {})[name] = settings_of(fqn)
     for fqn, settings in found.items():
         recipes = {name: recipe_of(own) for name, own in settings.items()}
-        attributes = {"settings": settings, "recipes": recipes, "fp8_eval": fp8_eval}
+        attributes = {"settings": settings, "recipes": recipes, "fp8_eval": low_eval}
         take_experts(
             model.get_submodule(fqn), FP8Experts, {**attributes, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
         )

@@ -20,7 +20,8 @@ from lightning_lowprec.private.torch import (
     tree_map_only,
     written_arguments,
 )
-from lightning_lowprec.private.torchao import constructor_arguments
+from lightning_lowprec.private.torchao import codes_of, constructor_arguments
+from lightning_lowprec.products.coded_weight import CodedWeight
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {
@@ -32,10 +33,14 @@ _HALF: Final = (torch.bfloat16, torch.float16)
 
 
 @final
-class GatheredWeight(Float8TrainingTensor):
+class GatheredWeight(Float8TrainingTensor, CodedWeight):
     """torchao's float8 tensor, which shows its values to operations that torchao does not run on codes."""
 
     __slots__ = ()
+
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, and their scale."""
+        return codes_of(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first

@@ -1,4 +1,4 @@
-"""Convert layers to FP8 through torchao, in place, and back.
+"""Convert layers in place, and back.
 
 Conversion changes the class of the layer in place: hooks, flags, parameters, their order and ties stay. (torchao's own
 swap builds a new module and loses hooks and the eval flag.)
@@ -19,63 +19,83 @@ from torchao.float8.float8_linear import Float8Linear
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.gemms import NO_GEMM
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
-from lightning_lowprec.torchao.experts import FP8Experts, fp8_experts
-from lightning_lowprec.torchao.layer import FP8Layer
+from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
+from lightning_lowprec.torchao.experts import fp8_experts
+from lightning_lowprec.torchao.layer import CodedLayer
 from lightning_lowprec.torchao.settings import LayerSettings
 
 
-@final
-class FP8Linear(FP8Layer, Float8Linear):
-    """A Linear with FP8 GEMMs."""
-
+class _Linear(CodedLayer, nn.Linear):
     in_by_out = False
 
     def _plain(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
 
+@final
+class FP8Linear(_Linear, Float8Linear):
+    """A Linear whose products run in FP8; a ``Float8Linear`` for torchao's styles of tensor parallelism."""
+
+
+@final
+class CodedLinear(_Linear):
+    """A Linear whose products run in a format that torchao's ``Float8Linear`` does not have."""
+
+    def extra_repr(self) -> str:
+        """Show the sizes, as Linear does, and the products."""
+        return f"{nn.Linear.extra_repr(self)}, {self.products}"
+
+
 def convert(
-    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, low_eval: bool
 ) -> None:
-    """Make the layers named by ``fqns`` FP8Layers, in place; ``settings_of`` returns the settings of an fqn."""
+    """Make the layers named by ``fqns`` CodedLayers, in place; ``settings_of`` returns the settings of an fqn."""
     convert_to_float8_training(nn.Identity())  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        configure(model.get_submodule(fqn), settings_of(fqn), fp8_eval=fp8_eval)
+        _become_coded(model.get_submodule(fqn), settings_of(fqn), low_eval)
 
 
-def configure(linear: Any, settings: LayerSettings, *, fp8_eval: bool) -> None:
-    """Make a Linear or Conv1D an FP8Layer with these settings, in place."""
-    own = {"fp8_eval": fp8_eval, "weight_is_freed": False, "phase_gemms": NO_GEMM}
-    if not is_conv1d(linear):
-        own |= settings.attributes(linear.in_features, linear.out_features)
-        in_place.become(linear, FP8Linear, own)
-        return
-    from lightning_lowprec.torchao.conv1d import FP8Conv1D
+def _become_coded(layer: Any, settings: LayerSettings, low_eval: bool) -> None:
+    sizes = sizes_of_conv1d(layer) if is_conv1d(layer) else {}
+    k, n = sizes.values() if sizes else (layer.in_features, layer.out_features)
+    attributes = {
+        **settings.torchao_attributes,
+        **sizes,
+        "padding": (-k % FEATURE_ALIGNMENT, -n % FEATURE_ALIGNMENT),
+        "low_eval": low_eval,
+        "settings": settings,
+        "saves_weight_codes": True,
+        "phase_gemms": NO_GEMM,
+        "in_bf16": (),
+        "products": None,
+    }
+    in_place.become(layer, _class_for(layer, settings), attributes)
+    layer.update()
 
-    sizes = sizes_of_conv1d(linear)
-    in_place.become(linear, FP8Conv1D, {**own, **settings.attributes(**sizes), **sizes})
+
+def _class_for(layer: Any, settings: LayerSettings) -> type[CodedLayer]:
+    if is_conv1d(layer):
+        from lightning_lowprec.torchao.conv1d import CodedConv1D
+
+        return CodedConv1D
+    return CodedLinear if settings.config is None else FP8Linear
 
 
 def save_no_weight_codes(model: nn.Module) -> None:
     """Save no codes of weights for the backward: whole weights are gathered for each use, and freed."""
-    layers: list[FP8Layer | FP8Experts] = [*fp8_linears(model), *fp8_experts(model)]
-    for layer in layers:
+    for layer in coded_layers(model):
         layer.saves_weight_codes = False
-
-
-def note_freed(model: nn.Module) -> None:
-    """Note that the memory of the weights is freed between forward and backward: no layer keeps it, or codes."""
-    save_no_weight_codes(model)
-    for layer in fp8_linears(model):
-        layer.weight_is_freed = True
+        layer.update()
+    for experts in fp8_experts(model):
+        experts.saves_weight_codes = False
 
 
 def revert(model: nn.Module) -> None:
-    """Give every FP8Layer of ``model`` its own class back, in place."""
-    for linear in fp8_linears(model):
-        in_place.revert(linear)
+    """Give every CodedLayer of ``model`` its own class back, in place."""
+    for layer in coded_layers(model):
+        in_place.revert(layer)
 
 
-def fp8_linears(model: nn.Module) -> list[FP8Layer]:
+def coded_layers(model: nn.Module) -> list[CodedLayer]:
     """Return the layers of ``model`` that are converted."""
-    return [module for module in model.modules() if isinstance(module, FP8Layer)]
+    return [module for module in model.modules() if isinstance(module, CodedLayer)]

@@ -1,187 +1,92 @@
-"""FP8 training through torchao: scales are computed from each tensor, so there is no state."""
+"""The base of the plugins of torchao's formats: a plan, layers whose products run on codes, compilation, a schedule.
+
+The formats are `fp8.py`, `int8.py` and `mxfp8.py`: options, names, and the arithmetic of the layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion import in_float32
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
-from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
+from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.precision import compiled_blocks, fp8, half_norms
 from lightning_lowprec.precision.compiled_blocks import Compile
 from lightning_lowprec.precision.engine import Engine
-from lightning_lowprec.precision.options import (
-    BASE_DTYPES,
-    EmulationChoices,
-    FP8Choices,
-    FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
-)
+from lightning_lowprec.precision.options import BASE_DTYPES, Base, HeadOptions, LossScaleOptions
 from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.schedule import Schedule, ScheduleOptions
 from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao import own_config
-from lightning_lowprec.torchao.experts_kept import Experts, experts_kept
 
 if TYPE_CHECKING:
-    from lightning_lowprec.torchao.settings import LayerSettings
+    from lightning_lowprec.torchao.settings import Recipes
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-RecipePerLayer = Annotated[
-    Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
-]
-FP8Format = Literal["hybrid", "e4m3"]
-RowwiseBackward = Literal["scaled_after", "scaled_inside"]
-SavedInputs = Literal["values", "codes"]
 BACKEND: Final = "torchao"
-CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
-"""Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
-
-NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
-    ("tensorwise", "hybrid"): "fp8-tensorwise",
-    ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
-    ("rowwise", "e4m3"): "fp8-rowwise",
-    ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
-}
-"""The name for ``precision=`` of each recipe and format."""
 
 
-class TorchAOChoices(
-    LayerChoices,
-    FP8Choices,
-    EmulationChoices,
-    LossScaleChoices,
-    MasterChoices,
-    WeightChoices,
-    HeadChoices,
-    ScheduleChoices,
-    total=False,
-):
-    """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
-
-
-@final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
-class FP8TorchAO(Scheduled):
-    """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
+class TorchAO(Scheduled):
+    """Base of the plugins: no state, and no codes between steps.
 
     Args:
-        recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
-            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate). A mapping
-            gives recipes per layer: ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. ``"fp32"`` runs a
-            layer in float32, with float32 weights, and comes before these rules: for routers and heads. A value
-            ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight).
-        fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
-        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
-            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
-            one class, of an ``nn.ModuleList`` that holds FP8 layers.
-        round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
-        weight_codes: ``"per_forward"`` encodes a weight in each forward, and the backward reads the same codes (1 byte
-            per parameter of the layers until then; FSDP2 keeps the codes of its shards instead, until a shard is
-            written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
-            all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
-            scale per weight allows it (``recipe="tensorwise"`` without ``config``; with recipes per layer, the
-            tensorwise layers).
-        saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
-            element, which layers that read one input share: same results, less memory where blocks are not compiled
-            (tensorwise layers without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the input;
-            compiled blocks keep codes by themselves.
-        rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
-            torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
-            scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
-            with scales that are powers of two.
-        experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
-            row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
-            not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
-            experts in the base dtype.
-        pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
-            says what the zeros cost. FSDP2 gathers these weights in high precision.
-            False keeps these layers in the base dtype. With ``config``, its ``pad_inner_dim`` counts.
-        config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
-            gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
-
-    Raises:
-        ValueError: an unknown or contradictory option, or a model in which nothing converts.
-        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
-        RuntimeError: the device has no FP8 and ``emulate`` is not set.
+        recipe: as the user wrote it.
+        recipes: the name of the recipe, or recipes per layer.
+        masters: of the weights.
+        base: the dtype outside of the products.
+        low_eval: whether evaluation runs on codes too.
+        emulate: the user's choice; None: on CPU.
+        compile: see ``compile_blocks``.
+        options: the other options of the constructor.
     """
 
     backend: ClassVar[str | None] = BACKEND
+    advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
     def __init__(
         self,
-        recipe: Recipe | RecipePerLayer = "tensorwise",
+        recipe: Any,
+        recipes: str | RecipeMap,
+        masters: Any,
         *,
-        fp8_format: FP8Format | None = None,
-        compile: Compile = "auto",
-        round_scales_to_power_of_2: bool | None = None,
-        rowwise_backward: RowwiseBackward = "scaled_after",
-        config: Any = None,
-        weight_codes: Literal["auto", "per_forward", "per_gemm"] = "auto",
-        saved_inputs: SavedInputs = "values",
-        experts: Experts = "auto",
-        pad_inner_dim: bool = False,
-        **options: Unpack[TorchAOChoices],
+        base: Base,
+        low_eval: bool,
+        emulate: bool | None,
+        compile: Compile,
+        options: Any,
     ) -> None:
-        running = take(FP8Options, options)
-        if config is not None:
-            recipe, fp8_format, emulate = _of_config(
-                config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward, pad_inner_dim
-            )
-            running = replace(running, emulate=running.emulate or emulate)
-        self.recipes: Recipe | RecipeMap = _recipes(recipe)
-        """The recipe, or the recipes per layer."""
-        self.kinds = self.recipes.names if isinstance(self.recipes, RecipeMap) else (str(recipe),)
-        """The recipes of torchao that the layers have."""
-        _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
-        masters = take(MasterOptions, options).resolve(running.base)
-        if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
-            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
-        scaler = take(LossScaleOptions, options).scaler(running.base)
-        in_fp32 = getattr(self.recipes, "float32", ())
-        super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
-        require("torchao", f"FP8TorchAO(recipe={recipe!r})")
-        self.recipe: Recipe | RecipePerLayer = recipe
+        weights = take(WeightOptions, options).keeping(getattr(recipes, "float32", ()))
+        super().__init__(take(LossScaleOptions, options).scaler(base), masters, weights)
+        require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
+        self.recipe, self.recipes = recipe, recipes
+        self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
+        """The recipes that the layers have."""
+        self.base: Base = base
+        self.low_eval, self.emulate, self.compile = low_eval, emulate, compile
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
-        self.base = running.base
-        self.fp8_eval = running.fp8_eval
-        self.emulate = running.emulate
-        self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
-        self.compile = compile
-        self.round_scales_to_power_of_2 = round_scales_to_power_of_2
-        self.rowwise_backward: RowwiseBackward = rowwise_backward
-        self.config = config
-        self.weight_codes = _codes(weight_codes, self.kinds, config)
-        self.saved_inputs = _saved(saved_inputs, self.kinds, config)
-        check_choice("experts", experts, get_args(Experts))
-        self.experts: Experts = experts
-        self.pad_inner_dim: bool = pad_inner_dim if config is None else config.pad_inner_dim
         self.set_schedule(take(ScheduleOptions, options).schedule)
-        name = _name(recipe, self.fp8_format, config)
-        form = masters.config.form if masters is not None and config is None else None
-        self.precision = name + of_options(self.base, form)
+
+    @abstractmethod
+    def layer_recipes(self, device: torch.device) -> Recipes:
+        """Return what gives each recipe its settings."""
+
+    def plan_options(self, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of ``make_plan`` that the format decides."""
+        return {}
+
+    def check_schedule(self, phases: Schedule) -> None:
+        """Raise ValueError for a schedule that the recipe cannot follow."""
 
     @override
     def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
@@ -190,137 +95,74 @@ class FP8TorchAO(Scheduled):
         Raises:
             ValueError: the schedule is not valid, or names a product as FP8 that the recipe computes in bf16.
         """
-
-        def check(phases: Schedule) -> None:
-            if self.config is not None:
-                phases.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
-            elif "rowwise_with_gw_hp" in self.kinds:
-                phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
-
-        self.phases = ScheduledPhases.of(schedule, self.head, check)
+        self.phases = ScheduledPhases.of(schedule, self.head, self.check_schedule)
 
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
+        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no product on codes."""
         return BASE_DTYPES[self.base]
 
     @property
     @override
     def peak_rate_dtype(self) -> torch.dtype:
-        """``torch.int8`` where FP8 kernels run, else the base dtype."""
+        """``torch.int8`` where kernels run, else the base dtype; Lightning's tables list the rates of FP8 there too."""
         return fp8.peak_dtype(self)
 
     @override
-    def emulates(self, device: torch.device) -> bool:
-        """On CPU unless the user says no; on a GPU only if the user says so."""
-        return fp8.emulates(self.emulate, device)
-
-    @property
-    @override
-    def hardware_recipe(self) -> RecipeKey:
-        """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
-        if self.recipe != "tensorwise":
-            return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
-        own = self.weight_codes == "per_forward" or self.saved_inputs == "codes"
-        return "tensorwise" if own else "tensorwise-per-gemm"
-
-    @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao, a GPU without FP8, or a CPU without a rowwise kernel, where FP8 is not emulated."""
-        if (
-            device.type == "cpu"
-            and not self.emulates(device)
-            and self.kinds != ("tensorwise",)
-            and CPU_SCALES_TENSORWISE
-        ):
-            return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
-        reason = fp8.kernel_refusal(self.hardware_recipe, self.emulate, device, "FP8TorchAO(..., emulate=True)")
-        return reason or import_refusal("torchao.float8", f"`precision={self.precision!r}`")
-
-    @override
-    def how(self, device: torch.device) -> str:
-        """FP8 kernels, or emulated."""
-        return fp8.how(self.emulate, device)
-
-    @override
-    def gathers(self, options: Any) -> str | None:
-        """One scale per weight can be gathered."""
-        if "tensorwise" not in self.kinds:
-            return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-        if self.config is not None and (unable := own_config.gather_refusal(self.config)) is not None:
-            return unable
-        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+        """No torchao."""
+        return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
-        """Neither codes of weights nor compiled blocks outlive weights that are freed."""
+        """Compiled blocks do not outlive weights that are freed."""
         return compiled_blocks.engine_refusal(engine, self.compile)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         """The layers, and how they compute."""
-        running = self.emulate, self.fp8_eval, self.round_scales_to_power_of_2, self.rowwise_backward
-        kept = self.weight_codes, self.saved_inputs, None if self.phases is None else self.phases.schedule
-        layers = self.layers, self.experts, self.pad_inner_dim
-        return self.precision, self.recipes, *layers, *running, *kept, self.config
+        schedule = None if self.phases is None else self.phases.schedule
+        return self.precision, self.recipes, self.layers, self.low_eval, self.emulate, schedule
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao import experts, linear
+        from lightning_lowprec.torchao import experts, hooks, linear
 
         if self.phases is not None:
             self.phases.forget()
         half_norms.release(module)
         in_float32.revert(module)
-        experts.revert(module)
-        linear.revert(module)  # fit, then test, makes the same plan again
+        hooks.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
             module,
             self.layers,
             precision=self.precision,
             base=self.base,
-            recipe=self.recipes,
             head=self.head,
             conv1d=True,
-            pads=self.pad_inner_dim,
-            experts=experts_kept(self.experts, self.base, self.config, None if self.emulates(device) else device),
+            **{"recipe": self.recipes, **self.plan_options(device)},
         )
-        settings = self._settings(plan, device)
+        recipes, default = self.layer_recipes(device), LayerRecipe(self.kinds[0])
         with unchanged(module):
-            linear.convert(module, plan.linears, settings, fp8_eval=self.fp8_eval)
-            experts.convert(module, plan.stacked, settings, fp8_eval=self.fp8_eval)
+            for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):
+                convert(module, fqns, lambda fqn: recipes.of(plan.recipes.get(fqn, default)), low_eval=self.low_eval)
         in_float32.convert(module, plan)
-        halves = self.masters is not None or self.engine is not None
-        if halves or self.keeps_float32_shards:  # half-precision weights, or FSDP2's gathered ones
-            half_norms.hold(module)
+        if self.masters is not None or self.engine is not None or self.keeps_float32_shards:
+            half_norms.hold(module)  # weights are in half precision, or FSDP2's gathered ones are
         if self.engine is not None and self.engine.frees_weights:
-            linear.note_freed(module)
+            linear.save_no_weight_codes(module)
             rank_zero_info(
-                f"{self.precision}: {self.engine.name} frees weights after each use: FP8 encodes them at every product,"
-                " and no block is compiled."
+                f"{self.precision}: {self.engine.name} frees weights after each use: {self.format} encodes them at"
+                " every product, and no block is compiled."
             )
         elif plan.converted:
-            self._compile(module, device)
+            layers = linear.coded_layers(module)
+            compiled_blocks.compile_blocks(
+                module, layers, self.compile, device, precision=self.precision, advice=self.advice
+            )
         if fp8.take_plan(self, module, plan):
-            self._say(plan, device)
-
-    def _settings(self, plan: Plan, device: torch.device) -> Callable[[str], LayerSettings]:
-        """Return a function from the fqn of a layer that converts to the layer's settings."""
-        from lightning_lowprec.torchao.settings import Settings
-
-        if self.config is not None:
-            config = own_config.for_layers(self.config, emulate=self.emulates(device))
-            return Settings.of_config(config)
-        settings = Settings(
-            fp8_format=self.fp8_format,
-            emulate=self.emulates(device),
-            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-            rowwise_backward=self.rowwise_backward,
-            saves_weight_codes=self.weight_codes == "per_forward",
-            saves_codes=self.saved_inputs == "codes",
-        )
-        return lambda fqn: settings.of(plan.recipes.get(fqn, LayerRecipe(self.kinds[0])))
+            self.say(plan, device)
 
     @override
     def cast_shards(self, module: Module) -> None:
@@ -330,111 +172,11 @@ class FP8TorchAO(Scheduled):
         super().cast_shards(module)
         linear.save_no_weight_codes(module)
 
-    def _say(self, plan: Plan, device: torch.device) -> None:
-        if self.layers.min_gain is not None:
-            tokens = self.layers.tokens or DEFAULT_TOKENS
-            rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")
-        slow = plan.below_break_even()
-        if self.emulates(device):
-            rank_zero_info(f"{self.precision}: {self.how(device)}.")
-        elif slow and device.type == "cuda":  # the published figures are those of a GPU
-            names = ", ".join(f"{row.fqn} ({row.in_features} -> {row.out_features})" for row in slow[:3])
-            rank_zero_warn(
-                f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"
-                f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
-                " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
-            )
-
-    def _compile(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao.linear import fp8_linears
-
-        compiled_blocks.compile_blocks(
-            module,
-            fp8_linears(module),
-            self.compile,
-            device,
-            precision=self.precision,
-            advice="FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te'"
-            " (Transformer Engine), which needs no compiler.",
-        )
+    def say(self, plan: Plan, device: torch.device) -> None:
+        """Log a new plan's device."""
+        rank_zero_info(f"{self.precision}: {self.how(device)}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale if the loss is scaled, and the backend that computed the FP8 GEMMs."""
+        """The loss scale if the loss is scaled, and the backend that computed the products."""
         return {**super().state_dict(), BACKEND_STATE: BACKEND}
-
-
-def _recipes(given: Any) -> Recipe | RecipeMap:
-    return RecipeMap.of(given, names=get_args(Recipe), base="tensorwise") if isinstance(given, Mapping) else given
-
-
-def _name(recipe: Any, fp8_format: FP8Format, config: Any) -> str:
-    """Return the name of the precision; layers with recipes of their own have no name for ``precision=``."""
-    if config is not None:
-        return "fp8-torchao-config"
-    return "fp8-torchao-per-layer" if isinstance(recipe, Mapping) else NAMES[recipe, fp8_format]
-
-
-def _of_config(
-    config: Any,
-    recipe: Any,
-    fp8_format: FP8Format | None,
-    power_of_2: bool | None,
-    rowwise_backward: RowwiseBackward,
-    pad_inner_dim: bool,
-) -> tuple[Recipe, FP8Format, bool | None]:
-    """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
-    require("torchao.float8", "FP8TorchAO(config=...)")
-    kind, gradients = own_config.kind_of(config)
-    for name, value, default in (
-        ("recipe", recipe, "tensorwise"),
-        ("fp8_format", fp8_format, None),
-        ("round_scales_to_power_of_2", power_of_2, None),
-        ("rowwise_backward", rowwise_backward, "scaled_after"),
-        ("pad_inner_dim", pad_inner_dim, False),
-    ):
-        if value != default:
-            raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
-    return kind, gradients, config.emulate or None
-
-
-def _codes(choice: str, kinds: tuple[str, ...], config: Any) -> Literal["per_forward", "per_gemm"]:
-    check_choice("weight_codes", choice, ("auto", "per_forward", "per_gemm"))
-    one_scale = "tensorwise" in kinds and config is None
-    if choice == "per_forward" and not one_scale:
-        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
-        raise ValueError(
-            f"`weight_codes='per_forward'` is not valid with `{given}`: only one scale per weight is the same in"
-            " forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
-        )
-    return "per_forward" if one_scale and choice != "per_gemm" else "per_gemm"
-
-
-def _saved(choice: str, kinds: tuple[str, ...], config: Any) -> SavedInputs:
-    check_choice("saved_inputs", choice, get_args(SavedInputs))
-    if choice == "codes" and ("tensorwise" not in kinds or config is not None):
-        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
-        raise ValueError(
-            f"`saved_inputs='codes'` is not valid with `{given}`: only one scale per input is the same in forward and"
-            " backward. Use `recipe='tensorwise'`, or leave `saved_inputs` out."
-        )
-    return "codes" if choice == "codes" else "values"
-
-
-def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_backward: str) -> None:
-    rowwise = next((kind for kind in kinds if kind != "tensorwise"), None)
-    if rowwise_backward != "scaled_after" and rowwise is None:
-        raise ValueError(
-            f"`rowwise_backward={rowwise_backward!r}` is not valid with `recipe='tensorwise'`, whose products have one"
-            " scale per operand; leave it out, or use `recipe='rowwise'` or `recipe='rowwise_with_gw_hp'`."
-        )
-    if rowwise is not None and base == "fp16":
-        raise ValueError(
-            f"`base='fp16'` is not valid with `recipe={rowwise!r}`, whose kernels round their output through bf16;"
-            " use `base='bf16'` or `recipe='tensorwise'`."
-        )
-    if rowwise is not None and fp8_format == "hybrid" and "tensorwise" not in kinds:
-        raise ValueError(
-            f"`fp8_format='hybrid'` is not valid with `recipe={rowwise!r}`, which uses e4m3 everywhere; use"
-            " `fp8_format='e4m3'` or `recipe='tensorwise'`."
-        )

@@ -1,43 +1,30 @@
-"""Settings of FP8 layers: what a recipe means for torchao, and for one layer. Importing this module imports torchao."""
+"""What a recipe of torchao means for the products of one layer. Importing this module imports torchao."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, final, get_args
+from typing import Any, Literal, Protocol, cast, final, get_args
 
 import torch
 from torch import nn
 from torchao.float8 import CastConfig, Float8LinearConfig
-from torchao.float8.config import e4m3_dtype
+from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import NO_GEMM, InBF16
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
-from lightning_lowprec.torchao.own_backward import ScaledInside
+from lightning_lowprec.products.arithmetic import Arithmetic, Products
+from lightning_lowprec.products.scaled import Coding, Scaled
+from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
-def linear_config(
-    recipe: Recipe,
-    *,
-    fp8_format: Literal["hybrid", "e4m3"],
-    emulate: bool,
-    round_scales_to_power_of_2: bool | None,
-    rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after",
-) -> Float8LinearConfig:
-    """Return torchao's configuration of a recipe; the arguments are those of ``FP8TorchAO``."""
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    if recipe == "tensorwise" and fp8_format == "e4m3":
-        # a fresh CastConfig: torchao writes the target dtype into the one it is given
-        grad_output = CastConfig(target_dtype=e4m3_dtype)
-        config = replace(
-            config, cast_config_grad_output=grad_output, cast_config_grad_output_for_grad_weight=grad_output
-        )
-    if round_scales_to_power_of_2 is not None:
-        config = replace(config, round_scales_to_power_of_2=round_scales_to_power_of_2)
-    return ScaledInside.of(config) if rowwise_backward == "scaled_inside" else config
+class Recipes(Protocol):
+    """The recipes that a layer may take."""
+
+    def of(self, recipe: LayerRecipe) -> LayerSettings:
+        """Return the settings of a layer with this recipe; raise ValueError if the layer cannot take it."""
 
 
 @final
@@ -46,34 +33,45 @@ class LayerSettings:
     """Everything that makes one layer compute as the layer does.
 
     Args:
-        config: torchao's configuration.
-        saves_weight_codes: whether the backward reads the codes of the weight that the forward made.
-        saves_codes: whether the codes of the input are kept for the backward, in place of the input.
-        in_bf16: the products that the recipe computes in high precision.
-        settings: the options by which other recipes for this layer are made; None: ``config`` is the user's.
+        products: how the recipe computes the three products.
+        in_bf16: the products that the user wants in high precision instead.
+        config: torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format.
+        others: the recipes that the layer may take; None: ``config`` is the user's.
     """
 
-    config: Float8LinearConfig
-    saves_weight_codes: bool = False
-    saves_codes: bool = False
+    products: Products
     in_bf16: InBF16 = NO_GEMM
-    settings: Settings | None = None
+    config: Float8LinearConfig | None = None
+    others: Recipes | None = None
 
-    def attributes(self, in_features: int, out_features: int) -> dict[str, Any]:
-        """Return the attributes of an ``FP8Layer`` with these settings; the codes of padded inputs are not shared."""
-        padding = -in_features % FEATURE_ALIGNMENT, -out_features % FEATURE_ALIGNMENT
-        with torch.device("meta"):  # the constructor derives from the configuration what the forward needs
-            made = Float8Linear(1, 1, bias=False, config=self.config)  # type: ignore[no-untyped-call]
-            plain = nn.Linear(1, 1, bias=False)
-        return {
-            **{name: value for name, value in vars(made).items() if name not in vars(plain)},
-            "padding": padding,
-            "saves_weight_codes": self.saves_weight_codes,
-            "saves_codes": self.saves_codes and not any(padding),
-            "own_gemms": self.in_bf16,
-            "in_bf16": tuple(sorted(self.in_bf16)),
-            "settings": self.settings,
-        }
+    @property
+    def mm_config(self) -> Any:
+        """torchao's settings of the three kernels."""
+        assert self.config is not None
+        return _example(self.config).linear_mm_config
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 may gather a weight with one scale."""
+        forward = self.products.forward
+        coding = forward.coding("weight") if isinstance(forward, Scaled) else None
+        return None if coding is None else TorchAOWire(self.mm_config, coding, self.products.saves_weight)
+
+    @property
+    def torchao_attributes(self) -> dict[str, Any]:
+        """The attributes of a ``Float8Linear`` of torchao."""
+        if self.config is None:
+            return {}
+        with torch.device("meta"):
+            plain = vars(nn.Linear(1, 1, bias=False))
+        return {name: value for name, value in vars(_example(self.config)).items() if name not in plain}
+
+
+@functools.cache
+def _example(config: Float8LinearConfig) -> Any:
+    """Return a layer of torchao, whose constructor derives from the configuration what its own code needs."""
+    with torch.device("meta"):
+        return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
 
 
 @final
@@ -89,26 +87,95 @@ class Settings:
     saves_codes: bool = False
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer with this recipe, whose name is one of torchao's."""
-        assert recipe.name in get_args(Recipe)
+        """Return the settings of a layer.
+
+        Raises:
+            ValueError: ``recipe`` is none of torchao's float8 recipes.
+        """
+        if recipe.name not in get_args(Recipe):
+            expected = ", ".join(map(repr, get_args(Recipe)))
+            raise ValueError(
+                f"`recipe={recipe.name!r}` is not possible for a layer in FP8; expected {expected}, 'bf16', or a"
+                " mapping such as {'forward': 'bf16'}."
+            )
         name = cast(Recipe, recipe.name)
         one_scale = name == "tensorwise"
-        config = linear_config(
-            name,
-            fp8_format=self.fp8_format if one_scale else "e4m3",
-            emulate=self.emulate,
-            round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-            rowwise_backward="scaled_after" if one_scale else self.rowwise_backward,
+        config = replace(Float8LinearConfig.from_recipe_name(name), emulate=self.emulate)
+        if one_scale and self.fp8_format == "e4m3":
+            gradients = CastConfig(target_dtype=e4m3_dtype)  # torchao writes the dtype into a CastConfig without one
+            config = replace(
+                config, cast_config_grad_output=gradients, cast_config_grad_output_for_grad_weight=gradients
+            )
+        if self.round_scales_to_power_of_2 is not None:
+            config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
+        products = replace(
+            products_of(config, scaled_inside=self.rowwise_backward == "scaled_inside"),
+            saves_weight=self.saves_weight_codes and one_scale,
+            saves_input=self.saves_codes and one_scale,
         )
-        return LayerSettings(
-            config=config,
-            saves_weight_codes=self.saves_weight_codes and one_scale,
-            saves_codes=self.saves_codes and one_scale,
-            in_bf16=recipe.in_bf16,
-            settings=self,
+        return LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
+
+
+@final
+@dataclass(frozen=True)
+class OneConfig:
+    """The user's configuration for every layer."""
+
+    config: Float8LinearConfig
+
+    def of(self, recipe: LayerRecipe) -> LayerSettings:
+        """Return the settings of a layer; ``recipe`` says nothing."""
+        return LayerSettings(products=products_of(self.config), config=self.config)
+
+
+def products_of(config: Float8LinearConfig, *, scaled_inside: bool = False) -> Products:
+    """Return the products of a layer with this configuration of torchao."""
+
+    def coding(choice: Any) -> Coding:
+        by_row = choice.scaling_granularity is ScalingGranularity.AXISWISE
+        return Coding(dtype=choice.target_dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
+
+    def product(kernel: Any, input: Any, weight: Any, gradient: Any) -> Arithmetic | None:
+        if ScalingType.DISABLED in {choice.scaling_type for choice in (input, weight, gradient)}:
+            return None
+        return Scaled(
+            input=coding(input),
+            weight=coding(weight),
+            gradient=coding(gradient),
+            emulate=config.emulate,
+            fast=kernel.use_fast_accum,
+            scaled_inside=scaled_inside,
         )
 
-    @staticmethod
-    def of_config(config: Float8LinearConfig) -> Callable[[str], LayerSettings]:
-        """Return a function that gives every layer the user's configuration."""
-        return lambda fqn: LayerSettings(config=config)
+    input, input_again = config.cast_config_input, config.cast_config_input_for_grad_weight
+    gradient, gradient_again = config.cast_config_grad_output, config.cast_config_grad_output_for_grad_weight
+    return Products(  # each product has two operands; the third role is filled with one of them
+        forward=product(config.gemm_config_output, input, config.cast_config_weight, input),
+        grad_input=product(config.gemm_config_grad_input, gradient, config.cast_config_weight_for_grad_input, gradient),
+        grad_weight=product(config.gemm_config_grad_weight, input_again, input_again, gradient_again),
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OneFormat:
+    """The recipes of a plugin whose layers have one format: the user chooses products in high precision only."""
+
+    name: str
+    arithmetic: Arithmetic
+
+    def of(self, recipe: LayerRecipe) -> LayerSettings:
+        """Return the settings of a layer.
+
+        Raises:
+            ValueError: ``recipe`` has the name of another format.
+        """
+        if recipe.name != self.name:
+            raise ValueError(
+                f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
+                f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
+            )
+        by = self.arithmetic
+        return LayerSettings(
+            products=Products(forward=by, grad_input=by, grad_weight=by), in_bf16=recipe.in_bf16, others=self
+        )

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchao.float8 import Float8LinearConfig
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
-from torchao.float8.float8_utils import EPS
+from torchao.float8.float8_training_tensor import GemmInputRole
 
 from lightning_lowprec.numerics.one_pass import in_one_pass
+from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.private.torchao import set_scale
+from lightning_lowprec.products.scaled import LEAST_AMAX, Coding
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight
 
 
 @dataclass(frozen=True)
 class TorchAOWire:
-    """torchao's arithmetic, and the tensor that its matmuls take for one that is quantised already."""
+    """The arithmetic of the layers, and the tensor that holds a weight's codes."""
 
-    mm_config: LinearMMConfig
+    mm_config: Any
     """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered as float8."""
-    dtype: torch.dtype
+    coding: Coding
     per_step: bool
-    least_amax: ClassVar[float] = EPS
+    least_amax: ClassVar[float] = LEAST_AMAX
 
-    @classmethod
-    def of(cls, config: Float8LinearConfig, *, per_step: bool) -> TorchAOWire:
-        """Return the format of layers with this configuration, whose weight has one scale."""
-        with torch.device("meta"):
-            made = Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
-        dtype = config.cast_config_weight.target_dtype
-        assert dtype is not None
-        return cls(made.linear_mm_config, dtype, per_step)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float8 format."""
+        return self.coding.dtype
 
     def scales(self, amax: Tensor) -> Tensor:
-        """Return ``FMAX / amax``, computed in float64: so eager and compiled code agree."""
-        scales = torch.finfo(self.dtype).max / amax.to(torch.float64)
-        if amax.dtype == torch.float16:
-            scales = scales.clamp(max=torch.finfo(torch.float16).max)
-        return scales.to(torch.float32)
+        """Return the scales of largest absolute values."""
+        return self.coding.scales(amax)
 
     def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(_encode, values, scale, self.dtype, out=out)
+        return in_one_pass(encode, values, scale, self.dtype, out=out)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
@@ -55,9 +47,3 @@ class TorchAOWire:
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Update the scale; new codes are already in the same memory."""
         set_scale(whole, scale)
-
-
-def _encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes that torchao's ``hp_tensor_and_scale_to_float8`` computes."""
-    limit = torch.finfo(dtype).max
-    return (values.float() * scale).clamp(-limit, limit).to(dtype)

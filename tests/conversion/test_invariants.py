@@ -16,7 +16,7 @@ from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.names import create
-from lightning_lowprec.torchao.linear import FP8Linear, fp8_linears, revert
+from lightning_lowprec.torchao.linear import FP8Linear, coded_layers, revert
 
 
 class Scaled(nn.Linear):
@@ -160,7 +160,7 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     assert facts(model) == before
-    converted = fp8_linears(model)
+    converted = coded_layers(model)
     assert {id(m) for m in converted} == {id(m) for m in plain if m.weight.shape == (16, 16)}
     assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -171,7 +171,7 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
         assert output.shape == (5, 16)
         if "hooked" not in str(tree) and "normed" not in str(tree):  # lambdas and parametrizations do not pickle
             assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == [type(m) for m in model.modules()]
-            assert len(fp8_linears(copy.deepcopy(model))) == len(converted)
+            assert len(coded_layers(copy.deepcopy(model))) == len(converted)
     plugin.convert_module(model)
     assert facts(model) == before
     revert(model)

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import lightning_lowprec
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.torchao.linear import fp8_linears
+from lightning_lowprec.torchao.linear import coded_layers
 from tests.families import gpt2_runs
 
 transformers.logging.set_verbosity_error()
@@ -67,7 +67,7 @@ def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
     model = build(name)
     fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    assert len(fp8_linears(model)) == 2 * CONVERTED[name]
+    assert len(coded_layers(model)) == 2 * CONVERTED[name]
     tokens = torch.randint(0, 96, (3, 21), generator=torch.Generator().manual_seed(1))  # 63 tokens: no multiple of 16
     losses = []
     for _ in range(20):
@@ -79,7 +79,7 @@ def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
     assert losses[-1] < losses[0] - 1.0
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert not fp8_linears(plain)
+    assert not coded_layers(plain)
     for key, value in plain.state_dict().items():
         assert torch.equal(value, model.state_dict()[key]), key
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_a_vision_transformer():
     model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5))
     fabric = L.Fabric(precision="fp8-rowwise", accelerator="cpu")
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    assert len(fp8_linears(model)) == 12
+    assert len(coded_layers(model)) == 12
     images, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 5
     losses = []
     for _ in range(20):
@@ -134,7 +134,7 @@ def test_lora_trains_adapters_over_a_frozen_fp8_base(tmp_path):
     assert len(adapters) == 8
     assert {rows[fqn].kept_because for fqn in adapters} == {"LoRA adapter"}
     assert all(not row.trains for fqn, row in rows.items() if fqn not in adapters)
-    assert len(fp8_linears(model)) == 14
+    assert len(coded_layers(model)) == 14
     tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
     losses = []
     for _ in range(20):

@@ -170,8 +170,8 @@ def segment(model, rank, steps):
 
 def phases(rank, mesh, conv1d=False):
     """One sharded model whose layers are switched in place, and for each phase a fresh model that is never switched."""
-    from lightning_lowprec.torchao.linear import fp8_linears
-    from lightning_lowprec.torchao.switch import set_phase
+    from lightning_lowprec.torchao.linear import coded_layers
+    from lightning_lowprec.torchao.hooks import set_phase
 
     policy, found = {"param_dtype": torch.bfloat16}, []
     model, made = sharded(mesh, True, model=converted(conv1d), **policy)
@@ -181,10 +181,10 @@ def phases(rank, mesh, conv1d=False):
         fresh = converted(conv1d) if gemms != PHASES[1] else plain
         fresh.load_state_dict(weights)
         if gemms in PHASES[2:4]:  # gathered as these products need it, from the beginning
-            for layer in fp8_linears(fresh):
+            for layer in coded_layers(fresh):
                 set_phase(layer, frozenset(gemms))
         alone, _ = sharded(mesh, gemms != PHASES[1], model=fresh, **policy)
-        for layer in fp8_linears(model):
+        for layer in coded_layers(model):
             set_phase(layer, frozenset(gemms))
         for gather in made.traffic.gathers.values():
             gather.calls.clear()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.gpu_lane import models
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.torchao import saved_codes
+from lightning_lowprec.products.scaled import Scaled
 
 SHAPE = replace(models.SHAPES["8b"], layers=1, vocab=1024)
 TOKENS = 2 * SHAPE.sequence
@@ -70,8 +70,13 @@ def test_an_eager_block_needs_less(way):
 
 
 def test_siblings_share_on_one_stream_and_not_while_a_graph_is_captured(monkeypatch):
-    made, encode = [], saved_codes._encode
-    monkeypatch.setattr(saved_codes, "_encode", lambda *args: (made.append(1), encode(*args))[1])
+    made, encode = [], Scaled.encoded
+
+    def noting(self, matrix, role):
+        made.extend([1] * (role == "input"))
+        return encode(self, matrix, role)
+
+    monkeypatch.setattr(Scaled, "encoded", noting)
     plugin = FP8TorchAO(saved_inputs="codes", compile=False)
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=plugin)
     layer = torch.nn.Linear(64, 64, device=fabric.device)

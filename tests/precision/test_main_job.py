@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
-from lightning_lowprec.torchao.linear import fp8_linears
+from lightning_lowprec.torchao.linear import coded_layers
 from tests import forked
 
 QUIET = {
@@ -34,7 +34,7 @@ def final_losses(precision: str) -> tuple[float, float]:
     class Recorder(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             losses.append(outputs["loss"].item())
-            assert len(fp8_linears(pl_module)) == (8 if "fp8" in precision else 0)
+            assert len(coded_layers(pl_module)) == (8 if "fp8" in precision else 0)
 
     torch.manual_seed(0)
     model = ByteGPT(**SIZES)

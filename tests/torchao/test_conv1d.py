@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.conv1d import FP8Conv1D
-from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
+from lightning_lowprec.torchao.conv1d import CodedConv1D
+from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 
 IN, OUT = 64, 96
 ROWWISE = [{"recipe": recipe, "rowwise_backward": way} for recipe in ("rowwise", "rowwise_with_gw_hp")
@@ -59,7 +59,7 @@ def test_every_product_is_that_of_a_linear(options, emulate):
     conv, linear = pair()
     weight, bias = conv.weight, conv.bias
     plugins = [set_up(layer, emulate, **options) for layer in (conv, linear)]
-    assert type(conv) is FP8Conv1D
+    assert type(conv) is CodedConv1D
     assert conv.weight is weight
     assert conv.bias is bias
     for number, shape in enumerate([(3, 21), (32,), (2, 2, 7)]):  # 63, 32 and 28 tokens
@@ -113,10 +113,10 @@ def test_everything_of_a_conv1d_stays():
     attributes = [set(vars(layer)) for layer in model]
     with unchanged(model):
         set_up(model)
-    assert [type(layer) for layer in model] == [FP8Conv1D, nn.GELU, FP8Conv1D, FP8Conv1D]
+    assert [type(layer) for layer in model] == [CodedConv1D, nn.GELU, CodedConv1D, CodedConv1D]
     assert all(isinstance(layer, Conv1D) and not isinstance(layer, nn.Linear) for layer in model[::2])  # PEFT asks
     assert model[0].weight.shape == (IN, OUT)
-    assert repr(model[0]) == f"FP8Conv1D(nf={OUT}, nx={IN})"
+    assert repr(model[0]) == f"CodedConv1D(nf={OUT}, nx={IN})"
     model[0](torch.randn(4, IN))
     assert calls == ["forward"]
     del model[0]._forward_hooks[next(iter(model[0]._forward_hooks))]  # a lambda does not pickle

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.torchao.linear import FP8Linear, fp8_linears
+from lightning_lowprec.torchao.linear import FP8Linear, coded_layers
 
 
 class Block(nn.Module):
@@ -131,7 +131,7 @@ def test_a_gpu_without_fp8_is_refused_with_the_remedy(monkeypatch):
         plugin.convert_module(Stack())
     emulating = FP8TorchAO(emulate=True, compile=False)
     emulating.bind_device(device)
-    assert all(layer.config.emulate for layer in fp8_linears(emulating.convert_module(Stack())))
+    assert all(layer.config.emulate for layer in coded_layers(emulating.convert_module(Stack())))
 
 
 def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
@@ -139,7 +139,7 @@ def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(monkeypatch):
     plugin.bind_device(on_gpu(monkeypatch, HOPPER))
     with pytest.warns(UserWarning, match=r"6 of 6 converted layers are expected to be slower.*min_gain='auto'"):
         model = plugin.convert_module(Stack())
-    assert not any(layer.config.emulate for layer in fp8_linears(model))
+    assert not any(layer.config.emulate for layer in coded_layers(model))
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert model._compiled_call_impl is None
     untouched = FP8TorchAO()
@@ -175,10 +175,10 @@ def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatc
     plugin = FP8TorchAO()
     for model in models:
         plugin.convert_module(model)
-        assert fp8_linears(model) == []
+        assert coded_layers(model) == []
     with plugin.forward_context():
         assert torch.is_autocast_enabled("cpu")
-    assert all(len(fp8_linears(model)) == 6 for model in models)
+    assert all(len(coded_layers(model)) == 6 for model in models)
 
 
 def test_compile_on_request_is_equal_to_eager():

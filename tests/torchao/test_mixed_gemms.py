@@ -12,9 +12,9 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gemms import GEMMS
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
+from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.settings import Settings, linear_config
-from lightning_lowprec.torchao.switch import reconfigure, set_phase
+from lightning_lowprec.torchao.hooks import reconfigure, set_phase
 
 SUBSETS = list(chain.from_iterable(combinations(GEMMS, n) for n in range(4)))
 

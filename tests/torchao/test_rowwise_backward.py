@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
+from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.settings import Settings, linear_config
 
 KERNELS = pytest.mark.skipif(CPU_SCALES_TENSORWISE, reason="this torch has no rowwise FP8 kernel for CPU (2.13 has)")

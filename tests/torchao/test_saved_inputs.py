@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.gpu_lane import models
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.torchao import saved_codes
+from lightning_lowprec.products.scaled import Scaled
 
 SHAPE = models.TOY  # 64 hidden, 128 feed-forward, 4 heads, 2 for keys and values, 2 blocks
 TOKENS = 2 * SHAPE.sequence
@@ -61,8 +61,14 @@ def inputs(*shape, dtype=torch.float32):
 @pytest.fixture
 def encoded(monkeypatch):
     """The shapes of the inputs that were encoded."""
-    shapes, encode = [], saved_codes._encode
-    monkeypatch.setattr(saved_codes, "_encode", lambda x, *args: (shapes.append(tuple(x.shape)), encode(x, *args))[1])
+    shapes, encode = [], Scaled.encoded
+
+    def noting(self, matrix, role):
+        if role == "input":
+            shapes.append(tuple(matrix.shape))
+        return encode(self, matrix, role)
+
+    monkeypatch.setattr(Scaled, "encoded", noting)
     return shapes
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.torchao import coded
+from lightning_lowprec.products.scaled import Scaled
 
 X = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))  # 21 tokens: rows are padded
 
@@ -33,13 +33,14 @@ def loss_of(model, x=X):
 @pytest.fixture
 def encoded(monkeypatch):
     """The shapes of the weights that were encoded, in their order."""
-    shapes, encode = [], coded.weight_codes
+    shapes, encode = [], Scaled.encoded
 
-    def counting(weight, *args):
-        shapes.append(tuple(weight.shape))
-        return encode(weight, *args)
+    def counting(self, matrix, role):
+        if role == "weight":
+            shapes.append(tuple(matrix.shape))
+        return encode(self, matrix, role)
 
-    monkeypatch.setattr(coded, "weight_codes", counting)
+    monkeypatch.setattr(Scaled, "encoded", counting)
     return shapes
 
 

@@ -17,10 +17,10 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.transforms import KEEP, check_call, without_second_gradient
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import is_exporting, is_in_backward
+from lightning_lowprec.products.transforms import KEEP, check_call, without_second_gradient
 from lightning_lowprec.te.fusion.candidates import NormCandidate, activation_name
 from lightning_lowprec.te.fusion.joined_weight import are_beside, join_weights, place_apart, place_beside, save_parts
 from lightning_lowprec.te.layer import recomputation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 import torch
 from typing_extensions import Unpack, override
@@ -14,8 +14,10 @@ from lightning_lowprec.precision.compiled_blocks import Compile
 from lightning_lowprec.precision.options import EmulationChoices, FP8Options, HeadOptions, LossScaleOptions
 from lightning_lowprec.precision.schedule import ScheduleOptions
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao_prototype.arithmetic import Kind
-from lightning_lowprec.torchao_prototype.plugin import WITHOUT, ProductsPerLayer, PrototypeChoices, TorchAOPrototype
+from lightning_lowprec.torchao.int8 import WITHOUT, ProductsPerLayer, PrototypeChoices, TorchAOPrototype
+
+if TYPE_CHECKING:
+    from lightning_lowprec.torchao.settings import Recipes
 
 
 class MXFP8Choices(PrototypeChoices, EmulationChoices, total=False):
@@ -63,8 +65,14 @@ class MXFP8TorchAO(TorchAOPrototype):
         **options: Unpack[MXFP8Choices],
     ) -> None:
         running = take(FP8Options, options)
-        super().__init__(recipe, base="bf16", low_eval=running.fp8_eval, compile=compile, options=options)
-        self.emulate = running.emulate
+        super().__init__(
+            recipe,
+            base="bf16",
+            low_eval=running.fp8_eval,
+            emulate=running.emulate,
+            compile=compile,
+            options=options,
+        )
 
     @property
     @override
@@ -92,11 +100,9 @@ class MXFP8TorchAO(TorchAOPrototype):
         return fp8.how(self.emulate, device)
 
     @override
-    def arithmetic(self, device: torch.device) -> Kind:
+    def layer_recipes(self, device: torch.device) -> Recipes:
         """Kernels, or emulated."""
-        return "mxfp8_emulated" if self.emulates(device) else "mxfp8"
+        from lightning_lowprec.products.mxfp8 import MXFP8
+        from lightning_lowprec.torchao.settings import OneFormat
 
-    @override
-    def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, and how they compute."""
-        return *super().sharded_identity(), self.emulate
+        return OneFormat(name=self.kind, arithmetic=MXFP8(emulate=self.emulates(device)))

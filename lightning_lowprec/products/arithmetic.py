@@ -1,0 +1,121 @@
+"""What a product is computed with: operands, and an arithmetic that encodes and multiplies them.
+
+Low precision replaces a product ``a @ b.T`` of float matrices by a product of *codes*: small numbers that, times a
+*scale*, stand for the values. A scale belongs to values that are summed together, or to the whole matrix. So it matters
+along which dimension a product sums. Each of the three matrices of a layer takes part in two products, and is summed
+along its rows in one of them, and along its columns in the other:
+
+    forward       output      [M, N] = input       [M, K]  times  weight [N, K]    rows of both are summed
+    grad_input    grad_input  [M, K] = grad_output [M, N]  times  weight [N, K]    rows of grad, columns of weight
+    grad_weight   grad_weight [N, K] = grad_output [M, N]  times  input  [M, K]    columns of both
+
+With one scale per matrix the codes of both layouts are the same, transposed: made once, they can serve both products.
+With a scale per row, or per block of a row, each layout has codes of its own.
+
+A number format is a class with the methods of :class:`Arithmetic`, and nothing else of this package knows it:
+:mod:`~lightning_lowprec.products.scaled` (float8 with a scale per matrix or row),
+:mod:`~lightning_lowprec.products.int8`, :mod:`~lightning_lowprec.products.mxfp8`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, final
+
+import torch
+from torch import Tensor
+
+Role = Literal["input", "weight", "gradient"]
+Product = Literal["forward", "grad_input", "grad_weight"]
+
+
+class Operand(Protocol):
+    """A matrix [A, B] that can be encoded in both layouts. Nothing is encoded before it is asked for."""
+
+    def rows(self) -> Any:
+        """Return codes [A, B] for a product that sums along rows."""
+
+    def columns(self) -> Any:
+        """Return codes [B, A] for a product that sums along columns."""
+
+
+class Arithmetic(ABC):
+    """How one product is computed. Formats are frozen dataclasses: a compiler must know when two are equal."""
+
+    tokens: ClassVar[int]
+    """The number of rows of input and gradient is a multiple of this; rows of zeros are appended."""
+
+    @abstractmethod
+    def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
+        """Return an operand.
+
+        Args:
+            matrix: [A, B] float, in any layout.
+            role: what it is in the layer.
+            dtype: of autocast; the format may read the values rounded to it.
+        """
+
+    @abstractmethod
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
+        """Return codes [M, K] times codes [N, K], summed along K: [M, N] of ``dtype``."""
+
+
+class OneScale(Arithmetic):
+    """An arithmetic in which a matrix may have one scale, so that codes made once serve two products."""
+
+    @abstractmethod
+    def coding(self, role: Role) -> Any:
+        """Return what determines the codes of a role that has one scale; None: the role has more scales."""
+
+    @abstractmethod
+    def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """Return the codes of a role with one scale, [A, B] as the matrix, and the scale."""
+
+    @abstractmethod
+    def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
+        """Return the operand of codes that exist."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """The three products of a layer: the arithmetic of each, or None for high precision, the dtype of autocast."""
+
+    forward: Arithmetic | None
+    grad_input: Arithmetic | None
+    grad_weight: Arithmetic | None
+    in_by_out: bool = False
+    """Whether the weight is stored as [K, N], as GPT-2's Conv1D does, and not as [N, K]. Its gradient is too."""
+    saves_weight: bool = False
+    """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
+    saves_input: bool = False
+    """Whether the codes of the input are kept for the backward in place of the input, where they serve both."""
+
+    def without(self, products: tuple[str, ...]) -> Products | None:
+        """Return the same with these products in high precision; None if no other is left."""
+        high: dict[str, Any] = dict.fromkeys(products)
+        changed = replace(self, **high)
+        return None if (changed.forward, changed.grad_input, changed.grad_weight) == (None,) * 3 else changed
+
+    @property
+    def keeper_of_weight(self) -> OneScale | None:
+        """The arithmetic whose codes of the weight outlive the forward; None: they do not."""
+        one, other = self.forward, self.grad_input
+        return _one_scale(one) if self.saves_weight and serves(one, other, "weight") else None
+
+    @property
+    def keeper_of_input(self) -> OneScale | None:
+        """The arithmetic whose codes of the input outlive the forward; None: the input does."""
+        one, other = self.grad_weight, self.forward or self.grad_weight
+        return _one_scale(one) if self.saves_input and serves(one, other, "input") else None
+
+
+def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool:
+    """Return whether codes of a role that are made for one product serve the other."""
+    coding = one.coding(role) if isinstance(one, OneScale) else None
+    return coding is not None and isinstance(other, OneScale) and other.coding(role) == coding
+
+
+def _one_scale(how: Arithmetic | None) -> OneScale | None:
+    return how if isinstance(how, OneScale) else None

@@ -1,0 +1,89 @@
+"""Int8 codes with a scale per row of each operand, summed in int32: torchao's ``scaled_int8_mm``.
+
+    codes = round(values * 127 / amax(row))                                  # [M, K] float -> [M, K] int8, [M]
+    product = (codes_a @ codes_b.T) * scale_a[:, None] * scale_b[None, :]    # [M, K], [N, K] -> [M, N]
+
+On CUDA torchao's Triton kernel multiplies and scales in float32. Elsewhere ``torch._int_mm`` multiplies, and the scales
+are multiplied in the dtype of the operands, as torchao does; float16, which sums of int8 products overflow, has float32
+scales. Encoding takes one compiled kernel on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.numerics.one_pass import rows_in_one_pass
+from lightning_lowprec.private.torch_products import int8_product
+from lightning_lowprec.private.torchao import int8_names
+from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
+
+_names = functools.cache(int8_names)
+
+
+class _Codes(NamedTuple):
+    codes: Tensor
+    """[A, B] int8, contiguous."""
+    scale: Tensor
+    """[A], of the dtype of the values."""
+    role: Role
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Int8(Arithmetic):
+    """Int8 codes with a scale per row of what is multiplied."""
+
+    stochastic: bool = False
+    """Whether gradients are rounded stochastically."""
+    tokens: ClassVar[int] = 32
+
+    def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
+        """Return an operand of the values in the dtype of autocast."""
+        return _Values(matrix.to(dtype), role, self.stochastic and role == "gradient")
+
+    def multiply(self, a: _Codes, b: _Codes, dtype: torch.dtype, product: Product) -> Tensor:
+        """Return a product, rounded as torchao rounds it on the device."""
+        if a.codes.is_cuda:
+            by_kernel: Tensor = _names().scaled_mm(a.codes, b.codes.t(), a.scale, b.scale)
+            return by_kernel
+        scales = a.scale.view(-1, 1), b.scale.view(1, -1)
+        if dtype == torch.float16:
+            scales = scales[0].float(), scales[1].float()
+        # each multiplication rounds; in torchao's order the weight comes first, and the gradient before the input
+        first, second = scales if product == "grad_weight" and a.role == "gradient" else scales[::-1]
+        return (int8_product(a.codes, b.codes.t()) * first * second).to(dtype)
+
+
+@final
+class _Values:
+    def __init__(self, matrix: Tensor, role: Role, stochastic: bool) -> None:
+        self.matrix, self.role, self.stochastic = matrix, role, stochastic
+
+    def rows(self) -> _Codes:
+        return self._encoded(_rows)
+
+    def columns(self) -> _Codes:
+        return self._encoded(_columns)
+
+    def _encoded(self, encode: Any) -> _Codes:
+        matrix = self.matrix
+        # neither within code that is being compiled, nor for the tensors of a compiler that traces
+        if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
+            codes, scale = encode(matrix, self.stochastic)
+        else:
+            codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous(), self.stochastic)
+        return _Codes(codes, scale, self.role)
+
+
+def _rows(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+    codes, scale = _names().quantize(matrix, stochastic)
+    return codes.contiguous(), scale.contiguous()
+
+
+def _columns(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+    return _rows(matrix.t(), stochastic)

@@ -1,0 +1,171 @@
+"""The work of a Linear layer, forward and backward, in any number format: one autograd function.
+
+    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
+    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
+    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
+
+Each product is computed on codes by its arithmetic (:mod:`~lightning_lowprec.products.arithmetic`), or in high
+precision: operands in the dtype of autocast and the bias within the product, bit for bit as ``bf16-mixed`` computes it.
+
+M, the number of tokens, is what ``grad_weight`` sums along, and kernels take multiples of 16 or 32 there. So rows of
+zeros are appended to a batch, and cut off again: they change no largest value, and add nothing to any sum.
+
+What lives until the backward: the input, or its codes; the weight (no copy: autograd then notices a write in between);
+and the codes of the weight where the backward can read them, 1 byte per parameter. Only what a wanted gradient needs.
+
+A weight that is stored as [K, N] changes rows for columns, and its gradient is computed in its own layout, as
+``input.T @ grad_output``: nothing is transposed in high precision.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.products.arithmetic import Arithmetic, OneScale, Operand, Products, serves
+from lightning_lowprec.products.coded_weight import CodedWeight
+from lightning_lowprec.products.shared_input import Entry, codes_of, forget
+from lightning_lowprec.products.transforms import check_backward
+
+Saved = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""A matrix, its codes and their scale, as far as they live until the backward."""
+NOTHING: Final[Saved] = (None, None, None)
+
+
+@final
+@torch.compiler.allow_in_graph
+class _Linear(torch.autograd.Function):
+    """See :func:`linear`. ``codes`` and ``scale`` are those of the input; ``entry`` keeps them for the next layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        codes: Tensor | None,
+        scale: Tensor | None,
+        entry: weakref.ref[Entry] | None,
+        by: Products,
+    ) -> Tensor:
+        ctx.by, ctx.entry, ctx.dtype, ctx.has_bias = by, entry, input.dtype, bias is not None
+        to_input, to_weight = ctx.needs_input_grad[:2]
+        of_input: Saved = (input, None, None)
+        of_weight: Saved = (weight, None, None)
+        if (keeper := by.keeper_of_input) is not None:
+            if codes is None or scale is None:
+                codes, scale = keeper.encoded(_rows(input, keeper), "input")
+            of_input = None, codes, scale
+        bias = None if bias is None else bias.to(input.dtype)
+        if (how := by.forward) is None:
+            output = _in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
+        else:
+            x = _operand(how, input, *of_input[1:])
+            if (keeper := by.keeper_of_weight) is None:
+                w = how.operand(weight, "weight", input.dtype)
+            else:
+                of_weight = weight, *keeper.encoded(weight, "weight")
+                w = keeper.of_codes(*of_weight[1:])
+            output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
+            output = cut_rows(output if bias is None else output + bias, input)
+        ctx.save_for_backward(*(of_input if to_weight else NOTHING), *(of_weight if to_input else NOTHING))
+        return output.data  # no view: a model may write to it, as Falcon does
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        of_input, of_weight = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        input, weight = of_input[0], of_weight[0]
+        to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
+        by: Products = ctx.by
+        by_input, by_weight = by.grad_input, by.grad_weight
+        if torch.is_grad_enabled():  # the gradients will be differentiated
+            _check_second_gradient(input, weight, to_weight)
+            by_input = by_weight = None
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = grad_weight = grad = None
+        if to_input and by_input is None:
+            w = weight.to(ctx.dtype)
+            grad_input = g @ (w.t() if by.in_by_out else w)
+        elif to_input and by_input is not None:
+            grad = by_input.operand(pad_rows(g, by_input.tokens), "gradient", g.dtype)
+            kept = by.keeper_of_weight
+            w = by_input.operand(weight, "weight", g.dtype) if kept is None else kept.of_codes(*of_weight[1:])
+            columns = w.rows() if by.in_by_out else w.columns()
+            grad_input = by_input.multiply(grad.rows(), columns, g.dtype, "grad_input")[: g.shape[0]]
+        if to_weight and by_weight is None:
+            x = input.reshape(-1, input.shape[-1])
+            grad_weight = x.t() @ g if by.in_by_out else g.t() @ x
+        elif to_weight and by_weight is not None:
+            if grad is None or not serves(by_input, by_weight, "gradient"):
+                grad = by_weight.operand(pad_rows(g, by_weight.tokens), "gradient", g.dtype)
+            x = _operand(by_weight, *of_input)
+            a, b = (x, grad) if by.in_by_out else (grad, x)
+            grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
+        if ctx.entry is not None:
+            forget(ctx.entry)
+        if grad_input is not None:
+            grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
+        return grad_input, grad_weight, g.sum(0) if ctx.has_bias and to_bias else None, *(None,) * 4
+
+
+def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by: Products) -> Tensor:
+    """[*, K] -> [*, N] in the dtype of ``input``, with gradients of input, weight and bias.
+
+    Args:
+        given: the tensor that the layer was called with: layers that are called with one tensor share its codes.
+        input: [*, K], ``given`` in the dtype of autocast.
+        weight: [N, K] any float, or [K, N] with ``by.in_by_out``; or codes that FSDP2 has gathered.
+        bias: [N] any float.
+        by: how the products are computed.
+
+    Raises:
+        RuntimeError: in the backward, if the gradients will be differentiated, and only codes of the input were kept.
+    """
+    codes = scale = entry = None
+    # a compiler finds equal expressions itself
+    if by.saves_input and not torch.compiler.is_compiling() and (keeper := by.keeper_of_input) is not None:
+        codes, scale, entry = _shared_codes(given, input, keeper)
+    output: Tensor = _Linear.apply(input, weight, bias, codes, scale, entry, by)  # type: ignore[no-untyped-call]
+    return output
+
+
+@torch.no_grad()
+def _shared_codes(given: Tensor, input: Tensor, how: OneScale) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
+    key = input.dtype, how.coding("input")
+    return codes_of(given, key, lambda: how.encoded(_rows(input, how), "input"))
+
+
+def _rows(input: Tensor, how: Arithmetic) -> Tensor:
+    return pad_rows(input, how.tokens)
+
+
+def _operand(how: Arithmetic, input: Any, codes: Tensor | None, scale: Tensor | None) -> Operand:
+    """Return the operand of an input [*, K], or of its codes."""
+    if codes is None or scale is None:
+        return how.operand(_rows(input, how), "input", input.dtype)
+    assert isinstance(how, OneScale)
+    return how.of_codes(codes, scale)
+
+
+def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:
+    """[*, K] -> [*, N], as a Linear computes it, or a Conv1D with ``in_by_out``."""
+    if not in_by_out:
+        return F.linear(input, weight, bias)
+    x = input.reshape(-1, input.shape[-1])
+    output = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    return output.view(*input.shape[:-1], output.shape[-1])
+
+
+def _check_second_gradient(input: Any, weight: Any, to_weight: bool) -> None:
+    if isinstance(weight, CodedWeight):
+        check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
+    if input is None and to_weight:
+        raise RuntimeError(
+            "`create_graph=True` needs the values of the inputs, and `saved_inputs='codes'` has kept their float8"
+            " codes only. Use `FP8TorchAO(saved_inputs='values')`."
+        )

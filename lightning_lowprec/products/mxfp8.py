@@ -1,0 +1,85 @@
+"""MXFP8 codes, e4m3 with a power-of-two scale per 32 values: the arithmetic of torchao's ``MXFP8Linear``.
+
+Kernels (Blackwell) take bf16 and return bf16. torchao's CUDA kernel encodes columns where its extension is loaded; its
+Triton kernel takes sizes that are multiples of 128; other matrices are transposed and encoded by torch. Emulation
+multiplies dequantised codes, on any device. Every size is a multiple of 32.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.private.torchao import has_mx_extension, mx_names
+from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
+
+BLOCK: Final = 32
+"""Values that share a scale."""
+_TILE: Final = 128  # of torchao's Triton kernel
+_DTYPE: Final = torch.float8_e4m3fn
+_names = functools.cache(mx_names)
+_has_extension = functools.cache(has_mx_extension)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MXFP8(Arithmetic):
+    """Codes of e4m3 with a scale per 32 values, rounded up to a power of two."""
+
+    emulate: bool
+    """Whether dequantised codes are multiplied in place of calling kernels."""
+    tokens: ClassVar[int] = BLOCK
+
+    def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
+        """Return an operand of the values in the dtype of autocast; kernels take bf16."""
+        matrix = matrix.to(dtype)
+        return _Values(matrix) if self.emulate else _ByKernels(matrix.to(torch.bfloat16).contiguous())
+
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
+        """Return a product; scales are a part of the kernels' sums."""
+        return torch.mm(a, b.t()).to(dtype)
+
+
+@final
+class _Values:
+    """An operand whose codes are torchao's tensors; they are multiplied dequantised."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def rows(self) -> Any:
+        return _to_mx(self.matrix, _names().emulated)
+
+    def columns(self) -> Any:
+        return _to_mx(self.matrix.t(), _names().emulated)
+
+
+@final
+class _ByKernels:
+    """An operand that kernels encode, bf16 and contiguous."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def rows(self) -> Any:
+        return _to_mx(self.matrix, _names().kernels)
+
+    def columns(self) -> Any:
+        names, matrix = _names(), self.matrix
+        if _has_extension():
+            kernel = names.columns_by_cuda
+        elif not any(size % _TILE for size in matrix.shape):
+            kernel = names.columns_by_triton
+        else:
+            return _to_mx(matrix.t(), names.kernels)
+        return names.columns(matrix, BLOCK, _DTYPE, matrix.dtype, names.kernels, kernel, names.rounded_up)
+
+
+def _to_mx(matrix: Tensor, preference: Any) -> Any:
+    names, rows = _names(), matrix.contiguous()
+    dim0 = names.rows_by_triton
+    return names.tensor.to_mx(rows, _DTYPE, BLOCK, names.rounded_up, preference, mxfp8_dim0_cast_kernel_choice=dim0)

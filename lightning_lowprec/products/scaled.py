@@ -1,0 +1,154 @@
+"""Float8 codes with a scale per matrix or per row: the arithmetic of torchao's recipes, bit for bit.
+
+    scale = largest / amax(values)              # of a matrix, or of each row, or of each column
+    codes = round(clamp(values * scale))        # float8_e4m3fn: largest 448; float8_e5m2: largest 57344
+    product = (codes_a @ codes_b.T) / (scale_a * scale_b)
+
+Formulas, order of operations and flags of the kernel are those of torchao's ``Float8Linear`` (0.13 to 0.18), which the
+tests run beside this file. torchao encodes a weight in the forward and again in the backward; with one scale the
+backward can read the codes of the forward.
+
+Kernels for float8 take the first operand in rows and the second in columns, so codes of both layouts are written. An
+emulated product divides the codes by their scales and multiplies in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from lightning_lowprec.numerics.kernel_operands import check_operands
+from lightning_lowprec.numerics.scaling import encode
+from lightning_lowprec.private.torch_products import scaled_product
+from lightning_lowprec.products.arithmetic import OneScale, Operand, Product, Role
+from lightning_lowprec.products.coded_weight import CodedWeight
+
+LEAST_AMAX: Final = 1e-12
+"""A smaller largest value is replaced by this one: a matrix of zeros has a finite scale."""
+Codes = tuple[Tensor, Tensor]
+"""Float8 [A, B], contiguous, and the scale, float32: [], or [A, 1]."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """How a matrix becomes codes."""
+
+    dtype: torch.dtype
+    """The float8 format."""
+    by_row: bool
+    """Whether each row of what is multiplied has a scale, or the matrix has one."""
+    power_of_2: bool
+    """Whether scales are rounded down to powers of two."""
+
+    def scales(self, amax: Tensor) -> Tensor:
+        """Return the scales of largest absolute values: (...) any float -> (...) float32."""
+        # in float64, so that eager and compiled code agree
+        scale = (torch.finfo(self.dtype).max / amax.to(torch.float64).clamp(min=LEAST_AMAX)).to(torch.float32)
+        return torch.exp2(torch.floor(torch.log2(scale))) if self.power_of_2 else scale
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scaled(OneScale):
+    """Float8 codes, with a scale per matrix or per row for each role."""
+
+    input: Coding
+    weight: Coding
+    gradient: Coding
+    emulate: bool
+    """Whether FP8 is emulated."""
+    fast: bool = False
+    """Whether the kernel may sum with fewer bits, as torchao's forward does."""
+    scaled_inside: bool = False
+    """Scales per row: whether the kernel scales before it rounds to bf16. Else, without ``fast``, the product of the
+    codes is rounded, scaled and rounded again, as torchao does. With powers of two both give the same values."""
+    tokens: ClassVar[int] = 16
+
+    def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
+        """Return an operand; codes that FSDP2 has gathered are taken as they are."""
+        if isinstance(matrix, CodedWeight):
+            return _Codes(*matrix.codes_and_scale())
+        return _Values(matrix, getattr(self, role))
+
+    def coding(self, role: Role) -> Coding | None:
+        """Return the coding of a role with one scale."""
+        coding: Coding = getattr(self, role)
+        return None if coding.by_row else coding
+
+    def encoded(self, matrix: Tensor, role: Role) -> Codes:
+        """Return codes and scale, once, of a matrix with one scale."""
+        if isinstance(matrix, CodedWeight):
+            return matrix.codes_and_scale()
+        return _Values(matrix, getattr(self, role)).rows()
+
+    def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
+        """Return the operand of codes with one scale."""
+        return _Codes(codes, scale)
+
+    def multiply(self, a: Codes, b: Codes, dtype: torch.dtype, product: Product) -> Tensor:
+        """Return a product, [M, N] of ``dtype``; with scales per row it is rounded to bf16 on its way."""
+        (rows, scale_a), (others, scale_b) = a, b
+        columns, scale_b = others.t(), scale_b.t()
+        if self.emulate:
+            check_operands(rows, columns)
+            with torch.autocast(rows.device.type, enabled=False):
+                return torch.mm(rows.float() / scale_a, columns.float() / scale_b).to(dtype)
+        inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
+        if not (scale_a.ndim or scale_b.ndim):
+            return scaled_product(rows, columns, inverse_a, inverse_b, dtype, fast=self.fast)
+        if self.fast or self.scaled_inside:
+            inverse_a = inverse_a.expand(len(rows), 1).contiguous()  # one scale of two becomes one per row
+            inverse_b = inverse_b.expand(1, len(others)).contiguous()
+            return scaled_product(rows, columns, inverse_a, inverse_b, torch.bfloat16, fast=self.fast).to(dtype)
+        one = inverse_a.new_ones(())
+        output = scaled_product(rows, columns, one, one, torch.bfloat16, fast=False)
+        return output.mul_(inverse_a * inverse_b).to(dtype)
+
+
+@final
+class _Values:
+    """An operand that is encoded where it is used; one scale is computed once."""
+
+    def __init__(self, matrix: Tensor, coding: Coding) -> None:
+        self.matrix, self.coding = matrix, coding
+        self.scale = None if coding.by_row else coding.scales(torch.max(torch.abs(matrix)))
+
+    def rows(self) -> Codes:
+        """Return codes in the layout of the matrix."""
+        scale = self._scale(1)
+        return _stored(encode(self.matrix, scale, self.coding.dtype).contiguous()), scale
+
+    def columns(self) -> Codes:
+        """Return the codes of the transposed matrix."""
+        scale = self._scale(0)
+        return _stored(encode(self.matrix, scale, self.coding.dtype).t().contiguous()), scale.t()
+
+    def _scale(self, along: int) -> Tensor:
+        if self.scale is not None:
+            return self.scale
+        return self.coding.scales(torch.amax(torch.abs(self.matrix), dim=along, keepdim=True))
+
+
+@final
+class _Codes:
+    """An operand of codes with one scale that exist already."""
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def rows(self) -> Codes:
+        """Return the codes."""
+        return self.codes, self.scale
+
+    def columns(self) -> Codes:
+        """Return the transposed codes."""
+        return self.codes.t().contiguous(), self.scale
+
+
+def _stored(codes: Tensor) -> Tensor:
+    """Return codes that inductor writes once and reads in several products; without a view it writes them for each."""
+    return codes.as_strided(codes.shape, codes.stride())

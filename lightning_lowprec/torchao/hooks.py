@@ -1,0 +1,154 @@
+"""What the rest of the package asks of torchao's layers: how they round, and to change their recipe during a run.
+
+    recipe of the layer   settings      written by `reconfigure` (the plan, a demotion)
+    phase of a schedule   phase_gemms   written by `set_phase`
+                               |
+                               v  a product in bf16 in one of the two runs in bf16
+    the layer             products      read by the forward; a compiler guards it
+
+Parameters, optimizer, hooks and compiled modules stay. FSDP2 follows: a weight that a product reads in bf16 is
+gathered in bf16. All ranks must switch a layer before the same forward. Importing this module imports torchao.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_lowprec.conversion.gemms import InBF16
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
+from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
+from lightning_lowprec.numerics.wire_format import wire_changed
+from lightning_lowprec.products.coded_weight import CodedWeight
+from lightning_lowprec.products.scaled import Coding, Scaled
+from lightning_lowprec.torchao import experts, linear
+from lightning_lowprec.torchao.experts import FP8Experts
+from lightning_lowprec.torchao.layer import CodedLayer
+from lightning_lowprec.torchao.settings import LayerSettings
+
+
+def revert(model: nn.Module) -> None:
+    """Give layers and experts their own classes back, in place."""
+    experts.revert(model)
+    linear.revert(model)
+
+
+def cuts(layer: nn.Module) -> bool:
+    """Return whether a layer computes with DTensors: torchao's ``Float8Linear`` knows its format."""
+    return not isinstance(layer, CodedLayer) or layer.settings.config is not None
+
+
+def set_phase(layer: nn.Module, gemms: InBF16) -> None:
+    """Compute these products of a layer in high precision, beside those of the layer's recipe."""
+    if isinstance(layer, FP8Experts):
+        layer.set_phase(gemms)
+    else:
+        assert isinstance(layer, CodedLayer)
+        layer.phase_gemms = gemms
+        layer.update()
+    wire_changed(layer)
+
+
+def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
+    """Give a layer another recipe; call this between two optimizer steps.
+
+    Args:
+        layer: a CodedLayer, or experts in FP8.
+        recipe: ``name`` is one of the plugin's recipes, or None for the recipe that the layer has.
+
+    Raises:
+        ValueError: the layer has the user's own ``config`` or another format, and ``recipe`` has a name.
+    """
+    if isinstance(layer, FP8Experts):
+        layer.reconfigure(recipe)
+    else:
+        assert isinstance(layer, CodedLayer)
+        layer.take(_settings(layer.settings, recipe))
+    wire_changed(layer)
+
+
+def _settings(has: LayerSettings, recipe: LayerRecipe) -> LayerSettings:
+    if recipe.name is None:
+        return replace(has, in_bf16=recipe.in_bf16)
+    if has.others is None:
+        raise ValueError(
+            f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
+            " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
+        )
+    return has.others.of(recipe)
+
+
+# ---- how tensors are rounded, for the monitor
+
+
+def numerics_of(layer: nn.Module) -> LayerNumerics | str:
+    """Return the casts of a Linear in FP8, by its recipe; inside of a forward under FSDP2."""
+    if not isinstance(layer, CodedLayer):
+        return "its products are inside of the module"
+    by = layer.settings.products
+    if not isinstance(by.forward or by.grad_input, Scaled):
+        return "its scales belong to rows and columns, or to blocks of 32 values, and change with each product"
+    if layer.in_by_out:
+        return "a Conv1D"
+    if layer.products is None:
+        return HIGH
+    if not (layer.training or layer.low_eval):
+        return EVALUATES
+    weight: Any = layer.weight
+    of_weight = _cast(by.forward, "weight")
+    gathered = isinstance(weight, CodedWeight)
+    if gathered and isinstance(of_weight, Cast):
+        of_weight = Cast(dtype=of_weight.dtype, scale_of=lambda amax: weight.codes_and_scale()[1])
+    return LayerNumerics(
+        input=_cast(by.forward, "input"),
+        weight=of_weight,
+        gradient=_cast(by.grad_input, "gradient"),
+        values=None if gathered else layer.weight,
+    )
+
+
+def _cast(how: Any, role: str) -> Cast | str:
+    if how is None:
+        return HIGH
+    coding: Coding = getattr(how, role)
+    return Cast(dtype=coding.dtype, scale_of=lambda amax: _scales(amax, coding), by_row=coding.by_row)
+
+
+@compiled_on_cuda
+def _scales(amax: Tensor, coding: Coding) -> Tensor:
+    return coding.scales(amax)
+
+
+# ---- how weights are rounded, for export
+
+
+def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None]:
+    """Return the roundings of a layer's weights, by name; None: no server's format has the layer's codes.
+
+    A weight that the forward reads in bf16 is left out.
+    """
+    if isinstance(layer, CodedLayer):
+        every = {"weight": layer.settings}
+    else:
+        every = layer.settings if isinstance(layer, FP8Experts) else {}
+    return {
+        name: _rounding(settings.products.forward)
+        for name, settings in every.items()
+        if settings.products.forward is not None and "forward" not in settings.in_bf16
+    }
+
+
+def _rounding(forward: Any) -> WeightRounding | None:
+    return rounding_of(forward.weight.by_row, forward.weight.power_of_2) if isinstance(forward, Scaled) else None
+
+
+def rounding_of(by_row: bool, power_of_2: bool) -> WeightRounding:
+    """Return torchao's rounding of weights."""
+    coding = Coding(dtype=E4M3.dtype, by_row=by_row, power_of_2=power_of_2)
+    return WeightRounding(scale_per="row" if by_row else "tensor", scale_of=coding.scales)
