@@ -107,7 +107,7 @@ gpu-lane: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.gpu_lane --part $(LANE) --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao_prototype tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
 test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py

@@ -78,7 +78,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        of_input, of_weight = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        saved = ctx.saved_tensors  # once: checkpoints give a tensor only once
+        of_input, of_weight = saved[:3], saved[3:]
         input, weight = of_input[0], of_weight[0]
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
         by: Products = ctx.by
@@ -134,10 +135,12 @@ def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by
     return output
 
 
-@torch.no_grad()
 def _shared_codes(given: Tensor, input: Tensor, how: OneScale) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
-    key = input.dtype, how.coding("input")
-    return codes_of(given, key, lambda: how.encoded(_rows(input, how), "input"))
+    @torch.no_grad()
+    def encode() -> tuple[Tensor, Tensor]:
+        return how.encoded(_rows(input, how), "input")
+
+    return codes_of(given, (input.dtype, how.coding("input")), encode)
 
 
 def _rows(input: Tensor, how: Arithmetic) -> Tensor:

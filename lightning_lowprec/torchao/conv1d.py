@@ -24,5 +24,5 @@ class CodedConv1D(CodedLayer, Conv1D):  # type: ignore[misc]
         return output
 
     def __repr__(self) -> str:
-        """Show the sizes, as Conv1D does, and the products."""
-        return f"CodedConv1D(nf={self.out_features}, nx={self.in_features}, {self.products})"
+        """Show the sizes, as Conv1D does."""
+        return f"CodedConv1D(nf={self.out_features}, nx={self.in_features})"

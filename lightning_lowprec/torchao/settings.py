@@ -109,7 +109,7 @@ class Settings:
         if self.round_scales_to_power_of_2 is not None:
             config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
         products = replace(
-            products_of(config, scaled_inside=self.rowwise_backward == "scaled_inside"),
+            products_of(config, scaled_inside=self.rowwise_backward == "scaled_inside" and not one_scale),
             saves_weight=self.saves_weight_codes and one_scale,
             saves_input=self.saves_codes and one_scale,
         )

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.torchao import saved_codes
+from lightning_lowprec.products import scaled
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.test_fsdp2_numerics import converted, sharded
@@ -69,8 +69,8 @@ def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_s
 @pytest.mark.parametrize("gathers_fp8", [True, False])
 def test_kept_codes_of_inputs_change_no_gradient(mesh, monkeypatch, gathers_fp8):
     """The gathered weight gives its codes, and is not encoded; blocks are gathered in forward and in backward."""
-    measured, scale_of = [], saved_codes.scale_of
-    monkeypatch.setattr(saved_codes, "scale_of", lambda x, *args: (measured.append(type(x)), scale_of(x, *args))[1])
+    measured, of_values = [], scaled._Values
+    monkeypatch.setattr(scaled, "_Values", lambda x, *args: (measured.append(type(x)), of_values(x, *args))[1])
     found = {}
     for saved in ("values", "codes"):
         model, _ = sharded(mesh, gathers_fp8, model=converted(saved_inputs=saved))

@@ -156,11 +156,11 @@ def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
     plugin.convert_module(model)
     fqn = plugin.plan.linears[0]
     options = ShardOptions(tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2)
-    message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao \(prototype\), whose kernels take no DTensors"
+    message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao whose kernels take no DTensors"
     with pytest.raises(ValueError, match=message):
         _parallelize(model, alone["tensor_parallel"], options)
     layer = model.get_submodule(fqn)  # cut by now, as by a user's own plan
-    with pytest.raises(RuntimeError, match=r"PrototypeLinear does not run with tensor parallelism.* Use 'fp8-tenso"):
+    with pytest.raises(RuntimeError, match=r"CodedLinear does not run with tensor parallelism.* Use 'fp8-tenso"):
         layer(torch.ones(2, layer.in_features))
 
 

@@ -170,8 +170,8 @@ def segment(model, rank, steps):
 
 def phases(rank, mesh, conv1d=False):
     """One sharded model whose layers are switched in place, and for each phase a fresh model that is never switched."""
-    from lightning_lowprec.torchao.linear import coded_layers
     from lightning_lowprec.torchao.hooks import set_phase
+    from lightning_lowprec.torchao.linear import coded_layers
 
     policy, found = {"param_dtype": torch.bfloat16}, []
     model, made = sharded(mesh, True, model=converted(conv1d), **policy)

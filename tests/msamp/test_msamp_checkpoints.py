@@ -127,7 +127,7 @@ def test_a_checkpoint_names_its_backend_and_older_ones_without_it_resume(saved, 
 def test_a_name_without_a_backend_takes_over_what_it_could_never_have_trained(saved):
     module, _ = fit("fp8-hybrid", epochs=4, path=saved / "O2.ckpt")
     assert len(module.losses) == 8
-    create("fp8-hybrid").load_state_dict({"backend": "torchao_prototype"})
+    create("fp8-hybrid").load_state_dict({"backend": "torchao"})
     with pytest.raises(RuntimeError, match=r"trained by transformer_engine, .* use 'fp8-hybrid-te'; to change over"):
         create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
     with pytest.raises(RuntimeError, match="trained by another, and here"):

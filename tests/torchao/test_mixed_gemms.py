@@ -1,11 +1,13 @@
 """Some GEMMs of a layer in bf16: each GEMM is bit for bit that of `bf16-mixed`, or that of the plain recipe."""
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torchao.float8 import Float8LinearConfig
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.conversion import backends
@@ -13,8 +15,8 @@ from lightning_lowprec.conversion.gemms import GEMMS
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
-from lightning_lowprec.torchao.settings import Settings, linear_config
 from lightning_lowprec.torchao.hooks import reconfigure, set_phase
+from lightning_lowprec.torchao.settings import OneConfig, Settings
 
 SUBSETS = list(chain.from_iterable(combinations(GEMMS, n) for n in range(4)))
 
@@ -48,7 +50,7 @@ def converted(
         saves_codes=saves_codes,
         rowwise_backward=rowwise_backward,
     )
-    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), fp8_eval=True)
+    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), low_eval=True)
     return layer
 
 
@@ -175,7 +177,7 @@ def test_a_switch_leaves_parameters_hooks_and_optimizer_alone():
 def test_a_layer_in_bf16_is_torchs_own():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     settings = Settings(fp8_format="hybrid", emulate=True, saves_weight_codes=True)
-    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), fp8_eval=True)
+    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), low_eval=True)
     backends.reconfigure(model[0], "bf16")
     x = torch.randn(4, 32)
     assert torch.allclose(torch.func.vmap(model[0])(x), model[0](x)), "transforms, which FP8 does not run"
@@ -205,8 +207,9 @@ def test_what_cannot_be_reconfigured():
     with pytest.raises(ValueError, match="`recipe='fp4'` is not valid; expected one of: 'tensorwise'"):
         backends.reconfigure(converted(), "fp4")
     layer = plain()
-    config = linear_config("rowwise", fp8_format="e4m3", emulate=True, round_scales_to_power_of_2=None)
-    fp8.convert(layer, [""], Settings.of_config(config), fp8_eval=True)
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    settings = OneConfig(replace(config, emulate=True)).of(LayerRecipe(None))
+    fp8.convert(layer, [""], lambda fqn: settings, low_eval=True)
     with pytest.raises(ValueError, match="not possible for a layer with `config=Float8LinearConfig"):
         backends.reconfigure(layer, "tensorwise")
     backends.reconfigure(layer, "bf16")

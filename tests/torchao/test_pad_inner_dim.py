@@ -87,7 +87,7 @@ def test_values_are_those_of_a_padded_model(kind, options):
     rows, columns = dw.shape
     assert torch.equal(dw, wide.weight.grad[:rows, :columns])
     assert all(torch.equal(b, wide.bias.grad[: SIZES[1]]) for b in db)
-    if options != "forward in bf16":
+    if options not in ("forward in bf16", "gw-hp"):  # a product in bf16 has the rows of the batch
         assert sizes
         assert all(size % 16 == 0 for size in sizes)
 

@@ -17,13 +17,17 @@ from torch._dynamo.utils import counters
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gemms import GEMMS
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.names import create, resolve
 from lightning_lowprec.private import torchao as private
 from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.int8 import Int8
+from lightning_lowprec.products.mxfp8 import MXFP8
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
-from lightning_lowprec.torchao_prototype import convert
-from lightning_lowprec.torchao_prototype.layer import PrototypeLinear
+from lightning_lowprec.torchao import linear as coded
+from lightning_lowprec.torchao.linear import CodedLinear
+from lightning_lowprec.torchao.settings import OneFormat
 from tests.quality import sqnr
 
 CPU = torch.device("cpu")
@@ -53,7 +57,10 @@ def plain(dtype=torch.float32, bias=True, conv1d=False):
 
 def converted(kind, layer, gemms=frozenset()):
     model = nn.Sequential(layer)
-    convert.convert(model, ["0"], kind, lambda fqn: gemms, low_eval=True)
+    arithmetic = MXFP8(emulate=True) if kind == "mxfp8_emulated" else Int8(stochastic=kind == "int8_stochastic")
+    recipe = LayerRecipe(kind.partition("_")[0], gemms)
+    settings = OneFormat(name=recipe.name, arithmetic=arithmetic).of(recipe)
+    coded.convert(model, ["0"], lambda fqn: settings, low_eval=True)
     return layer
 
 
@@ -181,7 +188,7 @@ def test_names_over_bf16_weights_train(stem, suffix):
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert len(convert.layers_of(model)) == 2
+    assert len(coded.coded_layers(model)) == 2
 
 
 def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
@@ -236,7 +243,7 @@ def test_a_backward_that_is_differentiated_runs_in_high_precision(kind):
         (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
         second.append(torch.autograd.grad(first.square().sum(), layer.weight)[0])
     assert sqnr(second[1], second[0]) > 20
-    with pytest.raises(RuntimeError, match="PrototypeLinear"):
+    with pytest.raises(RuntimeError, match="CodedLinear"):
         torch.func.vmap(low)(torch.ones(2, IN))
 
 
@@ -259,7 +266,7 @@ def test_conversion_is_in_place_and_is_undone(plugin):
     assert made.plan.converted == ("0", "2", "3")
     assert isinstance(model[2], Named)
     assert isinstance(model[3], Conv1D)
-    assert f"arithmetic={model[0].arithmetic}" in repr(model[0])
+    assert repr(model[0].products) in repr(model[0])
     x = torch.randn(8, IN)
     expected = model(x)
     assert seen == [1]
@@ -271,7 +278,7 @@ def test_conversion_is_in_place_and_is_undone(plugin):
     other.convert_module(model)
     assert type(model[0]).__name__ == "FP8Linear"
     made.convert_module(model)
-    assert isinstance(model[0], PrototypeLinear)
+    assert isinstance(model[0], CodedLinear)
     assert torch.equal(model(x), expected)
     backends.revert_all(model)
     assert [(type(layer), set(vars(layer))) for layer in model] == own
@@ -319,7 +326,7 @@ def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, caplog):
     assert low.precision == f"{low.name}-per-layer"
     assert torch.equal(found[0], found[2]), "the first phase is bf16-mixed"
     assert not torch.equal(found[1], found[3])
-    assert [layer.in_high for layer in convert.layers_of(model)] == []
+    assert [layer.in_bf16 for layer in coded.coded_layers(model)] == []
     assert f"steps 1: {low.format}" in caplog.text or f"from step 1: {low.format}" in caplog.text
     assert "FP8" not in caplog.text.replace("MXFP8", "").replace("FP8 is emulated", "")
     assert f"{low.format} ({low.kind}, grad_weight in bf16)" in str(low.plan)
@@ -408,8 +415,8 @@ def test_mxfp8_means_what_is_installed_and_a_checkpoint_of_the_other_raises():
     assert resolve("mxfp8").plugin is type(create("mxfp8")) is here
     assert create("mxfp8").precision == "mxfp8"
     assert MXFP8TorchAO().precision == "mxfp8-torchao"
-    other = "torchao_prototype" if here is FP8TE else "transformer_engine"
-    pinned = {"torchao_prototype": "mxfp8-torchao", "transformer_engine": "mxfp8-te"}
+    other = "torchao" if here is FP8TE else "transformer_engine"
+    pinned = {"torchao": "mxfp8-torchao", "transformer_engine": "mxfp8-te"}
     with pytest.raises(
         RuntimeError, match=rf"trained by {other}, and here `precision='mxfp8'`.* use '{pinned[other]}'"
     ):

@@ -166,9 +166,9 @@ def test_bad_maps(options, message):
 def test_options_of_one_recipe_hold_for_the_layers_that_have_it():
     _, model = set_up(recipe=MIXED, saved_inputs="codes", rowwise_backward="scaled_inside")
     block, last = model.blocks[2], model.blocks[3]
-    assert [layer.saves_codes for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
-    assert [layer.saves_weight_codes for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
-    assert [type(layer.config).__name__ for layer in (block.o_proj, last.up)] == ["ScaledInside", "Float8LinearConfig"]
+    assert [layer.products.saves_input for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
+    assert [layer.products.saves_weight for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
+    assert [layer.products.grad_input.scaled_inside for layer in (block.o_proj, last.up)] == [True, False]
     assert copy.deepcopy(model).blocks[2].up.in_bf16 == ("forward",)
 
 

@@ -7,9 +7,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
-from lightning_lowprec.torchao.settings import Settings, linear_config
+from lightning_lowprec.torchao.settings import Settings
 
 KERNELS = pytest.mark.skipif(CPU_SCALES_TENSORWISE, reason="this torch has no rowwise FP8 kernel for CPU (2.13 has)")
 TOKENS, IN, OUT = 96, 64, 48
@@ -42,14 +43,13 @@ class Products:
 def layer(recipe, backward, emulate=False, power_of_two=None):
     torch.manual_seed(0)
     found = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
-    config = linear_config(
-        recipe,
+    settings = Settings(
         fp8_format="e4m3",
         emulate=emulate,
         round_scales_to_power_of_2=power_of_two,
         rowwise_backward=backward,
     )
-    fp8.convert(found, [""], Settings.of_config(config), fp8_eval=True)
+    fp8.convert(found, [""], lambda fqn: settings.of(LayerRecipe(recipe)), low_eval=True)
     return found
 
 
