@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_lowprec.fsdp2.fp8_reduce import Fp8ReduceScatter
-from lightning_lowprec.numerics.fp8_blocks import decode_sum_, encode
+from lightning_lowprec.numerics.fp8_blocks import decode_sum_, to_bytes
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 RANKS = 2
@@ -76,7 +76,7 @@ class Reduction:
             input_tensor.add_(self._lost)
         rows = input_tensor.view(RANKS, -1)
         sent = torch.empty_like(rows)
-        decode_sum_(sent, encode(rows)[None])
+        decode_sum_(sent, to_bytes(rows)[None])
         self._lost = (rows - sent).view(-1)
         self._float8(output_tensor, input_tensor, group, op)
 

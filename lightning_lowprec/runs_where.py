@@ -137,7 +137,7 @@ _OWN_CODES: Final[Row] = {
     "sm_120": _yes("pytorch#192707", "runs with one scale per tensor"),
     "gfx942": _no(
         "multiplies float8_e4m3fnuz only, and the codes of this package are float8_e4m3fn",
-        "hipBLASLt data-type-support, numerics/encode.py",
+        "hipBLASLt data-type-support, products/scaled.py",
     ),
     "gfx950": _unknown(_OWN_KERNELS_ON_ROCM, "hipBLASLt data-type-support"),
     "gfx1200": _unknown(_OWN_KERNELS_ON_ROCM, "hipBLASLt data-type-support"),

@@ -142,7 +142,7 @@ def on_gpu(monkeypatch, capability, gcn=None):
          " compute capability 9.0 is not Hopper's) [pytorch ScaledBlasDeviceUtils.cpp scaled_mm_arch_allowed]. Use"
          " 'bf16-mixed', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"),
         ((9, 4), "gfx942", MSAMP(), "GPU X (gfx942) multiplies float8_e4m3fnuz only, and the codes of this package are"
-         " float8_e4m3fn [hipBLASLt data-type-support, numerics/encode.py]. Use 'fp8-rowwise', or `plugins="),
+         " float8_e4m3fn [hipBLASLt data-type-support, products/scaled.py]. Use 'fp8-rowwise', or `plugins="),
         ((12, 0), None, FP8TorchAO(), None),
         ((9, 4), "gfx942", FP8TorchAO("rowwise"), None),
         ((9, 4), "gfx942", FP8TorchAO(weight_codes="per_gemm"), None),

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_lowprec.numerics.fp8_blocks import decode_sum_, encode, row_bytes
+from lightning_lowprec.numerics.fp8_blocks import decode_sum_, row_bytes, to_bytes
 from lightning_lowprec.private.fsdp2 import first_group, reduce_copies_by
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -80,7 +80,7 @@ class Fp8ReduceScatter(Reductions):
                 "`async_op=True` is not possible with `fp8_reduce=True`, and FSDP2 is not known to ask for it."
                 " Use `fp8_reduce=False`, and please report it."
             )
-        sent = encode(input_tensor.view(ranks, -1))
+        sent = to_bytes(input_tensor.view(ranks, -1))
         arrived = torch.empty_like(sent)
         dist.all_to_all_single(arrived, sent, group=group)
         decode_sum_(output_tensor.view(1, -1), arrived[:, None], factor)
@@ -111,12 +111,12 @@ class Fp8Average(Reductions):
         copies, n = self._group.size(), shards.numel()
         whole = shards if n % copies == 0 else torch.nn.functional.pad(shards, (0, -n % copies))
         rows = whole.view(copies, -1)
-        sent = encode(rows)
+        sent = to_bytes(rows)
         arrived = torch.empty_like(sent)
         dist.all_to_all_single(arrived, sent, group=self._group)
         reduced = torch.empty(1, rows.shape[1], device=shards.device)
         decode_sum_(reduced, arrived[:, None], 1 / copies if averages else 1.0)
-        _all_gather(sent, encode(reduced), group=self._group)
+        _all_gather(sent, to_bytes(reduced), group=self._group)
         decode_sum_(rows, sent[None])
         if whole is not shards:
             shards.copy_(whole[:n])

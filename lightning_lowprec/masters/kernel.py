@@ -20,11 +20,9 @@ TILE: Final = tl.constexpr(1 << 16)
 """Elements of a parameter that one program steps."""
 BLOCK: Final = tl.constexpr(1 << 11)
 """Elements that one program holds at a time."""
-COLUMNS: Final = tl.constexpr(10)
+COLUMNS: Final = tl.constexpr(9)
 """Addresses of a parameter (weight, master or remainder, gradient, first and second moment, exponents of the first and
-second moment; 0: there is none), its number of elements, the position of its first element among all parameters, and
-the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
-wants it)."""
+second moment; 0: there is none), its number of elements, and the position of its first element among all parameters."""
 NUMBERS: Final = tl.constexpr(9)
 """float32 numbers of a parameter, see ``rules.numbers_of``."""
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
@@ -89,9 +87,8 @@ def _load(pointer, mask, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_upper(pointer, bits, mask):  # type: ignore[no-untyped-def]
-    """Store the upper halves of float32 bits: bf16. Return the bits of the stored values, as float32."""
+    """Store the upper halves of float32 bits: bf16."""
     tl.store(pointer, (bits >> 16).to(tl.int16), mask=mask)
-    return (bits >> 16) << 16
 
 
 @triton.jit
@@ -160,22 +157,19 @@ def _load_master(weight, extra, mask, FORM: tl.constexpr):  # type: ignore[no-un
 def _store_master(  # type: ignore[no-untyped-def]
     weight, extra, x, mask, position, first, seed, step, FORM: tl.constexpr, KIND: tl.constexpr
 ):
-    """Store master and weight; return the bits of the weight, as float32."""
+    """Store master and weight."""
     bits = _bits(x)
     if FORM == "remainder":
-        stored = _store_upper(weight, bits + 0x8000, mask)
+        _store_upper(weight, bits + 0x8000, mask)
         tl.store(extra, bits.to(tl.int16), mask=mask)
     elif FORM == "stochastic":
-        stored = _store_upper(weight, bits + _random(position, first, seed, step), mask)
+        _store_upper(weight, bits + _random(position, first, seed, step), mask)
     else:
         tl.store(extra, x, mask=mask)
         if KIND == "fp16":
-            half = x.to(tl.float16)
-            tl.store(weight, half, mask=mask)
-            stored = _bits(half.to(tl.float32))
+            tl.store(weight, x.to(tl.float16), mask=mask)
         else:  # to the nearest, ties to even
-            stored = _store_upper(weight, tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits), mask)
-    return stored
+            _store_upper(weight, tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits), mask)
 
 
 @triton.jit
@@ -184,7 +178,7 @@ def _block(  # type: ignore[no-untyped-def]
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     ALIGN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Step some elements of a parameter; return the bits of their new weights, as float32."""
+    """Step some elements of a parameter."""
     table += row * COLUMNS
     numbers += row * NUMBERS
     weight = _pointer(table, 0, WEIGHT, ALIGN) + offsets
@@ -212,14 +206,14 @@ def _block(  # type: ignore[no-untyped-def]
             _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
             g = g + tl.load(numbers + 3) * m if RULE == "nesterov" else m
         x = x + tl.load(numbers + 6) * g
-    return _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
+    _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
 
 
 @triton.jit(do_not_specialize=("seed", "step"))
 def step_parameters(  # type: ignore[no-untyped-def]
     tiles, table, numbers, factor, seed, step,
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    ALIGN: tl.constexpr, GROUP: tl.constexpr, MEASURE: tl.constexpr,
+    ALIGN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Step all parameters of a table once; a program steps one tile."""
     seed = seed.to(tl.int64)
@@ -230,19 +224,12 @@ def step_parameters(  # type: ignore[no-untyped-def]
     size = tl.load(table + row * COLUMNS + 7)
     position = tl.load(table + row * COLUMNS + 8) + begin
     scale = tl.load(factor)
-    largest = tl.full((BLOCK,), 0, tl.int32)
     for offset in range(0, TILE, BLOCK):
         inside = offset + tl.arange(0, BLOCK)
         offsets = begin + inside
         if begin + offset + BLOCK <= size:  # without a mask, loads and stores are as wide as the hardware's
-            new = _block(row, begin + offset, offsets, None, size, position + inside, position + offset, table, numbers,
-                         scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
-            largest = tl.maximum(largest, new & 0x7FFFFFFF)
+            _block(row, begin + offset, offsets, None, size, position + inside, position + offset, table, numbers,
+                   scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
         elif begin + offset < size:
-            new = _block(row, begin + offset, offsets, offsets < size, size, position + inside, position + offset,
-                         table, numbers, scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
-            largest = tl.maximum(largest, tl.where(offsets < size, new & 0x7FFFFFFF, 0))
-    if MEASURE:  # numbers that are not negative are in the order of their bits, and a NaN is the largest
-        address = tl.load(table + row * COLUMNS + 9)
-        if address != 0:
-            tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(largest, 0))
+            _block(row, begin + offset, offsets, offsets < size, size, position + inside, position + offset, table,
+                   numbers, scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
 
 BLOCK: Final = 128
@@ -42,14 +43,14 @@ def row_bytes(values: int) -> int:
     return -(-(_INV_SCALE * _blocks(values) + values) // _ROW) * _ROW
 
 
-def encode(values: Tensor) -> Tensor:
+def to_bytes(values: Tensor) -> Tensor:
     """Return rows as bytes: (rows, n) float32, bfloat16 or float16, contiguous -> (rows, row_bytes(n)) uint8."""
     rows, n = values.shape
     sent = values.new_empty(rows, row_bytes(n), dtype=torch.uint8)
     if _by_kernel(values):
         _launch("encode", values, sent)
     elif values.numel():
-        _encode(values, sent)
+        _to_bytes(values, sent)
     return sent
 
 
@@ -103,7 +104,7 @@ def _parts(sent: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return sent[..., :start].view(torch.float32), sent[..., start : start + n].view(E4M3.dtype)
 
 
-def _encode(values: Tensor, sent: Tensor) -> None:
+def _to_bytes(values: Tensor, sent: Tensor) -> None:
     rows, n = values.shape
     inv_scales, codes = _parts(sent, n)
     blocks = torch.nn.functional.pad(values.float(), (0, -n % BLOCK)).view(rows, _blocks(n), BLOCK)
@@ -112,8 +113,7 @@ def _encode(values: Tensor, sent: Tensor) -> None:
     exact = torch.full_like(amax, E4M3.max).div_(amax)  # a number divided by a tensor would be rounded twice
     scale = torch.where(finite, exact.clamp_(max=LARGEST_SCALE), 1.0)
     inv_scales.copy_(torch.where(finite, scale.reciprocal(), amax).squeeze(-1))
-    scaled = (blocks * scale).clamp(-E4M3.max, E4M3.max).view(rows, -1)[:, :n]
-    codes.copy_(scaled.to(E4M3.dtype))
+    codes.copy_(encode(blocks, scale, E4M3.dtype).view(rows, -1)[:, :n])
 
 
 def _decode_sum(total: Tensor, sent: Tensor, factor: float) -> None:

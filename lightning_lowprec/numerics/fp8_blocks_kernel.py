@@ -10,7 +10,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from lightning_lowprec.numerics.encode_kernel import e4m3_code
+from lightning_lowprec.numerics.e4m3_kernel import e4m3_code
 
 BLOCK: Final = tl.constexpr(128)
 """Values that share a scale."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda, compiles, rows_in_one_pass
+from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
 
 LEAST: Final = 1e-12
@@ -62,11 +63,7 @@ def encode_whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
 
 def _rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     scale = scales(rows.abs().amax(dim=-1).float(), power_of_2)
-    return _cast(rows, scale.unsqueeze(-1)), scale.reciprocal()
-
-
-def _cast(values: Tensor, scale: Tensor) -> Tensor:
-    return (values.float() * scale).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    return encode(rows, scale.unsqueeze(-1), E4M3.dtype), scale.reciprocal()
 
 
 @compiled_on_cuda
@@ -78,7 +75,7 @@ def _across(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
 @compiled_on_cuda
 def _whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     scale = scales(weight.abs().amax().float(), power_of_2)
-    return _cast(weight, scale).contiguous(), scale.reciprocal()
+    return encode(weight, scale, E4M3.dtype).contiguous(), scale.reciprocal()
 
 
 @torch.library.custom_op("lightning_lowprec::encode_columns", mutates_args=())
@@ -100,7 +97,7 @@ def encode_columns(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor
     amax = torch.zeros(ends.shape[0] + 1, rows.shape[1], device=rows.device)
     amax.scatter_reduce_(0, group.unsqueeze(1).expand_as(rows), rows.abs().float(), "amax")
     scale = scales(amax, power_of_2)
-    return _cast(rows, scale[group]).t().contiguous(), scale[:-1].reciprocal()
+    return encode(rows, scale[group], E4M3.dtype).t().contiguous(), scale[:-1].reciprocal()
 
 
 @encode_columns.register_fake

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
-from lightning_lowprec.numerics.scaling import power_of_two_scale
+from lightning_lowprec.numerics.scaling import encode, power_of_two_scale
 
 ScalePer = Literal["tensor", "row", "block"]
 BLOCK: Final = 128
@@ -73,5 +73,4 @@ def spread(grid: Tensor, shape: torch.Size) -> Tensor:
 
 def codes(values: Tensor, grid: Tensor) -> Tensor:
     """Round a weight: [N, K] any float, the grid of scales -> [N, K] float8_e4m3fn."""
-    scaled = values.float() * spread(grid, values.shape)
-    return scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    return encode(values, spread(grid, values.shape), E4M3.dtype)

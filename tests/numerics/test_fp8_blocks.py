@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def decoded(values):
     total = torch.empty_like(values, dtype=torch.float32)
-    fp8_blocks.decode_sum_(total, fp8_blocks.encode(values)[None])
+    fp8_blocks.decode_sum_(total, fp8_blocks.to_bytes(values)[None])
     return total
 
 
@@ -40,7 +40,7 @@ def _half_step(codes):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_the_bytes_of_a_row(n):
-    sent = fp8_blocks.encode(rows(n))
+    sent = fp8_blocks.to_bytes(rows(n))
     assert sent.dtype is torch.uint8
     assert sent.shape == (3, fp8_blocks.row_bytes(n))
     wanted = n + 4 * math.ceil(n / BLOCK)
@@ -92,7 +92,7 @@ def test_ranks_are_summed_in_float32(dtype):
     """Each rank's numbers are exact in float8; a sum in float8 or bfloat16 would lose all but the first."""
     ranks = torch.full((16, 2, 300), 0.5)
     ranks[0] = 256.0
-    sent = torch.stack([fp8_blocks.encode(values) for values in ranks])
+    sent = torch.stack([fp8_blocks.to_bytes(values) for values in ranks])
     total = torch.empty(2, 300, dtype=dtype)
     fp8_blocks.decode_sum_(total, sent)
     assert torch.equal(total, torch.full((2, 300), 256 + 7.5, dtype=dtype))
@@ -101,6 +101,6 @@ def test_ranks_are_summed_in_float32(dtype):
 
 
 def test_nothing_to_send():
-    assert fp8_blocks.encode(torch.empty(2, 0)).shape == (2, 0)
+    assert fp8_blocks.to_bytes(torch.empty(2, 0)).shape == (2, 0)
     total = torch.empty(1, 0)
     fp8_blocks.decode_sum_(total, torch.empty(2, 1, 0, dtype=torch.uint8))

@@ -11,8 +11,8 @@ import pytest
 KERNELS = (
     "lightning_lowprec.masters.kernel",
     "lightning_lowprec.numerics.block_floats_kernel",
+    "lightning_lowprec.numerics.e4m3_kernel",
     "lightning_lowprec.numerics.encode_columns_kernel",
-    "lightning_lowprec.numerics.encode_kernel",
     "lightning_lowprec.numerics.fp8_blocks_kernel",
     "lightning_lowprec.numerics.multiply_kernel",
 )

@@ -19,7 +19,7 @@ def same(one, other):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
 def test_the_kernels_bytes_and_sums(monkeypatch, n, dtype):
     ranks = torch.stack([with_lost_numbers(n, dtype), with_lost_numbers(n, dtype).flip(1)])
-    eager = torch.stack([fp8_blocks.encode(values) for values in ranks])
+    eager = torch.stack([fp8_blocks.to_bytes(values) for values in ranks])
     sums = torch.empty(2, 3, n, dtype=dtype)
     for total, factor in zip(sums, (1.0, 1 / 3), strict=True):
         fp8_blocks.decode_sum_(total, eager, factor)
@@ -28,7 +28,7 @@ def test_the_kernels_bytes_and_sums(monkeypatch, n, dtype):
     launch = fp8_blocks._launch
     monkeypatch.setattr(fp8_blocks, "_launch", lambda name, *rest: (launched.append(name), launch(name, *rest)))
     for values, wanted in zip(ranks, eager, strict=True):
-        found = fp8_blocks.encode(values)
+        found = fp8_blocks.to_bytes(values)
         scales = 4 * -(-n // 128)
         assert same(found[:, :scales].view(torch.float32), wanted[:, :scales].view(torch.float32))
         codes, expected = (x[:, scales : scales + n].view(torch.float8_e4m3fn).float() for x in (found, wanted))
