@@ -77,7 +77,7 @@ def test_imports_run_down(path):
     tree = tree_of(path)
     assert refused(part, tree) == set()
     if FLOOR[part] < LIGHTNING_FROM and part != "private":
-        assert not {name for name in imported(tree) if name.split(".")[0] == "lightning"}, "no Lightning below floor 3"
+        assert not {name for name in imported(tree) if name.split(".")[0] == "lightning"}, "no Lightning below floor 4"
 
 
 def test_the_layering_test_can_fail():

@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import Rule, check_choice
-from lightning_lowprec.conversion.gemms import GemmChoices
-from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
-from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.options import LayerOptions, shows
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
+from lightning_lowprec.masters.options import MasterOptions, WeightOptions
 from lightning_lowprec.precision.compiled_blocks import Compile
-from lightning_lowprec.precision.options import Base, HeadChoices, HeadOptions, LossScaleChoices, LossScaleOptions
-from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.options import Base, HeadOptions, LossScaleOptions
+from lightning_lowprec.precision.schedule import ScheduleOptions
 from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.plugin import TorchAO
-
-if TYPE_CHECKING:
-    from lightning_lowprec.torchao.settings import Recipes
-
-WITHOUT: Final = ("min_gain", "tokens")
-"""Options of other plugins that need measured gains, which there are not for these layers."""
-ProductsPerLayer = Annotated[
-    Mapping[str, Literal["int8", "mxfp8", "bf16"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
-]
-
-
-class PrototypeChoices(
-    SelectionChoices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, ScheduleChoices, total=False
-):
-    """The options that these plugins share with others, for type checkers."""
-
-
-class TorchAOPrototype(TorchAO):
-    """Base of the plugins of torchao's prototypes, which have one format and no float8 for FSDP2 to gather."""
-
-    kind: ClassVar[Literal["int8", "mxfp8"]]
-    name: ClassVar[str]
-    """The name for ``precision=``, without a suffix."""
-    alignment: ClassVar[int] = 16
-    """Features are multiples of this number."""
-
-    def __init__(
-        self, recipe: Any, *, base: Base, low_eval: bool, emulate: bool | None, compile: Compile, options: Any
-    ) -> None:
-        recipes: str | RecipeMap = recipe
-        if isinstance(recipe, Mapping):
-            recipes = RecipeMap.of(recipe, names=(self.kind,), base=self.kind)
-        else:
-            check_choice("recipe", recipe, (self.kind,))
-        masters = take(MasterOptions, options).resolve(base)
-        super().__init__(
-            recipe, recipes, masters, base=base, low_eval=low_eval, emulate=emulate, compile=compile, options=options
-        )
-        stem = self.name if isinstance(recipes, str) else f"{self.name}-per-layer"
-        self.precision = stem + of_options(base, None if masters is None else masters.config.form)
-
-    @override
-    def plan_options(self, device: torch.device) -> dict[str, Any]:
-        """The format; no gains are known of it."""
-        recipe = self.recipes if isinstance(self.recipes, RecipeMap) else "tensorwise"
-        return {"recipe": recipe, "alignment": self.alignment, "format": self.format}
-
-    @override
-    def refusal(self, device: torch.device) -> str | None:
-        """No torchao, or one without the prototype."""
-        return super().refusal(device) or prototype_refusal(self.kind)
-
-    @override
-    def gathers(self, options: Any) -> str | None:
-        """FSDP2 gathers values: codes are made at every product, along other dimensions each time."""
-        return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
+from lightning_lowprec.torchao.one_format import WITHOUT, OneFormatChoices, OneFormatTorchAO, ProductsPerLayer
 
 
 @final
@@ -84,7 +24,7 @@ class TorchAOPrototype(TorchAO):
     *(LayerOptions, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
     without=WITHOUT,
 )
-class Int8TorchAO(TorchAOPrototype):
+class Int8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
 
     Both operands of each GEMM get int8 codes with a scale per row (``torchao.prototype.quantized_training``). Stacked
@@ -109,7 +49,7 @@ class Int8TorchAO(TorchAOPrototype):
     """
 
     format: ClassVar[str] = "int8"
-    kind: ClassVar[Literal["int8", "mxfp8"]] = "int8"
+    kind: ClassVar[str] = "int8"
     name: ClassVar[str] = "int8-mixed"
 
     def __init__(
@@ -120,16 +60,21 @@ class Int8TorchAO(TorchAOPrototype):
         stochastic_rounding: bool = False,
         int8_eval: bool = True,
         compile: Compile = "auto",
-        **options: Unpack[PrototypeChoices],
+        **options: Unpack[OneFormatChoices],
     ) -> None:
         self.stochastic_rounding = stochastic_rounding
-        super().__init__(recipe, base=base, low_eval=int8_eval, emulate=None, compile=compile, options=options)
+        super().__init__(recipe, base=base, low_eval=int8_eval, compile=compile, options=options)
 
     @property
     @override
     def hardware_recipe(self) -> RecipeKey:
         """Triton's kernel, or ``torch._int_mm``."""
         return "int8"
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        """No torchao, or one without the prototype."""
+        return super().refusal(device) or prototype_refusal(self.kind)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -139,12 +84,11 @@ class Int8TorchAO(TorchAOPrototype):
         return f"int8 GEMMs by torch._int_mm on {describe(device)}: the codes of a GPU; slow"
 
     @override
-    def layer_recipes(self, device: torch.device) -> Recipes:
+    def arithmetic(self, device: torch.device) -> Arithmetic:
         """With or without stochastic rounding."""
         from lightning_lowprec.products.int8 import Int8
-        from lightning_lowprec.torchao.settings import OneFormat
 
-        return OneFormat(name=self.kind, arithmetic=Int8(stochastic=self.stochastic_rounding))
+        return Int8(stochastic=self.stochastic_rounding)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from typing_extensions import Unpack, override
@@ -13,14 +13,13 @@ from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.compiled_blocks import Compile
 from lightning_lowprec.precision.options import EmulationChoices, FP8Options, HeadOptions, LossScaleOptions
 from lightning_lowprec.precision.schedule import ScheduleOptions
+from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.int8 import WITHOUT, ProductsPerLayer, PrototypeChoices, TorchAOPrototype
-
-if TYPE_CHECKING:
-    from lightning_lowprec.torchao.settings import Recipes
+from lightning_lowprec.torchao.one_format import WITHOUT, OneFormatChoices, OneFormatTorchAO, ProductsPerLayer
 
 
-class MXFP8Choices(PrototypeChoices, EmulationChoices, total=False):
+class MXFP8Choices(OneFormatChoices, EmulationChoices, total=False):
     """The options of :class:`MXFP8TorchAO` that other plugins share, for type checkers."""
 
     fp8_eval: bool
@@ -31,7 +30,7 @@ class MXFP8Choices(PrototypeChoices, EmulationChoices, total=False):
     *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
     without=(*WITHOUT, "base"),
 )
-class MXFP8TorchAO(TorchAOPrototype):
+class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 
     Codes are e4m3 with a power-of-two scale per 32 values, rounded up, as in torchao's ``MXFP8Linear``. Kernels run on
@@ -53,7 +52,7 @@ class MXFP8TorchAO(TorchAOPrototype):
     """
 
     format: ClassVar[str] = "MXFP8"
-    kind: ClassVar[Literal["int8", "mxfp8"]] = "mxfp8"
+    kind: ClassVar[str] = "mxfp8"
     name: ClassVar[str] = "mxfp8-torchao"
     alignment: ClassVar[int] = 32
 
@@ -88,7 +87,7 @@ class MXFP8TorchAO(TorchAOPrototype):
     @override
     def refusal(self, device: torch.device) -> str | None:
         """No torchao, one without the prototype, or a device without MXFP8 that does not emulate."""
-        if (missing := super().refusal(device)) is not None:
+        if (missing := super().refusal(device) or prototype_refusal(self.kind)) is not None:
             return missing
         if device.type == "cpu" and not self.emulates(device):
             return "cpu has no MXFP8 kernels. Leave `emulate=False` out"
@@ -100,9 +99,8 @@ class MXFP8TorchAO(TorchAOPrototype):
         return fp8.how(self.emulate, device)
 
     @override
-    def layer_recipes(self, device: torch.device) -> Recipes:
+    def arithmetic(self, device: torch.device) -> Arithmetic:
         """Kernels, or emulated."""
         from lightning_lowprec.products.mxfp8 import MXFP8
-        from lightning_lowprec.torchao.settings import OneFormat
 
-        return OneFormat(name=self.kind, arithmetic=MXFP8(emulate=self.emulates(device)))
+        return MXFP8(emulate=self.emulates(device))

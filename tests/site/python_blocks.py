@@ -125,6 +125,7 @@ def _to_train() -> dict[str, Any]:
 
 EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "architecture-1": _to_train,
+    "architecture-2": _to_train,
     "checkpoints-2": _in_fabric,
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,

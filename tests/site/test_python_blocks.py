@@ -47,7 +47,7 @@ def test_a_wrong_call_is_found():
 
 
 def test_the_smallest_backend_of_the_docs_converts_and_gives_back():
-    (block,) = [block for block in PYTHON if block.name == "architecture-1"]
+    (block,) = [block for block in PYTHON if block.name == "architecture-2"]
     seen = surroundings(block.name)
     try:
         exec(compile(block.code.split("trainer = ")[0], block.name, "exec"), seen)

@@ -1,0 +1,134 @@
+"""The format of docs/architecture.md is planned, trained, compiled, sharded, exported and reported like our own."""
+
+import json
+import re
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import names
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.torchao.linear import coded_layers
+from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import Toy, X, Y
+from tests.quality import sqnr
+from tests.site.pages import blocks
+
+(BLOCK,) = [block for block in blocks("python") if block.name == "architecture-1"]
+
+
+def define():
+    """What the page defines, registered."""
+    seen = {"__name__": "docs_block"}
+    exec(compile(BLOCK.code.split("trainer = ")[0], BLOCK.name, "exec"), seen)
+    return seen
+
+
+@pytest.fixture
+def page():
+    yield define()
+    backends.unregister("int5")
+
+
+def test_each_product_is_that_of_the_codes(page):
+    layer = nn.Linear(32, 48)
+    exact = nn.Linear(32, 48)
+    exact.load_state_dict(layer.state_dict())
+    plugin = page["Int5Mixed"]()
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model := nn.Sequential(layer))
+    x = torch.randn(21, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for module in (model, exact):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        found.append((output.detach(), given.grad))
+    (codes, step), (w_codes, w_step) = page["codes_of"](x), page["codes_of"](layer.weight.detach())
+    assert codes.abs().max() == 15
+    assert set(codes.flatten().tolist()) <= set(range(-15, 16))
+    by_hand = (codes * step) @ (w_codes * w_step).t() + layer.bias.detach()
+    torch.testing.assert_close(found[0][0], by_hand)
+    assert all(sqnr(right, left) > 20 for left, right in zip(*found, strict=True))
+    assert sqnr(exact.weight.grad, layer.weight.grad) > 20
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_trains_with_recipes_and_a_schedule(page, compiled):
+    options = {"compile": {"backend": "aot_eager"}} if compiled else {}
+    assert "int5-mixed" in names.TABLE
+    plugin = page["Int5Mixed"](
+        {"*.fc_in": {"grad_weight": "bf16"}, "*": "int5"}, schedule=[{"until": 1, "gemms": "bf16"}, {}]
+    )
+    plugin.compile = options.get("compile", False)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(net := Toy(), torch.optim.AdamW(net.parameters(), lr=1e-2))
+    losses = []
+    for step in range(20):
+        plugin.set_step(step)
+        loss = (model(X) - 1).float().square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert "converted" in plugin.plan.summary()
+    assert "int5" in str(plugin.plan)
+
+
+def test_plan_and_doctor_know_it(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    module = tmp_path / "int5_model.py"
+    module.write_text("from torch import nn\nNet = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "int5_model.Net", "--precision", "int5-mixed", "--json"]) == 0
+    assert [row["fqn"] for row in json.loads(capsys.readouterr().out)["plan"]] == ["0", "1"]
+    assert main(["doctor"]) == 0
+    assert re.search(r"^torchao .*; int5-mixed$", said := capsys.readouterr().out, flags=re.MULTILINE)
+    assert "int5 products by torch on cpu: int5-mixed" in said
+
+
+def test_it_is_exported_without_a_scale_of_its_own(page, tmp_path):
+    """Its codes are no server's, so the format's own scales are what the weights get."""
+    plugin = page["Int5Mixed"]()
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(net := Toy())
+    assert [backends.weight_roundings(layer) for layer in coded_layers(net)] == 4 * [{"weight": None}]
+
+
+def train_sharded(rank, folder):
+    define()  # in this process too
+    torch.manual_seed(0)
+    net = Toy()
+    fabric = L.Fabric(precision="int5-mixed", strategy="fsdp2", accelerator="cpu", devices=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    losses = []
+    for step in range(3):
+        rows = slice(16 * step + 8 * rank, 16 * step + 8 * rank + 8)
+        loss = nn.functional.cross_entropy(model(X[rows]).float(), Y[rows])
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "layers": len(coded_layers(model.module))}
+
+
+def test_it_is_sharded(tmp_path):
+    """The first loss of each rank is that of one process; the others are finite and change."""
+    ranks = run(train_sharded, 2, tmp_path, str(tmp_path))
+    define()
+    try:
+        torch.manual_seed(0)
+        fabric = L.Fabric(precision="int5-mixed", accelerator="cpu", devices=1)
+        model = fabric.setup_module(Toy())
+        with torch.no_grad():
+            expected = [nn.functional.cross_entropy(model(X[i : i + 8]).float(), Y[i : i + 8]).item() for i in (0, 8)]
+    finally:
+        backends.unregister("int5")
+    assert [found["losses"][0] for found in ranks] == expected
+    assert all(found["layers"] == 4 and len(set(found["losses"])) == 3 for found in ranks)
