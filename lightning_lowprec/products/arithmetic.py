@@ -91,6 +91,8 @@ class Products:
     """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
     saves_input: bool = False
     """Whether the codes of the input are kept for the backward in place of the input, where they serve both."""
+    keeper_of_weight: ClassVar[OneScale | None]
+    keeper_of_input: ClassVar[OneScale | None]
 
     def without(self, products: tuple[str, ...]) -> Products | None:
         """Return the same with these products in high precision; None if no other is left."""
@@ -98,24 +100,15 @@ class Products:
         changed = replace(self, **high)
         return None if (changed.forward, changed.grad_input, changed.grad_weight) == (None,) * 3 else changed
 
-    @property
-    def keeper_of_weight(self) -> OneScale | None:
-        """The arithmetic whose codes of the weight outlive the forward; None: they do not."""
-        one, other = self.forward, self.grad_input
-        return _one_scale(one) if self.saves_weight and serves(one, other, "weight") else None
-
-    @property
-    def keeper_of_input(self) -> OneScale | None:
-        """The arithmetic whose codes of the input outlive the forward; None: the input does."""
-        one, other = self.grad_weight, self.forward or self.grad_weight
-        return _one_scale(one) if self.saves_input and serves(one, other, "input") else None
+    def __post_init__(self) -> None:
+        """Find once whose codes outlive the forward: those of ``keeper_of_weight`` and ``keeper_of_input``, or none."""
+        of_weight = self.saves_weight and serves(self.forward, self.grad_input, "weight")
+        object.__setattr__(self, "keeper_of_weight", self.forward if of_weight else None)
+        of_input = self.saves_input and serves(self.grad_weight, self.forward or self.grad_weight, "input")
+        object.__setattr__(self, "keeper_of_input", self.grad_weight if of_input else None)
 
 
 def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool:
     """Return whether codes of a role that are made for one product serve the other."""
     coding = one.coding(role) if isinstance(one, OneScale) else None
     return coding is not None and isinstance(other, OneScale) and other.coding(role) == coding
-
-
-def _one_scale(how: Arithmetic | None) -> OneScale | None:
-    return how if isinstance(how, OneScale) else None
