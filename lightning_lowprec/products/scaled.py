@@ -125,7 +125,9 @@ class _Values:
     def columns(self) -> Codes:
         """Return the codes of the transposed matrix."""
         scale = self._scale(0)
-        return _stored(encode(self.matrix, scale, self.coding.dtype).t().contiguous()), scale.t()
+        codes = encode(self.matrix, scale, self.coding.dtype).t().contiguous()
+        # codes of columns with scales of their own have one reader, and inductor fuses better without a view
+        return (codes if self.coding.by_row else _stored(codes)), scale.t()
 
     def _scale(self, along: int) -> Tensor:
         if self.scale is not None:

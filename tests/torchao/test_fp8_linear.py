@@ -173,7 +173,7 @@ def test_an_aligned_batch_costs_no_operation_more_than_torchao_alone(recipe):
     counts = []
     for layer in (ours, theirs):
         x = torch.ones(4, 16, 32, requires_grad=True)
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
             layer(x).sum().backward()
         counts.append(Counter(event.name for event in seen.events() if event.name in WRITING))
     assert not counts[0] - counts[1]
