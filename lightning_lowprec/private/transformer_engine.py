@@ -21,14 +21,11 @@ from lightning_lowprec.private.names import missing
 
 _SCALES: Final = ("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers")
 _ENGINE: Final = (*_SCALES, "_is_fsdp2", "param_init_meta")
-_NORM: Final = ("pre_first_fuser_forward", "op_forward", "op_backward")
 _MANAGER: Final = "quantization.FP8GlobalStateManager"
 _NAMES: Final = {
     "Linear": ("_get_weight_tensors",),
     "Linear()": (*_ENGINE, "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
-    "LayerNorm": _NORM,
     "LayerNorm()": ("zero_centered_gamma", "_sm_margins"),
-    "RMSNorm": _NORM,
     "RMSNorm()": ("zero_centered_gamma", "_sm_margins"),
     "LayerNormLinear()": _ENGINE,
     "LayerNormMLP()": _ENGINE,
@@ -37,7 +34,7 @@ _NAMES: Final = {
     "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
     "export": ("is_in_onnx_export_mode",),
-    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd", "is_in_onnx_export_mode"),
+    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd"),
     "ops.basic.rmsnorm": ("rmsnorm_fwd", "rmsnorm_bwd"),
     "module.base.TransformerEngineBaseModule": ("get_quantizer_roles", "init_fp8_metadata"),
     "quantization": ("DelayedScalingRecipeState", "QuantizerRequest", "QuantizerRole"),

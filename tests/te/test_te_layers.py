@@ -104,16 +104,6 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 
 
-def test_a_gradient_of_a_gradient_through_a_norm_raises(pretend_gpu):
-    norm = nn.LayerNorm(32)
-    norms.convert_norms(nn.Sequential(norm), {"0"})
-    x = torch.randn(3, 32, requires_grad=True)
-    with onnx_export(True):
-        output = norm(x)
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*a layer of Transformer Engine"):
-        torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
-
-
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
