@@ -15,10 +15,11 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION, matches
 from lightning_lowprec.te import delayed_scaling, fusion
+from lightning_lowprec.te.fp8_weight import wire_format_of
+from lightning_lowprec.te.hooks import note_recipes
 from lightning_lowprec.te.layer_recipes import LayerRecipes
 from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, check_custom, kind_of
 from lightning_lowprec.te.support import pytorch
-from lightning_lowprec.te.wire_format import wire_format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,6 @@ def convert_model(
     pytorch("FP8TE")
     from lightning_lowprec.te.linear import convert_linears
     from lightning_lowprec.te.norms import convert_norms
-    from lightning_lowprec.te.switch import note_recipes
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))

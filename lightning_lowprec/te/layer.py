@@ -21,7 +21,7 @@ The life of a weight, on one GPU or under DDP:
     codes, one scale           -> GEMM of the forward, GEMM of grad_input
     grad_output, input (FP8)   -> GEMM of grad_weight -> gradient -> optimizer step -> Parameter
 
-and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.wire_format`):
+and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.fp8_weight`):
 
     shard (float32) -- amax, one all-reduce for all weights --> scale
         | encode
@@ -37,7 +37,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import transformer_engine.pytorch as te
@@ -55,9 +55,9 @@ from lightning_lowprec.private.torch import (
     is_in_backward,
     saved_tensors_are_hooked,
 )
-from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, for_gemm, gather_refusal
+from lightning_lowprec.te.recipes import HIGH_PRECISION
 from lightning_lowprec.te.weight_cache import WeightCache
-from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
 
 
 def check_input(input: Tensor) -> None:
@@ -76,11 +76,8 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
 
     torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
 
-    Args:
-        layer: a layer of Transformer Engine whose last forward ran in FP8.
-
     Raises:
-        RuntimeError: the layer has delayed scaling, whose scales have been renewed since.
+        RuntimeError: the layer has delayed scaling, whose scales have been renewed since its last forward.
     """
     recipe = layer.fp8_meta["recipe"]
     if recipe.delayed():
@@ -94,8 +91,6 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
     return context
 
 
-HIGH_PRECISION: Final = "high precision"
-"""In place of a recipe: no product of the layer runs in FP8."""
 _STATE: Any = transformer_engine.manager()
 """Holds ``quantization_state``, Transformer Engine's state of the process."""
 

@@ -40,11 +40,10 @@ from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
+from lightning_lowprec.te.fp8_weight import gather_refusal
 from lightning_lowprec.te.fusion import engines, fused_modules
 from lightning_lowprec.te.fusion.choice import Fuse
-from lightning_lowprec.te.layer_recipes import is_per_layer, make_layer_recipes
-from lightning_lowprec.te.phases import check_phases
-from lightning_lowprec.te.wire_format import gather_refusal
+from lightning_lowprec.te.layer_recipes import check_phases, is_per_layer, make_layer_recipes
 
 BACKEND: Final = "transformer_engine"
 NAMES: Final[Mapping[tuple[str, str], str]] = {

@@ -25,7 +25,7 @@ from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fusion.routing import route
-from lightning_lowprec.te.wire_format import TEWireFormat
+from lightning_lowprec.te.fp8_weight import TEWireFormat
 from tests.representatives import representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")

@@ -9,7 +9,6 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
