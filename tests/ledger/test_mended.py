@@ -24,8 +24,8 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
-from lightning_lowprec.te.fusion.routing import route
 from lightning_lowprec.te.fp8_weight import TEWireFormat
+from lightning_lowprec.te.fusion.routing import route
 from tests.representatives import representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")

@@ -9,8 +9,8 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     current_scaling_ref_factory,
 )
 
-from lightning_lowprec.te.recipes import make_recipe
 from lightning_lowprec.te.fp8_weight import TEWireFormat, encode, gather_refusal, wire_format_of
+from lightning_lowprec.te.recipes import make_recipe
 
 AMAX = [0.0, 1e-45, 1e-38, 1e-36, 2.0**-20, 0.3, 1.0, 447.9, 448.0, 1e6, 3.4e38]
 
