@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
-from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import hooks, support
 from lightning_lowprec.te.convert import revert
@@ -70,7 +70,7 @@ BACKEND: Final = Backend(
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
             conv1d="converted",
-            experts=EXPERTS_NEED_FUSION,
+            experts=EXPERTS_NEED_TORCHAO,
             weight_rounding=partial(hooks.OF_KIND.get, kind),
             hardware_recipe=_ROWS[kind],
         )

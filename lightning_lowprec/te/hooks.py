@@ -40,7 +40,6 @@ OF_KIND: Final[Mapping[str, WeightRounding]] = {
 """By recipe. Delayed scaling has older scales while it trains; the scale of the weight at hand is never worse."""
 _STORED: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
 _BLOCKS: Final = "the recipe has a scale per block of values"
-_FUSED: Final = "it is fused: one call of Transformer Engine computes several layers"
 _INPUT, _WEIGHT, _GRADIENT = 0, 1, 0
 """The places of a layer's scales, forward and backward."""
 
@@ -150,7 +149,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     from lightning_lowprec.te.linear import TELinear
 
     if not isinstance(layer, TELinear):
-        return _FUSED if isinstance(layer, nn.Linear) else None
+        return None
     if not layer.fp8:
         return EVALUATES if not layer.training else "it has not run in its precision's context"
     recipe = layer.fp8_meta["recipe"]

@@ -130,17 +130,8 @@ def refusal(gemms: InBF16, recipe: Any) -> str | None:
     return None
 
 
-def check_phases(schedule: Schedule, recipes: Iterable[Any], *, fuse: object) -> None:
-    """Raise if a phase cannot be computed with one of the recipes, or with fused layers.
-
-    Raises:
-        ValueError: see :func:`refusal`; or layers are fused, and fused layers cannot become torch's.
-    """
-    switches = any(phase.in_bf16 or phase.keep for phase in schedule.phases)
-    if switches and fuse:
-        raise ValueError(
-            f"`schedule` is not valid with `fuse={fuse!r}`: a fused layer cannot switch to bf16. Leave one of them out."
-        )
+def check_phases(schedule: Schedule, recipes: Iterable[Any]) -> None:
+    """Raise ValueError if a phase cannot be computed with one of the recipes; see :func:`refusal`."""
     for number, phase in enumerate(schedule.phases):
         for recipe in recipes:
             if (reason := refusal(phase.in_bf16, recipe)) is not None:

@@ -169,15 +169,15 @@ def norm_formula(norm: nn.Module) -> Formula | None:
         # a large eps shows its place in the formula
         vars(probe).update(vars(norm) | {"_parameters": {"weight": nn.Parameter(gamma)}, epsilon: 0.5})
         try:
-            found = type(norm).forward(probe, x)  # without hooks
+            output = type(norm).forward(probe, x)  # without hooks
         except Exception:  # an RMSNorm of one input does not raise
             return None
     normed = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+    if not isinstance(output, Tensor) or output.shape != x.shape:
         return None
-    if torch.allclose(found.float(), normed * gamma, rtol=1e-4, atol=1e-4):
+    if torch.allclose(output.float(), normed * gamma, rtol=1e-4, atol=1e-4):
         return "weight"
-    return "1 + weight" if torch.allclose(found.float(), normed * (1 + gamma), rtol=1e-4, atol=1e-4) else None
+    return "1 + weight" if torch.allclose(output.float(), normed * (1 + gamma), rtol=1e-4, atol=1e-4) else None
 
 
 def _epsilon(norm: nn.Module) -> str | None:

@@ -36,8 +36,6 @@ _OF_1X: Final = {
     " 'backward_override': 'high_precision'}",
 }
 """Fields of Transformer Engine 1.x, and their remedies."""
-EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
-"""The same number for the rows of each expert in a grouped GEMM."""
 
 
 def make_recipe(recipe: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps through Transformer Engine on CUDA tensors: norms in one graph, fusion without copies, the host's work."""
+"""Steps through Transformer Engine on CUDA tensors: norms in one graph, masters, the host's work."""
 
 import gc
 
@@ -15,9 +15,6 @@ from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.fusion import fused_modules
-from lightning_lowprec.te.fusion.joined_weight import are_beside
-from lightning_lowprec.te.fusion.modules import UNIT
 from lightning_lowprec.te.norms import TELayerNorm, TERMSNorm, convert_norms
 
 DEVICE = torch.device("cuda")
@@ -42,11 +39,6 @@ def launched(body):
     with recording() as log:
         body()
     return [record.name for record in log.of("kernel")]
-
-
-def copies(body):
-    """The launches of ``torch.cat``; those of the model's rotary positions are among them."""
-    return sum("CatArrayBatchedCopy" in name for name in launched(body))
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -115,35 +107,6 @@ def test_a_norm_takes_other_inputs_as_before():
         torch.autograd.grad(norm(x).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-current-remainder"])
-def test_fused_weights_are_joined_without_a_copy(name):
-    """Also after a cast to bf16 and after the move to the GPU; another model's memory does not matter."""
-    running = setups.ours(JOB, name=name, options={"fuse": "auto"})
-    data = models.batches(JOB.shape, 2, DEVICE, count=1)
-    for _ in range(2):
-        running.step(data)
-    units = [module.__dict__[UNIT] for module in fused_modules(running.bare) if UNIT in module.__dict__]
-    assert len(units) == 2 * JOB.shape.layers
-    assert all(are_beside(unit.parts()[0]) for unit in units)
-    beside = copies(lambda: running.backward(running.forward(data[0])))
-    running.bare.double().to(torch.float32 if name == "fp8-current" else torch.bfloat16)
-    assert not any(are_beside(unit.parts()[0]) for unit in units)
-    looks = [part.detach() for unit in units for part in unit.parts()[0]]  # so that they stay apart
-    apart = copies(lambda: running.backward(running.forward(data[0])))
-    assert not any(are_beside(unit.parts()[0]) for unit in units)
-    assert apart >= beside + 2 * len(units), "once forward, once backward"
-    del looks
-    running.step(data)
-    assert all(are_beside(unit.parts()[0]) for unit in units)
-
-
-def test_weights_that_fsdp2_gathers_are_joined_by_a_copy():
-    running = setups.ours(JOB, name="fp8-current", options={"fuse": "auto"}, strategy="fsdp2")
-    data = models.batches(JOB.shape, 2, DEVICE, count=1)
-    running.step(data)
-    assert copies(lambda: running.backward(running.forward(data[0]))) >= 2 * 2 * JOB.shape.layers
-
-
 @pytest.mark.parametrize("pair", ["te delayed=ours fp8-hybrid-te", "te current=ours current"])
 def test_a_step_calls_no_more_python_than_the_same_layers_by_hand(pair):
     """What the host does besides; `python -m benchmarks.host_overhead` has the times."""
@@ -167,7 +130,6 @@ FORMS = [
     ("fp8-current-sr", {}, torch.bfloat16),
     ("fp8-block-master", {}, torch.float32),  # FSDP2's float32 shards are the masters
     ("fp8-hybrid-te-remainder", {"fp8_params": True}, torch.bfloat16),
-    ("fp8-hybrid-te-remainder", {"fuse": "auto"}, torch.bfloat16),
 ]
 
 
