@@ -94,7 +94,7 @@ NEMO: Final[Mapping[str, str]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
-    "fuse": "It is gone: compile the blocks (`block.compile()`), or write `te.LayerNormLinear` and `te.LayerNormMLP`"
+    "fuse": "It is gone: compile the blocks of the model, or write `te.LayerNormLinear` and `te.LayerNormMLP`"
     " into the model, which `FP8TE` runs in FP8. For experts in FP8 use 'fp8-hybrid'.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
