@@ -61,10 +61,10 @@ def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerReci
     """Note the recipe of every TELayer of a model that was converted: its own, or ``recipe``, that of the context."""
     from lightning_lowprec.te.layer import TELayer
 
-    layer: Any
-    for fqn, layer in model.named_modules():
-        if not isinstance(layer, TELayer):
+    for fqn, module in model.named_modules():
+        if not isinstance(module, TELayer):
             continue
+        layer: Any = module
         own = None if per_layer is None or fqn not in plan.recipes else per_layer.made[plan.recipes[fqn].name or ""]
         if own is not None:
             layer.token_alignment = recipes.alignment_of(own)
