@@ -43,9 +43,7 @@ def make(key: str, job: Job) -> Running:
     from lightning_lowprec import FP8TE
 
     recipe, _, option = what.partition(", ")
-    options: dict[str, Any] = {"fuse": {"fuse": "auto"}, "no norms": {"norms": False}}.get(option, {})
-    if option == "fuse":
-        setups.fusion_knows_the_block()
+    options: dict[str, Any] = {"no norms": {"norms": False}}.get(option, {})
     return setups.lightning(job, plugin=FP8TE(recipe, **options), compiled=False)
 
 

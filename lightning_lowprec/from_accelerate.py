@@ -41,8 +41,10 @@ def _te(given: Any) -> LowPrecision:
     evaluate = given.use_autocast_during_eval
     if given.use_mxfp8_block_scaling:  # Accelerate passes no other value to this recipe
         return FP8TE("mxfp8", fp8_eval=evaluate)
-    names = ("fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo", "override_linear_precision")
-    return FP8TE({"recipe": "delayed", **{name: getattr(given, name) for name in names}}, fp8_eval=evaluate)
+    fields = {name: getattr(given, name) for name in ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")}
+    of_1x = {"interval": 1, "override_linear_precision": (False, False, False)}  # FP8TE refuses other values
+    fields |= {name: getattr(given, name) for name, default in of_1x.items() if getattr(given, name) != default}
+    return FP8TE({"recipe": "delayed", **fields}, fp8_eval=evaluate)
 
 
 def _msamp(given: Any) -> LowPrecision:

@@ -94,9 +94,11 @@ NEMO: Final[Mapping[str, str]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
+    "fuse": "It is gone: compile the blocks of the model, or write `te.LayerNormLinear` and `te.LayerNormMLP`"
+    " into the model, which `FP8TE` runs in FP8. For experts in FP8 use 'fp8-hybrid'.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
-"""Names of options of other stacks."""
+"""Names of options of other stacks, and of those that are gone."""
 
 
 def nearest(word: object, choices: Iterable[object]) -> str | None:

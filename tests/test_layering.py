@@ -187,13 +187,12 @@ def classes_without_final() -> set[str]:
     """Classes that are neither extended in the package, nor final, nor abstract, nor plain values."""
     classes = [node for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
     extended = {getattr(base, "id", getattr(base, "attr", "")) for node in classes for base in node.bases}
-    marks = {node.name: [ast.unparse(mark) for mark in node.decorator_list] for node in classes}
     values = {"Protocol", "TypedDict", "IntEnum", "NamedTuple"}
     return {
         node.name
         for node in classes
         if node.name not in extended
-        and not any("final" in mark or "dataclass" in mark for mark in marks[node.name])
+        and not any(mark in " ".join(map(ast.unparse, node.decorator_list)) for mark in ("final", "dataclass"))
         and not {getattr(base, "id", "") for base in node.bases} & values
         and not any(keyword.arg == "total" for keyword in node.keywords)
     }

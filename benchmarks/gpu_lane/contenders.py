@@ -34,7 +34,6 @@ CHUNKED, FP8_HEAD = "chunked loss", "fp8 head"
 """The loss from hidden states, with a bf16 and with an FP8 head."""
 REMAINDER = f"{MAIN}-remainder"
 """bf16 weights, with exact float32 masters in two more bytes."""
-FUSED = f"{MAIN_TE}, fuse"
 SHARDED = f"{MAIN}, fsdp2"
 SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
 """What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
@@ -102,7 +101,7 @@ def find(key: str) -> Contender:
 
 
 ORDER = (
-    BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
+    BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
     f"{BASELINE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}", "torchao tensorwise, compiled", "te delayed",
     "lightning transformer-engine", "accelerate torchao, compiled", "accelerate te",
     "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE, "ours fp8-current",
@@ -224,17 +223,13 @@ def _of_fp8_hybrid() -> list[Contender]:
     te, torchao = MAIN_TE.removeprefix("ours "), MAIN.removeprefix("ours ")
     by_te: dict[str, Any] = {"needs": (TE,), "linear": "te delayed", "name": te}
     compiled = partial(setups.lightning, precision=te, compiled=True)
-    fused = partial(setups.ours, name=te, options={"fuse": "auto"})
     kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
     by_torchao: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
     between = partial(setups.bf16_between_blocks, name=torchao)
-    fused_between = partial(setups.bf16_between_blocks, name=te, options={"fuse": "auto"})
     return [
         Contender(key=TE_COMPILED, setup=compiled, **by_te),
-        Contender(key=FUSED, setup=fused, **by_te),
         Contender(key=BF16_WEIGHTS, setup=kept, **by_torchao),
         Contender(key=f"{MAIN}, {BETWEEN_BF16}", setup=between, **by_torchao),
-        Contender(key=f"{FUSED}, {BETWEEN_BF16}", setup=fused_between, **by_te),
     ]
 
 

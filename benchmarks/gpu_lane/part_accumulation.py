@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_lane import measure, models, setups
-from benchmarks.gpu_lane.contenders import BASELINE, FUSED, MAIN, MAIN_TE, TE, TE_COMPILED, Contender, contenders
+from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, TE, TE_COMPILED, Contender, contenders
 from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
@@ -49,9 +49,7 @@ def _everyone() -> list[Contender]:
     for key, options in OPTIONS.items():
         setup = partial(setups.ours, name=MAIN_TE.removeprefix("ours "), options=options)
         known[key] = replace(known[MAIN_TE], key=key, setup=setup)
-    te_of_ours = [
-        key for key, c in known.items() if c.name is not None and c.needs == (TE,) and key not in (TE_COMPILED, FUSED)
-    ]
+    te_of_ours = [key for key, c in known.items() if c.name is not None and c.needs == (TE,) and key != TE_COMPILED]
     return [known[key] for key in dict.fromkeys((*RANKED, *te_of_ours))]
 
 

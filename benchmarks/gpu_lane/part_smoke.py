@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_lane import measure, models
-from benchmarks.gpu_lane.contenders import FUSED, MAIN, MAIN_TE, contenders, find
+from benchmarks.gpu_lane.contenders import MAIN, MAIN_TE, contenders, find
 from benchmarks.gpu_lane.item import Item
 from benchmarks.gpu_lane.linear_runs import BF16, Problem, make, why_not
 from benchmarks.gpu_lane.part_linear import measure_peaks
@@ -19,7 +19,7 @@ from lightning_lowprec.tools.doctor import survey
 SUPPORT, PEAKS, LINEAR = "support", "peaks", "linear "
 TOY_STEP, COMPILED = "toy step: ", " (blocks compiled)"
 ALL = "smoke-all"
-FEW = (MAIN, MAIN_TE, FUSED)
+FEW = (MAIN, MAIN_TE)
 """The toy steps of ``smoke``, beside the compiled one."""
 SHAPE = (8192, 4096, 14336)
 STEPS = 6

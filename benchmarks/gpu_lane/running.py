@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_lane.models import Llama, Loss, Shape, build
-from lightning_lowprec.te.fusion import fused_modules
 
 Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 1e-4
@@ -98,18 +97,15 @@ def compile_blocks(model: Llama, job: Job) -> None:
 
 
 def low_precision_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that compute as no plain Linear any more: torchao's, TE's, ours, those in a fused MLP.
+    """Names of the layers that compute as no plain Linear any more: torchao's, TE's, ours.
 
     A module that replaced a whole block names the layers of that block in ``stands_for``.
     """
     blocks = {fqn: module for fqn, module in model.named_modules() if hasattr(module, "stands_for")}
     if blocks:
         return [f"{fqn}.{name}" for fqn, block in blocks.items() for name in block.stands_for]
-    fused = {id(layer) for module in fused_modules(model) for layer in module.modules()}
     return [
         fqn
         for fqn, module in model.named_modules()
-        if hasattr(module, "in_features")
-        and hasattr(module, "weight")
-        and (type(module) is not nn.Linear or id(module) in fused)
+        if hasattr(module, "in_features") and hasattr(module, "weight") and type(module) is not nn.Linear
     ]

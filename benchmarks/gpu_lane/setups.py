@@ -36,7 +36,7 @@ def lightning(
     module = fabric.setup_module(bare)
     optimizer = fabric.setup_optimizers(job.make_optimizer(module))
     plan = getattr(fabric.strategy.precision, "plan", None)
-    plan = getattr(fabric.strategy.precision, "choice", plan)  # Transformer Engine's: norms and fusion too
+    plan = getattr(fabric.strategy.precision, "choice", plan)  # Transformer Engine's: norms too
     notes = {} if plan is None else {"plan": plan.summary()}
     return Running(model=module, bare=bare, optimizer=optimizer, backward=fabric.backward, notes=notes)
 
@@ -176,8 +176,6 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
 
     if strategy == "fsdp2":
         stand_in_for_nccl(job.device)
-    if (options or {}).get("fuse"):
-        fusion_knows_the_block()
     if (options or {}).get("weights") == "keep":
         job = replace(job, weights=torch.bfloat16)
     entry = TABLE[name]
@@ -205,24 +203,6 @@ def bf16_between_blocks(job: Job, *, name: str, options: dict[str, Any] | None =
     model.embed.register_forward_hook(lambda module, args, out: out.bfloat16())
     model.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     return running
-
-
-def fusion_knows_the_block() -> None:
-    """Tell fusion where the norms and linear layers of this benchmark's block are, as a user does of a model."""
-    from lightning_lowprec.te.fusion import Place, add_places
-
-    own, norm = Llama.__module__, "torch.nn.modules.normalization.RMSNorm"
-    block: Any = {"layer": f"{own}.Block", "norm_class": norm}
-    add_places(
-        Place(
-            **block, norm="attention_norm", inside="attention", inside_class=f"{own}.Attention",
-            linears=("q_proj", "k_proj", "v_proj"),
-        ),
-        Place(
-            **block, norm="mlp_norm", inside="mlp", inside_class=f"{own}.MLP",
-            linears=("gate_proj", "up_proj"), down=("down_proj",), activation="act_fn",
-        ),
-    )  # fmt: skip
 
 
 def linears_of(model: Llama) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_lane import figures
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, BF16_WEIGHTS, FUSED, MAIN, MAIN_TE, TE_COMPILED
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, BF16_WEIGHTS, MAIN, MAIN_TE, TE_COMPILED
 from benchmarks.gpu_lane.models import SHAPES
 from benchmarks.gpu_lane.part_optimizer import FORMS
 from benchmarks.gpu_lane.results import figures_of, means_nothing
@@ -92,9 +92,7 @@ def faster_backend(data: Data) -> str:
     if all("peak_bytes" in steps[name] for name in (fast, slow)):
         peaks = " against ".join(f"{steps[name]['peak_bytes'] / 1e9:.1f} GB" for name in (fast, slow))
         evidence.append(f"peak memory {peaks}")
-    evidence += [
-        f"{name.removeprefix('ours ')} {steps[name]['ms']:.1f} ms" for name in (FUSED, TE_COMPILED) if name in steps
-    ]
+    evidence += [f"{name.removeprefix('ours ')} {steps[name]['ms']:.1f} ms" for name in (TE_COMPILED,) if name in steps]
     return (
         f"fp8-hybrid: {title[fast]} ({fast}) is {steps[slow]['ms'] / steps[fast]['ms']:.3f} times as fast as"
         f" {title[slow]} ({slow}) on {device} (evidence: {'; '.join(evidence)})."

@@ -25,8 +25,8 @@ HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 """Last component of an output head's fqn in the model families of ``transformers``, torchtitan and timm."""
 NO_GROUPED_PRODUCT: Final = "no Linear (stacked experts)"
 """Why a precision without grouped products in FP8 keeps stacked experts."""
-EXPERTS_NEED_FUSION: Final = "stacked experts (`fuse='auto'` runs them in FP8)"
-"""Why Transformer Engine keeps stacked experts that are not fused."""
+EXPERTS_NEED_TORCHAO: Final = "stacked experts ('fp8-hybrid', by torchao, runs them in FP8)"
+"""Why Transformer Engine keeps stacked experts."""
 GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products round to bf16, and the base is fp16)"
 """Why a precision with fp16 outside of FP8 keeps stacked experts."""
 _UNCALLED: Final = {

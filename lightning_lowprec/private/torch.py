@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -111,7 +111,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.Tensor._version",
         "torch._C._current_graph_task_id",
         "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._C._storage_Use_Count",
         "torch._C._disabled_torch_function_impl",
         "torch._foreach_copy_",
     ),
@@ -241,11 +240,6 @@ def version_of(tensor: Tensor) -> int:
 def increment_versions(tensors: Sequence[Tensor]) -> None:
     """Note in-place changes that torch did not see, by a kernel of our own."""
     torch.autograd.graph.increment_version(list(tensors))
-
-
-def users_of_storage(storage: UntypedStorage) -> int:
-    """Return how many tensors look at the memory of ``storage``, which the caller holds too."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 @functools.cache
@@ -443,8 +437,3 @@ def is_in_backward() -> bool:
 def saved_tensors_are_hooked() -> bool:
     """Return whether hooks on all saved tensors are active, as inside a checkpoint that is not reentrant."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def saved_tensors(node: Any) -> tuple[Any, ...]:
-    """Return what the node of a ``torch.autograd.Function`` has saved, each with ``register_hooks``; () if unknown."""
-    return tuple(getattr(node, "_raw_saved_tensors", ()))

@@ -13,38 +13,32 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private.names import missing
 
-_SCALES: Final = ("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers")
-_ENGINE: Final = (*_SCALES, "_is_fsdp2", "param_init_meta")
-_NORM: Final = ("pre_first_fuser_forward", "op_forward", "op_backward")
 _MANAGER: Final = "quantization.FP8GlobalStateManager"
 _NAMES: Final = {
     "Linear": ("_get_weight_tensors",),
-    "Linear()": (*_ENGINE, "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
-    "LayerNorm": _NORM,
+    "Linear()": (
+        *("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers"),
+        *("_is_fsdp2", "param_init_meta", "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
+    ),
     "LayerNorm()": ("zero_centered_gamma", "_sm_margins"),
-    "RMSNorm": _NORM,
     "RMSNorm()": ("zero_centered_gamma", "_sm_margins"),
-    "LayerNormLinear()": _ENGINE,
-    "LayerNormMLP()": _ENGINE,
-    "GroupedLinear()": (*_SCALES, "num_gemms", "param_init_meta"),
     "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT", "TE_DType"),
     "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
     "export": ("is_in_onnx_export_mode",),
-    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd", "is_in_onnx_export_mode"),
+    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd"),
     "ops.basic.rmsnorm": ("rmsnorm_fwd", "rmsnorm_bwd"),
     "module.base.TransformerEngineBaseModule": ("get_quantizer_roles", "init_fp8_metadata"),
     "quantization": ("DelayedScalingRecipeState", "QuantizerRequest", "QuantizerRole"),
     _MANAGER: (
         "add_fp8_tensors_to_global_buffer",
         "get_buffer_info",
-        "get_fp8_recipe",
         "is_fp8_enabled",
         "reduce_and_update_fp8_tensors",
         "split_key_in_buffer",
@@ -117,19 +111,6 @@ def requests_for_state(layer: Any, qfactory: Callable[[Any], Any]) -> Iterator[t
         made = qfactory(role)
         if isinstance(made, QuantizerRequest):
             yield role, made
-
-
-def is_sharded_by_fsdp2(module: nn.Module) -> bool:
-    """Return whether FSDP2 shards ``module``, by itself or as a part of another module."""
-    from transformer_engine.pytorch.distributed import _get_module_fsdp_state
-
-    try:
-        _get_module_fsdp_state(module)
-        return True
-    except RuntimeError:
-        return False
-    finally:
-        module.__dict__.pop("_te_cached_parent_fsdp_state", None)  # deepcopy and pickle would take it along
 
 
 @functools.cache

@@ -52,16 +52,6 @@ def is_falcon_linear(cls: type) -> bool:
     return (cls.__module__, cls.__qualname__) == _FALCON_LINEAR
 
 
-def check_experts(experts: Any) -> None:
-    """Raise ImportError if stacked experts have no method for the activation between their two GEMMs."""
-    if not hasattr(experts, "_apply_gate"):
-        raise ImportError(
-            f"transformers {version('transformers')} has no `_apply_gate` in {type(experts).__name__} (used by"
-            f" `fuse='auto'`). Install a version that has: `{INSTALL['transformers']}`.",
-            name="transformers",
-        )
-
-
 def experts_implementation(experts: Any) -> str | None:
     """Return how a model multiplies stacked experts: ``"grouped_mm"``, ``"eager"``, ...; None: eager."""
     config = getattr(experts, "config", None)

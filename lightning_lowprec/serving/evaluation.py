@@ -111,7 +111,7 @@ class LowPrecisionEval(Callback):
 
         Raises:
             ValueError: no weight would become codes.
-            RuntimeError: the model is fused, or sharded otherwise than by FSDP2.
+            RuntimeError: the model is sharded otherwise than by FSDP2.
         """
         modes = {module: module.training for module in model.modules()}
         layers = self._serve(model)

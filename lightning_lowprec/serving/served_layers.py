@@ -44,7 +44,6 @@ from lightning_lowprec.serving.first_rounding import plan_without_fp8
 from lightning_lowprec.serving.formats.base import Format
 from lightning_lowprec.serving.served_weight import CodedWeight, KeptWeight, ServedWeight
 from lightning_lowprec.serving.source import LiveModel
-from lightning_lowprec.te.fusion.modules import FusedModule
 
 _WHO: Final = "`LowPrecisionEval`"
 
@@ -61,7 +60,7 @@ class ServedLayers:
 
     Raises:
         ValueError: no weight would become codes, or ``options`` are given for a model whose run has chosen the layers.
-        RuntimeError: ZeRO-3 has cut the weights, or the model is sharded by FSDP of the first generation, or fused.
+        RuntimeError: ZeRO-3 has cut the weights, or the model is sharded by FSDP of the first generation.
     """
 
     def __init__(self, model: nn.Module, format: Format, *, weights_only: bool, options: LayerOptions | None) -> None:
@@ -167,11 +166,6 @@ def _refuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise RuntimeError(f"{_WHO} does not know the weights that FSDP has flattened. Use `strategy='fsdp2'`.")
-        if isinstance(module, FusedModule):
-            raise RuntimeError(
-                f"{_WHO} cannot round the weights of {type(module).__name__}, which is fused with others. Leave"
-                " `fuse='auto'` out, or evaluate `plain(model, copy=True)`."
-            )
 
 
 _MISSING: Final = object()

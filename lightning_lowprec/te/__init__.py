@@ -1,5 +1,4 @@
-"""Layers of Transformer Engine in the place of torch's: recipes, layers, norms, the state of scales, fusion.
+"""Layers of Transformer Engine in the place of torch's: recipes, layers, norms, the state of scales.
 
-Importing this package imports no Transformer Engine. Of its modules, ``linear``, ``norms``, ``fusion.units`` and
-``fusion.experts`` import it.
+Importing this package imports no Transformer Engine; its modules ``layer``, ``linear``, ``conv1d`` and ``norms`` do.
 """

@@ -6,21 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from torch import nn
-
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
-from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION
-from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.te import support
+from lightning_lowprec.te import hooks, support
 from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.plugin import BACKEND as NAME
 from lightning_lowprec.te.plugin import FP8TE, NAMES, WITH_MASTERS
 from lightning_lowprec.te.recipes import ALIGNMENT, KINDS
-from lightning_lowprec.te.rounding import OF_KIND, weight_roundings
 
 _SUMMARIES: Final = {
     "fp8-hybrid-te": "Transformer Engine, scales from the amax of past steps, gradients in e5m2",
@@ -45,24 +39,6 @@ _ONE_SCALE: Final = ("delayed", "current")
 def _checkpoint() -> Callable[..., Any]:
     """Transformer Engine's checkpoint restores the scales of its layers before it recomputes them."""
     return support.pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
-
-
-def _reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    from lightning_lowprec.te.switch import reconfigure
-
-    reconfigure(layer, recipe)
-
-
-def _set_phase(layer: nn.Module, gemms: InBF16) -> None:
-    from lightning_lowprec.te.switch import set_phase
-
-    set_phase(layer, gemms)
-
-
-def _numerics(layer: nn.Module) -> LayerNumerics | str | None:
-    from lightning_lowprec.te.casts import numerics_of
-
-    return numerics_of(layer)
 
 
 def _lacks(kind: str) -> dict[str, str]:
@@ -94,8 +70,8 @@ BACKEND: Final = Backend(
             alignment=ALIGNMENT.get(kind, 16),
             gathers_fp8=kind in _ONE_SCALE,
             conv1d="converted",
-            experts=EXPERTS_NEED_FUSION,
-            weight_rounding=partial(OF_KIND.get, kind),
+            experts=EXPERTS_NEED_TORCHAO,
+            weight_rounding=partial(hooks.OF_KIND.get, kind),
             hardware_recipe=_ROWS[kind],
         )
         for (kind, fp8_format), name in NAMES.items()
@@ -104,13 +80,13 @@ BACKEND: Final = Backend(
     preferred=False,  # see docs/which-backend.md
     module=support.MODULE,
     distribution="transformer-engine",
-    numerics=_numerics,
-    weight_roundings=weight_roundings,
+    numerics=hooks.numerics_of,
+    weight_roundings=hooks.weight_roundings,
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=revert,
     recipes={kind: kind in _ONE_SCALE for kind in KINDS},
-    reconfigure=_reconfigure,
-    set_phase=_set_phase,
+    reconfigure=hooks.reconfigure,
+    set_phase=hooks.set_phase,
     cuts=lambda layer: False,
     checkpoint=_checkpoint,
 )

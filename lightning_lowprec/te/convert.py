@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,12 +13,13 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.conversion.selection import EXPERTS_NEED_FUSION, matches
-from lightning_lowprec.te import delayed_scaling, fusion
+from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO, matches
+from lightning_lowprec.te import delayed_scaling
+from lightning_lowprec.te.fp8_weight import wire_format_of
+from lightning_lowprec.te.hooks import note_recipes
 from lightning_lowprec.te.layer_recipes import LayerRecipes
-from lightning_lowprec.te.recipes import CUSTOM, EXPERT_ALIGNMENT, alignment_of, check_custom, kind_of
+from lightning_lowprec.te.recipes import CUSTOM, alignment_of, check_custom, kind_of
 from lightning_lowprec.te.support import pytorch
-from lightning_lowprec.te.wire_format import wire_format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +29,16 @@ class Choice:
     linears: Plan
     norms: Mapping[str, str | None]
     """By fqn: the reason why a norm stays; None if the norm converts."""
-    fusion: fusion.Fusion | None = None
-    """The layers that became single calls; None if fusion was not asked for."""
 
     def summary(self) -> str:
-        """Return one line about the Linears, the norms and the fusion."""
+        """Return one line about the Linears and the norms."""
         text = self.linears.summary()
         if self.norms:
             kept = [f"{fqn!r} {reason}" for fqn, reason in self.norms.items() if reason is not None]
             text += f"; {len(self.norms) - len(kept)} of {len(self.norms)} norms"
             if kept:
                 text += f" (kept: {kept[0]}{f' and {len(kept) - 1} more' if len(kept) > 1 else ''})"
-        return text if self.fusion is None else f"{text}; {self.fusion.summary()}"
+        return text
 
 
 def choose(
@@ -54,14 +53,7 @@ def choose(
 ) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
-    Args:
-        model: to be converted.
-        options: the user's choices.
-        alignment: see ``make_plan``.
-        norms: whether norms convert.
-        recipes: recipes per layer; None: one for all.
-        base: see ``make_plan``.
-        head: see ``make_plan``.
+    ``recipes`` are recipes per layer; None: one for all.
 
     Raises:
         ValueError: a name or pattern in the options that matches neither a Linear nor a norm nor experts.
@@ -73,13 +65,13 @@ def choose(
     others = [*reasons, *_stacked_experts(model)]
 
     def is_for_linears(pattern: str) -> bool:  # a plan raises for a pattern that matches no Linear
-        found = any(matches(pattern, fqn) for fqn in linears(model))
-        return found or not any(matches(pattern, fqn) for fqn in others)
+        names_linear = any(matches(pattern, fqn) for fqn in linears(model))
+        return names_linear or not any(matches(pattern, fqn) for fqn in others)
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
     options = replace(options, keep=keep, only=only)
-    runs: Any = {"experts": EXPERTS_NEED_FUSION, "base": base, "head": head}
+    runs: Any = {"experts": EXPERTS_NEED_TORCHAO, "base": base, "head": head}
     if recipes is None:
         return Choice(linears=make_plan(model, options, alignment=alignment, **runs), norms=reasons)
     plan = make_plan(model, options, recipe=recipes.patterns, alignments=recipes.alignments, **runs)
@@ -103,7 +95,6 @@ def convert_model(
     layers: LayerOptions,
     *,
     norms: bool,
-    fuse: bool,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
     recipes: LayerRecipes | None = None,
@@ -122,80 +113,49 @@ def convert_model(
     pytorch("FP8TE")
     from lightning_lowprec.te.linear import convert_linears
     from lightning_lowprec.te.norms import convert_norms
-    from lightning_lowprec.te.switch import note_recipes
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
     in_float32.revert(model)
     with unchanged(model):
-        fusion.unfuse(model)
-        if fuse:  # fusion recognises torch's own layers only
-            _revert_layers(model)
-        found = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes, base=base, head=head)
-        if fuse:
-            fused = _fuse(model, recipe, layers, found, norms=norms, fp8_eval=fp8_eval)
-            found = replace(found, fusion=fused)
-        handled: Collection[str] = () if found.fusion is None else found.fusion.handled
+        choice = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes, base=base, head=head)
         convert_linears(
             model,
-            [fqn for fqn in found.linears.converted if fqn not in handled],
+            choice.linears.converted,
             fp8_eval=fp8_eval,
             token_alignment=alignment,
             weight_cache=weight_cache,
             wire_format=wire_format_of(recipe),
             custom=kind == CUSTOM,
         )
-        note_recipes(model, recipe, found.linears, recipes)
-        convert_norms(model, [fqn for fqn, reason in found.norms.items() if reason is None and fqn not in handled])
-    in_float32.convert(model, found.linears)
+        note_recipes(model, recipe, choice.linears, recipes)
+        convert_norms(model, [fqn for fqn, reason in choice.norms.items() if reason is None])
+    in_float32.convert(model, choice.linears)
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)
-    return found
-
-
-def _fuse(
-    model: nn.Module, recipe: Any, layers: LayerOptions, found: Choice, *, norms: bool, fp8_eval: bool
-) -> fusion.Fusion:
-    alignment = alignment_of(recipe)
-    experts = [fqn for fqn in _stacked_experts(model) if _kept_by_user(fqn, layers) is None]
-    return fusion.fuse(
-        model,
-        may_convert=[*(found.linears.converted if norms else ()), *experts],
-        kept_norms=[fqn for fqn, reason in found.norms.items() if reason is not None],
-        token_alignment=alignment,
-        feature_alignment=alignment,
-        expert_alignment=EXPERT_ALIGNMENT.get(kind_of(recipe), 16),
-        whole_mlp=recipe.backward_override is None,
-        fp8_eval=fp8_eval,
-    )
+    return choice
 
 
 def revert(model: nn.Module) -> None:
     """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
-        fusion.unfuse(model)
-        _revert_layers(model)
+        from lightning_lowprec.te.linear import revert_linear, te_linears
+        from lightning_lowprec.te.norms import revert_norms
+
+        for layer in te_linears(model):
+            revert_linear(layer)
+        revert_norms(model)
     delayed_scaling.checkpoint_by_te(model, wanted=False)
 
 
-def _revert_layers(model: nn.Module) -> None:
-    from lightning_lowprec.te.linear import revert_linear, te_linears
-    from lightning_lowprec.te.norms import revert_norms
-
-    for layer in te_linears(model):
-        revert_linear(layer)
-    revert_norms(model)
-
-
 def scaled_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all layers of Transformer Engine that may keep scales: ours, the user's, and engines of fused layers."""
+    """Yield all layers of Transformer Engine that may keep scales, ours and the user's."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     for fqn, module in model.named_modules():
         if isinstance(module, TransformerEngineBaseModule):
             yield fqn, module
-    yield from fusion.engines(model).items()

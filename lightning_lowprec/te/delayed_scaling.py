@@ -46,10 +46,7 @@ LayerScales = dict[str, Tensor]
 class DelayedScales:
     """The delayed scales of all models that a plugin has set up.
 
-    Args:
-        recipe: the recipe of Transformer Engine.
-        layers: walks over the models to find layers.
-        may_skip: whether optimizer steps may be skipped, so that scales are restored.
+    ``layers`` walks over the models; with ``may_skip``, optimizer steps may be skipped, so that scales are restored.
     """
 
     def __init__(self, recipe: Any, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
@@ -85,10 +82,9 @@ class DelayedScales:
             drop_nonfinite(forward=True)
 
     def after_step(self, *, skipped: bool = False) -> None:
-        """Renew the scales of gradients, on every rank, after an optimizer has stepped; restore all scales if not.
+        """Renew the scales of gradients, on every rank, after an optimizer has stepped.
 
-        Args:
-            skipped: whether the step was skipped on all ranks, because a gradient was not finite.
+        ``skipped``: restore all scales, because all ranks skipped the step, where a gradient was not finite.
         """
         if self.before_step is not None:
             self.before_step.end(restore=skipped)
@@ -102,10 +98,10 @@ class DelayedScales:
     def state(self) -> dict[str, Any]:
         """Return the scales as plain tensors, which ``torch.load(weights_only=True)`` reads; {} before any forward."""
         self.restore()  # scales that were loaded and not used yet
-        found = saved_scales(self.layers())
-        if not found:
+        scales = saved_scales(self.layers())
+        if not scales:
             return {key: self._loaded[key] for key in (SCALES, REUSED) if key in self._loaded}  # of a plain model
-        return {SCALES: found, REUSED: any(cache.used_again for cache in self._caches())}
+        return {SCALES: scales, REUSED: any(cache.used_again for cache in self._caches())}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a plugin's state, for layers that may not be set up yet."""
@@ -188,16 +184,16 @@ def drop_nonfinite(*, forward: bool) -> None:
 
 def saved_scales(layers: Layers) -> dict[str, LayerScales]:
     """Return the scales of every layer that has scales, by name; {} with recipes that keep no scales."""
-    found = {}
+    scales = {}
     for name, layer in layers:
         states = {mode: transformer_engine.scale_state(layer, mode) for mode in _MODES}
         if None not in states.values():
-            found[name] = {
+            scales[name] = {
                 f"{mode}.{tensor}": getattr(state, tensor).detach().cpu().clone()
                 for mode, state in states.items()
                 for tensor in ("scale", "amax_history")
             }
-    return found
+    return scales
 
 
 @torch.inference_mode(False)  # validation may come first, and training cannot write to tensors of inference mode
@@ -207,21 +203,20 @@ def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: Any
 
     A history that is longer than the recipe's is cut; a shorter one is filled up with zeros.
     """
-    found = dict(layers)
-    for name in state.keys() & found.keys():
-        layer = found[name]
+    layer_of = dict(layers)
+    for name in state.keys() & layer_of.keys():
+        layer = layer_of[name]
         for mode in _MODES:
             scale, history = state[name][f"{mode}.scale"], state[name][f"{mode}.amax_history"]
             target = transformer_engine.scale_state(layer, mode)
             if target is None:
-                owner = getattr(layer, "owner", layer)  # the engine of a fused layer has no parameters
-                device = next((parameter.device for parameter in owner.parameters()), None)
+                device = next((parameter.device for parameter in layer.parameters()), None)
                 target = transformer_engine.make_scale_state(layer, mode, recipe, scale.numel(), device)
             target.scale.copy_(scale)
             history = history[: len(target.amax_history)]
             target.amax_history.zero_()
             target.amax_history[: len(history)].copy_(history)
-    return [name for name in state if name not in found]
+    return [name for name in state if name not in layer_of]
 
 
 @final

@@ -21,7 +21,7 @@ The life of a weight, on one GPU or under DDP:
     codes, one scale           -> GEMM of the forward, GEMM of grad_input
     grad_output, input (FP8)   -> GEMM of grad_weight -> gradient -> optimizer step -> Parameter
 
-and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.wire_format`):
+and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.fp8_weight`):
 
     shard (float32) -- amax, one all-reduce for all weights --> scale
         | encode
@@ -37,7 +37,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, final
 
 import torch
 import transformer_engine.pytorch as te
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
+from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.numerics.padding import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
@@ -55,9 +56,8 @@ from lightning_lowprec.private.torch import (
     saved_tensors_are_hooked,
 )
 from lightning_lowprec.products.transforms import check_call, without_second_gradient
-from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight
-from lightning_lowprec.te.weight_cache import WeightCache
-from lightning_lowprec.te.wire_format import for_gemm, gather_refusal
+from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, for_gemm, gather_refusal
+from lightning_lowprec.te.recipes import HIGH_PRECISION
 
 
 def check_input(input: Tensor) -> None:
@@ -76,11 +76,8 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
 
     torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
 
-    Args:
-        layer: a layer of Transformer Engine whose last forward ran in FP8.
-
     Raises:
-        RuntimeError: the layer has delayed scaling, whose scales have been renewed since.
+        RuntimeError: the layer has delayed scaling, whose scales have been renewed since its last forward.
     """
     recipe = layer.fp8_meta["recipe"]
     if recipe.delayed():
@@ -94,10 +91,58 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
     return context
 
 
-HIGH_PRECISION: Final = "high precision"
-"""In place of a recipe: no product of the layer runs in FP8."""
 _STATE: Any = transformer_engine.manager()
 """Holds ``quantization_state``, Transformer Engine's state of the process."""
+
+
+@final
+class WeightCache:
+    """The choice of ``is_first_microbatch`` for one layer, which learns whether weights are used more than once.
+
+        True    quantise the weight and keep the result
+        False   use the result that was kept
+        None    quantise the weight for this call
+
+    A kept weight that is stale gives wrong gradients without an error: `conversion/steps.py` says when a weight is the
+    same. ``eval()`` always has the weight quantised anew.
+
+    Without accumulation no weight is used twice: then nothing is kept and no memory is spent. Otherwise the codes and
+    their transpose take 2 bytes per parameter. ``always`` keeps every quantised weight, for evaluation too.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        watch()
+        self.always = always
+        self.used_again = False
+        """Whether the weight was used more than once since the last step. A resumed run sets it."""
+        self._seen: Seen | None = None
+        self._kept = False
+
+    def is_first_microbatch(self, weight: Tensor, *, training: bool = True) -> bool | None:
+        """Return the argument for a forward with gradients, or for any forward if weights are always kept.
+
+        The mode counts because averaged weights, which change no version, may be in place during evaluation.
+        """
+        now = seen(weight, training=training, steps=weight.requires_grad or not self.always)
+        if now != self._seen:
+            self._seen = now
+            self._kept = self.always or self.used_again
+            self.used_again = False
+            return True if self._kept else None
+        self.used_again = True
+        if self._kept:
+            return False
+        self._kept = True
+        return True
+
+    def forget(self) -> None:
+        """Have the next forward quantise the weight anew."""
+        self._seen = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a weight that is still stored is of no use to this step."""
+        return not self._kept
 
 
 class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
@@ -221,8 +266,8 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
 
     def _weight(self) -> Tensor:
         """Return the weight without a search through the module's attributes."""
-        found = self._parameters.get("weight")
-        return self.weight if found is None else found  # weight_norm computes it
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight  # weight_norm computes it
 
     @property
     def reads_values(self) -> bool:

@@ -2,35 +2,41 @@
 
 The plugin's context has the first recipe. A layer with another recipe enters a context of its own. Delayed scaling
 reduces the amax of all layers at once, so it goes with layers in bf16, and with no other recipe.
+
+Of the products of a layer, Transformer Engine computes in high precision
+
+    none                              the recipe
+    grad_input and grad_weight        the recipe with `backward_override="high_precision"`
+    all                               torch's Linear under autocast, bit for bit that of `bf16-mixed`
+
+It has no layer with a forward in bf16 and a backward in FP8. Delayed scaling has no backward in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from lightning_lowprec.conversion.gemms import GEMMS
+from lightning_lowprec.conversion.gemms import ALL_GEMMS, GEMMS, NO_GEMM, InBF16, words
 from lightning_lowprec.conversion.recipe_map import FLOAT32, HIGH, RecipeMap
-from lightning_lowprec.te.phases import refusal
+from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.te.recipes import ALIGNMENT, field_names, kind_of, make_recipe
 
 BASE: Final = "delayed"
 """The recipe that a mapping of products changes: the default of ``FP8TE``."""
+BACKWARD: Final[InBF16] = frozenset({"grad_input", "grad_weight"})
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerRecipes:
-    """The recipes of a model's layers.
-
-    Args:
-        patterns: patterns and the names of recipes.
-        made: recipe objects of Transformer Engine by name.
-    """
+    """The recipes of a model's layers."""
 
     patterns: RecipeMap
+    """Patterns and the names of recipes."""
     made: Mapping[str, Any]
+    """Recipe objects of Transformer Engine by name."""
 
     @property
     def first(self) -> Any:
@@ -108,3 +114,27 @@ def _check(patterns: RecipeMap, made: Mapping[str, Any]) -> None:
             f"`recipe` mixes delayed scaling with {other!r}: delayed scaling reduces the amax of all layers at once, so"
             " it goes with layers in 'bf16' only. Use 'current' in its place."
         )
+
+
+def refusal(gemms: InBF16, recipe: Any) -> str | None:
+    """Return why Transformer Engine cannot compute these products in high precision, and the remedy; None if it can."""
+    if gemms in (NO_GEMM, ALL_GEMMS):
+        return None
+    if gemms != BACKWARD:
+        return (
+            f"Transformer Engine has no layer with {words(gemms)} and the rest in FP8. Use 'bf16' (all GEMMs),"
+            " {'grad_input': 'bf16', 'grad_weight': 'bf16'}, or FP8TorchAO"
+        )
+    if recipe.delayed():
+        return "delayed scaling has no backward GEMMs in high precision. Use `recipe='current'`, or 'bf16' (all GEMMs)"
+    return None
+
+
+def check_phases(schedule: Schedule, recipes: Iterable[Any]) -> None:
+    """Raise ValueError if a phase cannot be computed with one of the recipes; see :func:`refusal`."""
+    for number, phase in enumerate(schedule.phases):
+        for recipe in recipes:
+            if (reason := refusal(phase.in_bf16, recipe)) is not None:
+                raise ValueError(f"`schedule[{number}]['gemms']` is not possible: {reason}.")
+            if recipe.backward_override is not None:
+                schedule.check_fp8(BACKWARD, f"backward_override={recipe.backward_override!r}")

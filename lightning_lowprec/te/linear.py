@@ -15,8 +15,7 @@ from lightning_lowprec.conversion.matmuls import is_conv1d, linears
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.te.fp8_weight import Fp8Weight, store_in_fp8, store_in_full
-from lightning_lowprec.te.layer import TELayer
-from lightning_lowprec.te.weight_cache import WeightCache
+from lightning_lowprec.te.layer import TELayer, WeightCache
 
 
 @final

@@ -40,11 +40,8 @@ from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
-from lightning_lowprec.te.fusion import engines, fused_modules
-from lightning_lowprec.te.fusion.choice import Fuse
-from lightning_lowprec.te.layer_recipes import is_per_layer, make_layer_recipes
-from lightning_lowprec.te.phases import check_phases
-from lightning_lowprec.te.wire_format import gather_refusal
+from lightning_lowprec.te.fp8_weight import gather_refusal
+from lightning_lowprec.te.layer_recipes import check_phases, is_per_layer, make_layer_recipes
 
 BACKEND: Final = "transformer_engine"
 NAMES: Final[Mapping[tuple[str, str], str]] = {
@@ -89,7 +86,7 @@ class FP8TE(Scheduled):
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
             Engine. A ``CustomRecipe(qfactory=...)`` works too: its function gets the fqn of each layer as
             ``role.name``; ``quantization_alignment``, if set, is the number that tokens and features must be multiples
-            of; it cannot ask for delayed scaling, nor be fused. ``{"*.o_proj": "bf16", "*": "current"}`` gives recipes
+            of; it cannot ask for delayed scaling. ``{"*.o_proj": "bf16", "*": "current"}`` gives recipes
             per layer: patterns of fqns, of which the first that matches wins; ``"bf16"`` keeps a layer, and ``"fp32"``
             runs it in float32 with float32 weights. Delayed scaling goes with these two only there.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
@@ -106,8 +103,6 @@ class FP8TE(Scheduled):
         fp8_dpa: attention in FP8, where the attention is Transformer Engine's own.
         fp8_mha: keep values in FP8 around attention, where the attention is Transformer Engine's own.
         norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
-        fuse: ``"auto"`` computes norms with the Linears or MLP behind them, and experts, by single calls, where the
-            structure is recognised exactly (Llama, Mistral, Qwen, Mixtral, GPT-NeoX, norm and Linear in a Sequential).
         weight_cache: use quantised weights again in the micro-batches of an optimizer step. Asks of the program that
             nothing writes to weights through ``weight.data`` between two steps of an optimizer: nobody can see that.
 
@@ -135,7 +130,6 @@ class FP8TE(Scheduled):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         norms: bool = True,
-        fuse: Fuse = False,
         weight_cache: bool = False,
         **options: Unpack[TEChoices],
     ) -> None:
@@ -165,7 +159,6 @@ class FP8TE(Scheduled):
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms
-        self.fuse: Fuse = fuse
         self.weight_cache = weight_cache
         self.fp8_group = fp8_group
         self._group = None if callable(fp8_group) else fp8_group
@@ -176,17 +169,13 @@ class FP8TE(Scheduled):
                 f"`fp8_group={fp8_group!r}` is for delayed scaling with `reduce_amax=True`: others share no scales."
                 " Leave the group out."
             )
-        _check(self.kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params)
+        for each in self._all_recipes:
+            _check(recipes.kind_of(each), self.layers, self.base)
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
             self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=scaler is not None)
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
-        for other in [] if self.per_layer is None else self.per_layer.made.values():
-            kind = recipes.kind_of(other)
-            _check(kind, self.layers, self.base, fuse=fuse, fp8_params=fp8_params)
-        if self.per_layer is not None and fuse:
-            raise ValueError(f"`fuse={fuse!r}` is not valid with recipes per layer, which a fused layer would join.")
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
         name = name if self.per_layer is None else "fp8-te-per-layer"
         self.set_schedule(take(ScheduleOptions, options).schedule)
@@ -202,7 +191,7 @@ class FP8TE(Scheduled):
         """
 
         def check(phases: Schedule) -> None:
-            check_phases(phases, self._all_recipes, fuse=self.fuse)
+            check_phases(phases, self._all_recipes)
 
         self.phases = ScheduledPhases.of(schedule, self.head, check)
 
@@ -260,19 +249,13 @@ class FP8TE(Scheduled):
             return "the recipes of the layers have different scales, and all weights are gathered by one kind of scale"
         if not self.fp8_eval:
             return "`fp8_eval=False` evaluates with the weights in high precision"
-        if self.fuse and options.fp8_all_gather is True:
-            return (
-                "`fuse='auto'` joins weights that would have scales of their own ('auto' gathers the others in float8)"
-            )
         return None
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
-        """Transformer Engine keeps weights from forward to backward; fused layers move them in memory."""
+        """Transformer Engine keeps weights from forward to backward."""
         if engine.frees_weights:
             return "Transformer Engine keeps weights from forward to backward. Use stage 1 or 2, or 'fp8-tensorwise'"
-        if self.fuse:
-            return "`fuse='auto'` places weights beside each other in memory, and so does ZeRO. Leave `fuse` out"
         return None
 
     @override
@@ -285,7 +268,6 @@ class FP8TE(Scheduled):
             self.layers,
             self.fp8_eval,
             self.norms,
-            self.fuse,
             schedule,
             self.per_layer and self.per_layer.identity,
         )
@@ -298,23 +280,22 @@ class FP8TE(Scheduled):
             self.scales.load({})  # those of another module
         if callable(self.fp8_group) and self._group is None:
             self._group = self.fp8_group()
-        found = convert_model(
+        choice = convert_model(
             module,
             self.recipe,
             self.layers,
             norms=self.norms,
-            fuse=self.fuse == "auto",
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
             recipes=self.per_layer,
             base=self.base,
             head=self.head,
         )
-        self._check_conversion(module, found)
+        self._check_conversion(module, choice)
         self._check_norms(module, device)
-        if found != self.choice:
-            rank_zero_info(f"{self.precision}: {found.summary()}.")
-        self.choice, self.plan = found, found.linears.without(not_called(module))
+        if choice != self.choice:
+            rank_zero_info(f"{self.precision}: {choice.summary()}.")
+        self.choice, self.plan = choice, choice.linears.without(not_called(module))
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
@@ -329,17 +310,17 @@ class FP8TE(Scheduled):
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
         alignment = recipes.alignment_of(self.recipe)
-        found = choose(module, self.layers, alignment=alignment, norms=self.norms, recipes=self.per_layer)
-        layers = found.linears.converted
+        choice = choose(module, self.layers, alignment=alignment, norms=self.norms, recipes=self.per_layer)
+        layers = choice.linears.converted
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in layers}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
-    def _check_conversion(self, module: Module, found: Choice) -> None:
+    def _check_conversion(self, module: Module, choice: Choice) -> None:
         if not any(scaled_layers(module)):
-            none = f"none of the {len(found.linears.rows)} linear layers of {type(module).__name__}"
+            none = f"none of the {len(choice.linears.rows)} linear layers of {type(module).__name__}"
             multiple = recipes.alignment_of(self.recipe)
-            raise fp8.nothing_converts(self.precision, none, found.linears, multiple=multiple)
+            raise fp8.nothing_converts(self.precision, none, choice.linears, multiple=multiple)
         te = support.pytorch("FP8TE")
         attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
         for field in ("fp8_dpa", "fp8_mha"):
@@ -352,8 +333,7 @@ class FP8TE(Scheduled):
     def _check_norms(self, module: Module, device: torch.device) -> None:
         te = support.pytorch("FP8TE")
         kinds = te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP
-        layers = (*module.modules(), *engines(module).values())
-        if device.type == "cuda" and any(isinstance(layer, kinds) for layer in layers):
+        if device.type == "cuda" and any(isinstance(layer, kinds) for layer in module.modules()):
             refusal = support.norm_refusal(device, self.autocast_dtype)
             if refusal is not None:
                 raise RuntimeError(f"`precision={self.precision!r}`: {refusal}.")
@@ -362,9 +342,7 @@ class FP8TE(Scheduled):
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         from lightning_lowprec.te.linear import te_linears
 
-        yield from te_linears(module)
-        for fused in fused_modules(module):
-            yield from fused.modules()  # of a fused MLP: its linear layers
+        return te_linears(module)
 
     @override
     @contextmanager
@@ -427,7 +405,7 @@ class FP8TE(Scheduled):
             rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
 
 
-def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_params: bool) -> None:
+def _check(kind: str, layers: LayerOptions, base: str) -> None:
     if kind == "delayed" and layers.first_last_layers_bf16:
         raise ValueError(
             "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
@@ -437,14 +415,4 @@ def _check(kind: str, layers: LayerOptions, base: str, *, fuse: object, fp8_para
         raise ValueError(
             "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
             " `base='bf16'`."
-        )
-    if kind == recipes.CUSTOM and fuse:
-        raise ValueError(
-            "`fuse='auto'` is not valid with a CustomRecipe: the fused layers of Transformer Engine add biases in"
-            " kernels that take no quantizers but its own. Leave `fuse` out, or use a recipe by name."
-        )
-    if fp8_params and fuse:
-        raise ValueError(
-            "`fp8_params=True` is not valid with `fuse='auto'`: a fused layer joins the weights of several and"
-            " quantises them at each call. Use one of the two."
         )

@@ -1,8 +1,5 @@
 """Make recipes of Transformer Engine (2.20) from plain values, and check every field: it ignores unknown ones silently.
 
-Two fields of Transformer Engine 1.x are taken where 2.x does the same, and refused otherwise: ``interval`` (2.x renews
-scales at every step) and ``override_linear_precision`` (2.x calls it ``backward_override``).
-
 A ``CustomRecipe`` asks a function of the user for the quantizer of every tensor; it can only be given as an object.
 """
 
@@ -29,10 +26,16 @@ _CLASSES: Final[dict[Kind, str]] = {
     "nvfp4": "NVFP4BlockScaling",
 }
 CUSTOM: Final = "custom"
+HIGH_PRECISION: Final = "high precision"
+"""In place of a recipe: no product of a layer runs in FP8."""
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
-EXPERT_ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 128}
-"""The same number for the rows of each expert in a grouped GEMM."""
+_OF_1X: Final = {
+    "interval": "Transformer Engine 2.x renews the scales at every step",
+    "override_linear_precision": "for both backward GEMMs in high precision, write {'recipe': 'current',"
+    " 'backward_override': 'high_precision'}",
+}
+"""Fields of Transformer Engine 1.x, and their remedies."""
 
 
 def make_recipe(recipe: Any, **options: Any) -> Any:
@@ -65,7 +68,7 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
         expected = f"{', '.join(map(repr, KINDS))}, a mapping, or a recipe object of Transformer Engine"
         raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
     cls = getattr(module, _CLASSES[recipe])
-    fields = _replace_fields_of_1x(recipe, given)
+    fields = {name: value for name, value in given.items() if value is not None}
     _check_names(recipe, fields, module)
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
@@ -145,34 +148,12 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-def _replace_fields_of_1x(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if value is not None}
-    interval = fields.pop("interval", 1)
-    if interval != 1:
-        raise ValueError(
-            f"`interval={interval!r}` is gone: Transformer Engine 2.x renews the scales at every step. Leave it out."
-        )
-    override = fields.pop("override_linear_precision", None)
-    if override is None or tuple(override) == (False, False, False):  # for fprop, dgrad, wgrad
-        return fields
-    if tuple(override) != (False, True, True):
-        raise ValueError(
-            f"`override_linear_precision={override!r}` is not valid; expected (False, True, True) or (False, False,"
-            " False): Transformer Engine 2.x has high precision for both backward GEMMs or none. For the weight"
-            " gradient alone in high precision use `precision='fp8-rowwise-gw-hp'`; for whole layers `keep=[...]`."
-        )
-    if kind == "delayed":
-        raise ValueError(
-            f"`override_linear_precision={override!r}` is not valid with delayed scaling, which has no backward"
-            " GEMMs in high precision. Use `recipe='current'`."
-        )
-    return fields | {"backward_override": "high_precision"}
-
-
 def _check_names(kind: Kind, fields: Mapping[str, Any], module: Any) -> None:
     names = {kind: [f.name for f in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
     known = names[kind]
     for name in fields.keys() - set(known):
+        if name in _OF_1X:
+            raise ValueError(f"`{name}={fields[name]!r}` is gone: {_OF_1X[name]}. Leave the field out.")
         elsewhere = [other for other, others in names.items() if name in others]
         if elsewhere:
             raise ValueError(

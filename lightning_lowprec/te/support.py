@@ -79,6 +79,6 @@ def norm_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return (
             f"Transformer Engine has no kernels of norms on {describe(device)}. It compiles them by NVRTC at run time,"
             f" and says: {str(error).splitlines()[0]} For its norms, {allow}. To keep torch's norms, use"
-            " `plugins=FP8TE(..., norms=False)`, without `fuse`"
+            " `plugins=FP8TE(..., norms=False)`"
         )
     return None

@@ -1,6 +1,6 @@
 """Who is measured first, where, and for how long: GPU time goes to what decides."""
 
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, BF16_WEIGHTS, FUSED, MAIN, MAIN_TE
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, BF16_WEIGHTS, MAIN, MAIN_TE
 from benchmarks.gpu_lane.linear_runs import FEWER, NAMES, OF_STEPS
 from benchmarks.gpu_lane.part_linear import Linears, columns, shapes
 from benchmarks.gpu_lane.parts import PARTS
@@ -13,13 +13,13 @@ def keys(part, settings):
 
 def test_the_first_comparison_settles_what_fp8_hybrid_means():
     listed = [item.key for item in PARTS["step8b"].items(Settings())]
-    assert listed[:6] == [BASELINE, MAIN, MAIN_TE, FUSED, BF16_TRUE, BF16_WEIGHTS]
+    assert listed[:5] == [BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS]
 
 
 def test_smoke_is_short_and_smoke_all_has_everyone():
     few, everyone = keys("smoke", Settings()), keys("smoke-all", Settings())
     assert few[:5] == ["support", "peaks", "linear bf16", "linear torchao tensorwise", "linear te delayed"]
-    toys = [f"toy step: {name}" for name in (MAIN, MAIN_TE, FUSED)]
+    toys = [f"toy step: {name}" for name in (MAIN, MAIN_TE)]
     assert few[5:] == [*toys, f"toy step: {MAIN} (blocks compiled)"]
     assert set(few) < set(everyone)
     steps = [key for key in keys("step8b", Settings()) if "again" not in key and "whole model" not in key]

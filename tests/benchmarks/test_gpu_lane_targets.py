@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.gpu_lane import figures, report, targets
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_WEIGHTS, FUSED, MAIN, MAIN_TE
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_WEIGHTS, MAIN, MAIN_TE, TE_COMPILED
 from benchmarks.gpu_lane.results import merge
 from benchmarks.readme_table import _of_device
 
@@ -143,13 +143,13 @@ def test_the_report_settles_what_fp8_hybrid_should_mean(measured):
     data = by_te(measured)
     for name, peak in ((MAIN, 81.9e9), (MAIN_TE, 96.6e9)):
         data["parts"]["step8b"]["items"][name]["figures"] |= {"layers": 16, "samples": [0] * 16, "peak_bytes": peak}
-    data["parts"]["step8b"]["items"] |= {FUSED: step(65.0)}
+    data["parts"]["step8b"]["items"] |= {TE_COMPILED: step(65.0)}
     for entry in data["parts"]["step8b"]["items"].values():
         entry["figures"]["layers"] = 16
     assert targets.faster_backend(data) == (
         "fp8-hybrid: Transformer Engine (ours fp8-hybrid-te) is 1.286 times as fast as torchao (ours fp8-tensorwise) on"
         " NVIDIA H200 (evidence: step8b, 16 layers, 8192 tokens per step, medians of 16 steps: 70.0 ms against 90.0 ms;"
-        " peak memory 96.6 GB against 81.9 GB; fp8-hybrid-te, fuse 65.0 ms)."
+        " peak memory 96.6 GB against 81.9 GB; fp8-hybrid-te, blocks compiled 65.0 ms)."
     )
     data["parts"]["step8b"]["items"][MAIN_TE]["figures"]["ms"] = 100.0
     assert targets.faster_backend(data).startswith("fp8-hybrid: torchao (ours fp8-tensorwise) is 1.111 times as fast")

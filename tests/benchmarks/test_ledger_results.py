@@ -113,7 +113,7 @@ def test_the_page_shows_the_ledger_of_transformer_engines_blocks():
 
 
 def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
-    """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for ``fuse="layer"``."""
+    """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for an option."""
     found = {entry.contender: entry for entry in entries(TE_LAYERS)}
     text = " ".join(PAGE.read_text().split())
     ours, blocks = found["ours fp8-tensorwise"], found["te layers delayed"]

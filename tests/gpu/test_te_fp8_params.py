@@ -82,7 +82,7 @@ def test_kept_weights_change_nothing(recipe):
 def test_gathered_codes_are_those_of_its_kernel():
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer
 
-    from lightning_lowprec.te.wire_format import TEWireFormat
+    from lightning_lowprec.te.fp8_weight import TEWireFormat
 
     torch.manual_seed(0)
     wire = TEWireFormat()

@@ -24,8 +24,7 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
-from lightning_lowprec.te.fusion.routing import route
-from lightning_lowprec.te.wire_format import TEWireFormat
+from lightning_lowprec.te.fp8_weight import TEWireFormat
 from tests.representatives import representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")
@@ -247,15 +246,6 @@ def test_emulation_on_a_gpu_without_fp8_compiles_nothing(monkeypatch):
     step()
     compiles.cache_clear()
     assert counters["stats"]["unique_graphs"] == 0
-
-
-def test_a_mixture_waits_once_for_the_number_of_rows():
-    experts = torch.zeros(64, 2, dtype=torch.int64, device=DEVICE)
-    fresh_memory = torch.cuda.use_mem_pool(torch.cuda.MemPool())  # is zero: the numbers of rows are read from there
-    with fresh_memory, recording() as log:
-        route(experts, num_experts=4, alignment=16)
-    assert [record.name for record in log.waits() if record.what == "memcpy"] == ["D2H"]
-    assert log.count("sync") == 1
 
 
 WITHOUT_COMPILER = """

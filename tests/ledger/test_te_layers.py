@@ -43,7 +43,7 @@ def test_the_lane_knows_which_linear_layers_they_stand_for():
 
 
 def test_they_run_in_fp8_in_a_model_under_our_plugin():
-    """The way out that the message about ``fuse="layer"`` names."""
+    """The way out that docs/which-backend.md names."""
 
     def setup(job):
         from benchmarks.gpu_lane.running import Running

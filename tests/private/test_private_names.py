@@ -49,5 +49,3 @@ def test_a_lost_name_of_transformers(monkeypatch):
     assert of_transformers.moved() == []
     monkeypatch.delattr(mixtral.MixtralExperts, "_apply_gate")
     assert of_transformers.moved() == [f"{mixtral.__name__}.MixtralExperts._apply_gate"]
-    with pytest.raises(ImportError, match=r"transformers \d.* has no `_apply_gate` in Linear"):
-        of_transformers.check_experts(nn.Linear(1, 1))

@@ -42,7 +42,6 @@ READ = {
     "serving-2": "tests/serving/test_formats.py",
     "serving-4": "tests/serving/test_evaluation.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
-    "transformer-engine-2": "tests/te/test_fusion_plan.py",
     "what-fits-1": "tests/tools/test_plan_fits.py",
 }
 """Blocks that need several processes, DeepSpeed, a checkpoint, Transformer Engine or much time, each with the test that

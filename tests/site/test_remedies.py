@@ -34,7 +34,6 @@ from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.schedule import Phase
-from lightning_lowprec.te.fusion import apply, candidates
 from lightning_lowprec.tools import cli
 from tests.site.commands import CHECKS, check_line
 from tools.site.messages import GAP, PACKAGE, messages
@@ -54,7 +53,7 @@ SPACE: dict[str, Any] = {
     **{name: getattr(callbacks, name) for name in callbacks.__all__},
     "lightning_lowprec": lightning_lowprec, "torch": torch, "Trainer": L.Trainer, "Fabric": L.Fabric,
     "LossScale": LossScale, "Float8LinearConfig": Float8LinearConfig, "StateDictOptions": StateDictOptions,
-    "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy, "unfuse": apply.unfuse,
+    "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy,
     "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
     "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
     "self": type("Sharded", (L.LightningModule, FSDPModule), {"qkv": nn.Linear(1, 1)}), "F": nn.functional,
@@ -73,7 +72,7 @@ FILL = {
 """What ``...`` stands for, by the name of the option."""
 OWNERS = [
     *filter(callable, PUBLIC.values()), *(getattr(callbacks, name) for name in callbacks.__all__), LossScale, Phase,
-    Backend, candidates.NormCandidate, candidates.Place, losses.linear_cross_entropy, FP8TorchAO.set_step, L.Trainer,
+    Backend, losses.linear_cross_entropy, FP8TorchAO.set_step, L.Trainer,
     L.Trainer.save_checkpoint, L.Fabric, L.Fabric.save, L.Fabric.clip_gradients, ModelCheckpoint, DDPStrategy,
     FSDPStrategy, DeepSpeedStrategy, nn.Module.load_state_dict, nn.Embedding, torch.autograd.grad, checkpoint,
     torch.distributed.all_reduce, LlamaForCausalLM.forward,

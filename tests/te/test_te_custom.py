@@ -82,11 +82,6 @@ def test_delayed_scaling_is_refused(reference_te):
         fabric_for(plugin_for(CustomRecipe(qfactory=only_of_the_second_gemm))).setup(Own())
 
 
-def test_fusion_is_refused(reference_te):
-    with pytest.raises(ValueError, match="`fuse='auto'` is not valid with a CustomRecipe"):
-        plugin_for(fuse="auto")
-
-
 def test_biases(reference_te):
     """Their gradient is the sum of the output's, unquantised; Transformer Engine alone cannot compute it here."""
     torch.manual_seed(0)

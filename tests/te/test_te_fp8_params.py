@@ -1,7 +1,5 @@
 """Weights that are kept in FP8 from step to step, trained by Transformer Engine's reference quantizers."""
 
-from contextlib import nullcontext
-
 import lightning as L
 import pytest
 import torch
@@ -166,11 +164,6 @@ def test_a_weight_that_is_computed_at_each_forward(reference_te):
     assert model.blocks[0][3].weight.dtype is torch.float32
 
 
-def test_what_does_not_go_together():
-    with pytest.raises(ValueError, match="joins the weights"):
-        FP8TE("current", fuse="auto", fp8_params=True)
-
-
 @pytest.mark.parametrize(
     ("options", "gather", "message"),
     [
@@ -185,13 +178,6 @@ def test_what_cannot_be_gathered(options, gather, message):
     plugin = FP8TE(**{"fp8_params": True, **options})
     with pytest.raises(ValueError, match=message):
         L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=gather), plugins=plugin)
-
-
-def test_fused_weights_cannot_be_gathered():
-    for gather, message in ((True, "joins weights that would have scales of their own"), ("auto", None)):
-        strategy, plugin = FabricFSDP2Strategy(fp8_all_gather=gather), FP8TE("current", fuse="auto")
-        with pytest.raises(ValueError, match=message) if message else nullcontext():
-            L.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
 
 
 def test_a_copy_keeps_on_keeping(reference_te):

@@ -93,7 +93,7 @@ def taken_by_transformer_engine(rank):
     """The tensor for its GEMM: its class, the same memory, and a way back for the gradient."""
     from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 
-    from lightning_lowprec.te.wire_format import TEWireFormat, for_gemm
+    from lightning_lowprec.te.fp8_weight import TEWireFormat, for_gemm
 
     values = torch.randn(32, 16)
     wire = TEWireFormat()
@@ -136,9 +136,9 @@ def train(rank, sharded, phases=(frozenset(),) * 4):
     from lightning_lowprec.conversion.plan import Plan
     from lightning_lowprec.fsdp2.options import ShardOptions
     from lightning_lowprec.fsdp2.shard import shard
+    from lightning_lowprec.te.fp8_weight import TEWireFormat
+    from lightning_lowprec.te.hooks import note_recipes, set_phase
     from lightning_lowprec.te.linear import convert_linears, te_linears
-    from lightning_lowprec.te.switch import note_recipes, set_phase
-    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -248,8 +248,8 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, gather_in_fp8
+    from lightning_lowprec.te.fp8_weight import TEWireFormat
     from lightning_lowprec.te.linear import convert_linears
-    from lightning_lowprec.te.wire_format import TEWireFormat
     from tests.te.reference import run_on_cpu
 
     run_on_cpu(monkeypatch)

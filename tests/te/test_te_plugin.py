@@ -207,7 +207,7 @@ def test_gradient_checkpointing_of_transformers(pretend_gpu):
     model.gradient_checkpointing_enable()
     layers = model.model.layers
     was = [layer._gradient_checkpointing_func for layer in layers]
-    for plugin, by_te in ((FP8TE(), True), (FP8TE("current"), False), (FP8TE(), True), (FP8TE(fuse="auto"), True)):
+    for plugin, by_te in ((FP8TE(), True), (FP8TE("current"), False), (FP8TE(), True)):
         fabric_for(plugin).setup(model)
         assert [isinstance(layer._gradient_checkpointing_func, TECheckpoint) for layer in layers] == [by_te] * 2
     model.train()
@@ -217,3 +217,8 @@ def test_gradient_checkpointing_of_transformers(pretend_gpu):
     fabric_for(FP8TE("current")).setup(model)
     fabric_for(lightning_lowprec.FP8TorchAO()).setup(model)
     assert [layer._gradient_checkpointing_func for layer in layers] == was
+
+
+def test_fuse_is_gone_and_the_error_names_the_way():
+    with pytest.raises(TypeError, match=r"argument 'fuse'. It is gone: compile the blocks .* use 'fp8-hybrid'\."):
+        FP8TE(fuse="auto")

@@ -7,8 +7,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.private.transformer_engine import check_names, moved
 from lightning_lowprec.te import support
-from lightning_lowprec.te.fusion import fuse
-from tests.te.subjects import Net
 
 
 @pytest.fixture
@@ -36,8 +34,6 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     assert any(lost in words for words in moved())
     with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
         support.pytorch("FP8TE")
-    with pytest.raises(ImportError, match=name):
-        fuse(Net(), may_convert=())
 
 
 def test_an_attribute_that_no_code_assigns(monkeypatch):

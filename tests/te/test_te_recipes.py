@@ -65,23 +65,13 @@ def test_mapping_and_object():
         ("nvfp4", {"fp8_format": "hybrid"}, "Only E4M3"),
         ({"margin": 1}, {"margin": 2}, "given both"),
         (te.DelayedScaling(), {"margin": 2}, "set it in the object"),
-        ("delayed", {"interval": 2}, "renews the scales at every step"),
-        ("delayed", {"override_linear_precision": (False, True, True)}, "Use `recipe='current'`"),
-        ("current", {"override_linear_precision": (False, False, True)}, "fp8-rowwise-gw-hp"),
-        ("current", {"override_linear_precision": (True, True)}, "expected (False, True, True)"),
+        ("delayed", {"interval": 1}, "`interval=1` is gone: Transformer Engine 2.x renews the scales at every step"),
+        ("current", {"override_linear_precision": (False, True, True)}, "'backward_override': 'high_precision'}"),
     ],
 )
 def test_what_a_recipe_does_not_have_raises(recipe, options, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         make(recipe, **options)
-
-
-def test_what_older_versions_had():
-    assert repr(make("delayed", interval=1)) == repr(te.DelayedScaling())
-    assert repr(make("delayed", override_linear_precision=(False, False, False))) == repr(te.DelayedScaling())
-    made = make("current", override_linear_precision=[False, True, True])
-    assert made.backward_override == "high_precision"
-    assert made.fp8_format is te.Format.HYBRID
 
 
 def test_transformer_engine_itself_ignores_unknown_fields():

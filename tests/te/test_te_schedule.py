@@ -91,7 +91,6 @@ def test_some_layers_are_kept_in_a_phase_or_reconfigured(reference_te):
         ),
         ({"schedule": [{"gemms": {"grad_input": "bf16"}}]}, r"`schedule\[0\]\['gemms'\]` is not possible"),
         ({"schedule": [{"gemms": BACKWARD}]}, "delayed scaling has no backward GEMMs in high precision"),
-        ({"schedule": SCHEDULE, "fuse": "auto"}, "`schedule` is not valid with `fuse='auto'`"),
         (
             {"recipe": {"recipe": "current", "backward_override": "high_precision"}, "schedule": [{"gemms": "fp8"}]},
             "asks for 'grad_input' in 'fp8'",
@@ -151,7 +150,6 @@ def test_recipes_per_layer(reference_te):
         ({"recipe": {"*": {"forward": "bf16"}}}, r"`recipe\['\*'\]` is not possible: Transformer Engine has no layer"),
         ({"recipe": {"*": BACKWARD}}, "delayed scaling has no backward GEMMs.*'backward_override'"),
         ({"recipe": {"*": "current"}, "margin": 1}, "`margin=1` is not valid with recipes per layer"),
-        ({"recipe": {"*": "current"}, "fuse": "auto"}, "`fuse='auto'` is not valid with recipes per layer"),
         ({"recipe": {"*": "bf16"}}, "computes nothing in FP8"),
         ({"recipe": {"*": "current", "*.1": "curent"}}, r"`recipe='curent'` is not valid; expected one of"),
     ],

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.te.fusion import fused_modules
 from tests.te import reference
 from tests.te.subjects import Net, fabric_for
 
 BEFORE = {
-    "fused": lambda: FP8TE("current", fuse="auto"),
     "current": lambda: FP8TE("current"),
     "delayed": lambda: FP8TE("delayed"),
     "custom": lambda: FP8TE(reference.current_scaling(), norms=False),
@@ -46,4 +44,3 @@ def test_it_runs_as_if_it_had_been_nothing_before(reference_te, before, after):
     found, expected = run(AFTER[after](), model), run(AFTER[after](), fresh)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
-    assert not fused_modules(model)

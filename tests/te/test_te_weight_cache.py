@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.te.weight_cache import WeightCache
+from lightning_lowprec.te.layer import WeightCache
 
 
 def ask(cache, weight, times=1):

@@ -9,8 +9,8 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     current_scaling_ref_factory,
 )
 
+from lightning_lowprec.te.fp8_weight import TEWireFormat, encode, gather_refusal, wire_format_of
 from lightning_lowprec.te.recipes import make_recipe
-from lightning_lowprec.te.wire_format import TEWireFormat, _encode, gather_refusal, wire_format_of
 
 AMAX = [0.0, 1e-45, 1e-38, 1e-36, 2.0**-20, 0.3, 1.0, 447.9, 448.0, 1e6, 3.4e38]
 
@@ -42,7 +42,7 @@ def test_compiled_code_encodes_the_same_bits():
     """As on CUDA: by one graph for all sizes."""
     torch._dynamo.reset()
     counters.clear()
-    wire, compiled = TEWireFormat(), torch.compile(_encode, backend="aot_eager", fullgraph=True, dynamic=True)
+    wire, compiled = TEWireFormat(), torch.compile(encode, backend="aot_eager", fullgraph=True, dynamic=True)
     edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, -1e4, 2.0**-9, 2.0**-10, torch.inf, -torch.inf, torch.nan])
     for size, scale in ((160, 1.0), (48, 1.7), (1008, 1e-30), (16, 3e5)):
         values = torch.cat([edges, torch.randn(size, generator=torch.Generator().manual_seed(0)) * 100])
