@@ -1,44 +1,21 @@
-"""Open a checkpoint, and find a model's tensors in it: by name, behind the prefix of a LightningModule's attribute."""
+"""Find a model's tensors in a checkpoint: by name, behind the prefix of a LightningModule's attribute."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.checkpoints.weights import Shape, Source
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.fsdp2.manifest import META
-from lightning_lowprec.fsdp2.optimizer_state import clean
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.serving.adapters import is_of_adapter, model_name
-from lightning_lowprec.serving.source import Shape, Source
-from lightning_lowprec.tools.serving.files import SafetensorsFiles, TorchFile
-from lightning_lowprec.tools.serving.sharded import ShardedFolder
 
 _SHOWN: Final = 3
-
-
-def open_source(path: Path, key: str | None) -> tuple[Source, Any]:
-    """Open a checkpoint; return its tensors, and what else it holds.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged.
-    """
-    if path.is_dir() and not (path / META).is_file() and any(path.glob("*.safetensors")):
-        return SafetensorsFiles(path), {}
-    if path.is_dir():
-        folder = ShardedFolder(path, key)
-        return folder, folder.content
-    if not path.is_file():
-        raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
-    if path.suffix == ".safetensors":
-        return SafetensorsFiles(path), {}
-    file = TorchFile(path, key)
-    return file, file.content
 
 
 def backend_of(content: Any) -> str | None:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_lowprec.fsdp2.agreement import gathered, on_rank_zero, rank_and_ranks
-from lightning_lowprec.fsdp2.manifest import MANIFEST, META
+from lightning_lowprec.checkpoints.agreement import gathered, on_rank_zero, rank_and_ranks
+from lightning_lowprec.checkpoints.manifest import MANIFEST, META
 
 
 def aside(path: Path) -> Path:

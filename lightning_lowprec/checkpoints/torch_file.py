@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 import torch
 
-from lightning_lowprec.fsdp2.checked_file import READ_AT_ONCE, FileRecord, writing
+from lightning_lowprec.checkpoints.checked_file import READ_AT_ONCE, FileRecord, writing
 
 FORCE_SAFE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE: Final = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -31,15 +31,13 @@ def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
     return stream.record
 
 
-def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu", mmap: bool = True) -> Any:
-    """Return the content of a file of ``torch.save``.
+def read(path: Path, weights_only: bool | None) -> Any:
+    """Return the content of a file of ``torch.save``, mapped into memory: tensors are read when they are used.
 
     Args:
         path: the file.
         weights_only: whether objects are refused whose reading can run code. None: torch's default, True, which
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
-        map_location: where the tensors go.
-        mmap: whether the file is mapped into memory, as a whole, so that tensors are read when they are used.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -48,7 +46,7 @@ def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu", mm
     """
     is_zip = _starts_like_zip(path)
     try:
-        return torch.load(path, mmap=mmap and is_zip, map_location=map_location, weights_only=weights_only)
+        return torch.load(path, mmap=is_zip, map_location="cpu", weights_only=weights_only)
     except Exception as error:
         if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
             raise  # both variables are set

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from pathlib import PurePath
 
 import pytest
 import torch
@@ -13,10 +14,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.fsdp2 import foreign_table, torch_file
-from lightning_lowprec.fsdp2.manifest import META
-from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
-from lightning_lowprec.fsdp2.table import metadata_of
+from lightning_lowprec.checkpoints import table, torch_file
+from lightning_lowprec.checkpoints.load import open_checkpoint
+from lightning_lowprec.checkpoints.manifest import META
 from lightning_lowprec.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,10 +50,10 @@ def folder(tmp_path):
 
 
 def test_the_table_of_a_foreign_folder_is_that_of_torch(folder):
-    ours, theirs = metadata_of(foreign_table.read(folder, None)), FileSystemReader(folder).read_metadata()
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.planner_data == theirs.planner_data
-    assert ours.storage_data == theirs.storage_data
+    ours, theirs = table.read(folder, None), FileSystemReader(folder).read_metadata()
+    theirs.storage_meta.load_id = None
+    theirs.storage_meta.checkpoint_id = PurePath(theirs.storage_meta.checkpoint_id)
+    assert ours == theirs
     layer = nn.Linear(8, 4)
     stored = open_checkpoint(folder)
     assert stored.rest == {"step": 3}
@@ -143,7 +143,7 @@ def with_an_object(request, folder):
 
 def test_an_object_is_refused_with_the_ways_out(with_an_object, monkeypatch):
     path, file = with_an_object
-    refused = f"'{re.escape(str(file))}' holds an object of tests.fsdp2.test_untrusted_checkpoints.Config"
+    refused = f"'{re.escape(str(file))}' holds an object of tests.checkpoints.test_untrusted_checkpoints.Config"
     ways = f"pass `weights_only=False` where you load, or set the environment variable {UNSAFE}=1"
     with pytest.raises(pickle.UnpicklingError, match=f"{refused}.*{ways}.*add_safe_globals"):
         open_checkpoint(path)
