@@ -5,34 +5,31 @@ folder of Lightning's ModelParallelStrategy or FSDPStrategy has none. In both, t
 (:mod:`~lightning_lowprec.checkpoints.table`) says what is stored, in which pieces, and where each piece lies:
 
     manifest -> checksums -> meta.pt -> table      :class:`ShardFolder`, on all ranks
-    table -> pieces -> given tensors, sharded      :meth:`ShardFolder.fill`, on all ranks, by torch
+    table -> pieces -> given tensors, sharded      :meth:`ShardFolder.fill`, on all ranks
     table -> pieces -> rows of one tensor          :meth:`ShardFolder.rows`, on one rank
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from typing_extensions import override
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.checkpoints import manifest, table, torch_file
 from lightning_lowprec.checkpoints.agreement import on_all_ranks
 from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.private.torch import local_tensor
 
 EntryPath = tuple[str | int, ...]
+Box = tuple[slice, ...]
 
 
 @final
@@ -62,9 +59,7 @@ class ShardFolder:
             if stored is not None:
                 manifest.check_save(path / manifest.META, save, stored.save)
                 if table.TABLE in stored.files:  # not in format 1
-                    manifest.check_save(
-                        path / table.TABLE, getattr(contents.storage_meta, "save_id", None), stored.save
-                    )
+                    manifest.check_save(path / table.TABLE, table.save_of(contents), stored.save)
             return contents, rest
 
         self._path, self._weights_only, self._files = path, weights_only, _Files(weights_only)
@@ -81,44 +76,69 @@ class ShardFolder:
         """Return the fqns of the entries under a key, without the names of wrapping modules."""
         return {entry: clean(".".join(map(str, path[1:]))) for entry, path in self.paths.items() if str(path[0]) == key}
 
+    @torch.no_grad()
     def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read into the tensors by entry; replace other values. All ranks call this together."""
-        if not wanted:
-            return wanted
-        planner = _Planner(torch_file.runs_code(self._weights_only))
-        try:
-            load(wanted, storage_reader=_Reader(self._path, self._table, self._files), planner=planner)
-        except CheckpointException as error:  # derives from BaseException, and its text is a traceback
-            rank, (failure, _) = next(iter(error.failures.items()))
-            if isinstance(failure, (FileNotFoundError, UnpicklingError, ValueError)):
-                raise type(failure)(f"rank {rank}: {failure}") from None
-            raise RuntimeError(f"rank {rank}: {type(failure).__name__}: {failure}") from error
+        """Read into the tensors by entry, each rank its shards; replace other values. All ranks call this together."""
+
+        def read() -> None:
+            for entry, value in wanted.items():
+                if not isinstance(value, Tensor):
+                    wanted[entry] = self._load(entry, None, torch_file.runs_code(self._weights_only))
+                    continue
+                offsets = [0] * value.dim()
+                if isinstance(value, DTensor):
+                    (shard,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                    value, offsets = local_tensor(value), shard.offsets
+                for chunk, inside, part in self._parts(entry, offsets, value.shape):
+                    value[inside] = self._load(entry, chunk)[part]
+
+        on_all_ranks(read)
         return wanted
 
     def rows(self, entry: str, start: int, stop: int) -> Tensor:
-        """Return ``tensor[start:stop]``; a tensor without dimensions is one row. The pieces of the rows stay in memory."""
-        stored = self.tensors[entry]
-        if not stored.size:
-            return self._piece(entry, stored.chunks[0].offsets).reshape(1)
-        wanted = [c for c in stored.chunks if c.offsets[0] < stop and c.offsets[0] + c.sizes[0] > start]
-        pieces = {(entry, chunk.offsets): chunk for chunk in wanted}
-        self._pieces = {key: piece for key, piece in self._pieces.items() if key in pieces}
-        rows = torch.empty((stop - start, *stored.size[1:]), dtype=stored.properties.dtype)
-        for key, chunk in pieces.items():
+        """Return ``tensor[start:stop]``; a tensor without dimensions is one row. The last pieces stay in memory."""
+        size, dtype = self.tensors[entry].size, self.tensors[entry].properties.dtype
+        rows = torch.empty((stop - start, *size[1:]) if size else (), dtype=dtype)
+        offsets = [start, *[0] * (len(size) - 1)] if size else []
+        parts = list(self._parts(entry, offsets, rows.shape))
+        near = {(entry, chunk.offsets) for chunk, _, _ in parts}
+        self._pieces = {key: piece for key, piece in self._pieces.items() if key in near}
+        for chunk, inside, part in parts:
+            key = entry, chunk.offsets
             if key not in self._pieces:
-                self._pieces[key] = self._piece(*key)
-            at, size = chunk.offsets[0], chunk.sizes[0]
-            first, last = max(start, at), min(stop, at + size)
-            beside = [slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)]
-            rows[(slice(first - start, last - start), *beside)] = self._pieces[key][first - at : last - at]
-        return rows
+                self._pieces[key] = self._load(entry, chunk)
+            rows[inside] = self._pieces[key][part]
+        return rows if size else rows.reshape(1)
 
-    def _piece(self, entry: str, offsets: torch.Size) -> Tensor:
-        place = table.place(self._table, entry, offsets)
+    def _parts(
+        self, entry: str, offsets: Sequence[int], size: Sequence[int]
+    ) -> Iterator[tuple[ChunkStorageMetadata, Box, Box]]:
+        """Yield the pieces of a tensor that have a part in a box of ``size`` from ``offsets``.
+
+        For each piece: the index of that part in the box, and in the piece.
+        """
+        for chunk in self.tensors[entry].chunks:
+            first = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, size, chunk.offsets, chunk.sizes, strict=True)
+            last = [min(at + length, other + others) for at, length, other, others in ends]
+            if all(begin < end for begin, end in zip(first, last, strict=True)):
+                yield chunk, _box(first, last, offsets), _box(first, last, chunk.offsets)
+
+    def _load(self, entry: str, chunk: ChunkStorageMetadata | None, runs_code: bool = False) -> Any:
+        """Return a piece of a tensor, or a value."""
+        place = table.place(self._table, entry, None if chunk is None else chunk.offsets)
         with self._files.create_stream(self._path / place.relative_path, "rb") as stream:
             stream.seek(place.offset)
-            piece: Tensor = torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
-        return piece
+            content = io.BytesIO(stream.read(place.length))
+            value = torch.load(content, map_location="cpu", weights_only=not runs_code)
+            if chunk is not None and value.shape != chunk.sizes:
+                raise ValueError(f"a piece of {entry!r} has the shape {tuple(value.shape)}")
+        return value
+
+
+def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> Box:
+    """Return the index of a box within what begins at ``offsets``."""
+    return tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, offsets, strict=True))
 
 
 @final
@@ -142,29 +162,3 @@ class _Files(FileSystem):
                     f"{str(path)!r} is damaged, or belongs to another save ({type(error).__name__}: {reason})."
                     " Load another checkpoint."
                 ) from error
-
-
-@final
-class _Reader(FileSystemReader):
-    """A reader that has the table of contents already, and whose errors name the file."""
-
-    def __init__(self, path: Path, contents: Metadata, files: _Files) -> None:
-        super().__init__(path)
-        self.fs, self._contents = files, contents
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._contents
-
-
-@final
-class _Planner(DefaultLoadPlanner):
-    """A planner that reads flat keys, and pickles as ``weights_only`` says."""
-
-    def __init__(self, runs_code: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._runs_code = runs_code
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=not self._runs_code)

@@ -167,7 +167,7 @@ def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
 def _unwrapped(tensor: Tensor) -> Tensor:
     """Return the one tensor that a tensor class has inside, such as the class whose weights FSDP2 gathers in FP8."""
     local: Any = local_tensor(tensor)
-    inner = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else ()
+    inner: Sequence[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else ()
     if len(inner) != 1:
         return tensor
     values: Tensor = getattr(local, inner[0])

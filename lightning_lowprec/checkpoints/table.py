@@ -78,6 +78,11 @@ def place(table: Metadata, name: str, offsets: Sequence[int] | None = None) -> A
     return table.storage_data[MetadataIndex(name, offsets)]
 
 
+def save_of(table: Metadata) -> str | None:
+    """Return the identity of the save that wrote the table."""
+    return getattr(table.storage_meta, "save_id", None)
+
+
 @final
 class _Refused(Exception):
     """A name that a table does not have."""

@@ -104,7 +104,9 @@ class _TorchFile(Source):
         self.content = torch_file.read(path, None)
         self._tensors = find_weights(self.content, key)
         if not self._tensors:
-            keys = ", ".join(map(repr, self.content)) if isinstance(self.content, Mapping) else type(self.content).__name__
+            keys = (
+                ", ".join(map(repr, self.content)) if isinstance(self.content, Mapping) else type(self.content).__name__
+            )
             raise _no_weights(path, key, keys)
 
     @override

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from enum import Enum
 from pathlib import PurePath
 
 import pytest
@@ -101,11 +102,42 @@ def test_a_trusted_table_may(folder, tmp_path, monkeypatch):
     assert (tmp_path / "ran").exists()
 
 
-def test_a_table_changes_no_class(folder):
-    (folder / ".metadata").write_bytes(pickle.dumps(Pollutes()))
+OF_A_CLASS = f"c{Metadata.__module__}\nMetadata\n(N(S'version'\nS'polluted'\ndtb.".encode()
+"""The opcodes that set an attribute of the class and not of an object."""
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Pollutes()), OF_A_CLASS])
+def test_a_table_changes_no_class(folder, content):
+    (folder / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata' is damaged"):
         open_checkpoint(folder)
     assert Metadata.version is None
+
+
+class OfPython311(pickle.Pickler):
+    """Writes the members of an Enum by `getattr`, as some versions of Python do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_getattr_gives_members_of_an_enum_and_nothing_else(folder):
+    with (folder / ".metadata").open("r+b") as file:
+        metadata = pickle.load(file)
+        file.seek(0)
+        OfPython311(file).dump(metadata)
+    assert table.read(folder, None).storage_data == metadata.storage_data
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(getattr, Metadata, "__init__")))
+    with pytest.raises(ValueError, match=r"\.metadata' is damaged, or is no table of contents: '__init__'"):
+        open_checkpoint(folder)
+
+
+def test_a_piece_of_another_shape_than_the_table_says_is_refused(folder):
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.state_dict_metadata["model.weight"].chunks[0].sizes = torch.Size([4, 1])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"distcp' is damaged.* a piece of 'model.weight' has the shape \(4, 8\)"):
+        open_checkpoint(folder).model("model", nn.Linear(8, 4).state_dict())
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "", "a/../../b"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -16,6 +18,7 @@ from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.serving.adapters import is_of_adapter, model_name
 
 _SHOWN: Final = 3
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def backend_of(content: Any) -> str | None:
@@ -25,6 +28,26 @@ def backend_of(content: Any) -> str | None:
     names = {backend.name for backend in backends.registered()}
     states = [value for value in content.values() if isinstance(value, Mapping)]
     return next((str(s[BACKEND_STATE]) for s in states if s.get(BACKEND_STATE) in names), None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config of a LoRA adapter, as PEFT writes it, of a file, or of the folder that holds one.
+
+    Raises:
+        ValueError: there is no such file, or it is no config of LoRA.
+    """
+    file = path / _ADAPTER_CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"`adapter_config={str(path)!r}` is not valid; expected {_ADAPTER_CONFIG} of PEFT, or its folder."
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON file: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "lora_alpha" not in config:
+        raise ValueError(f"{str(file)!r} is no config of a LoRA adapter; expected `peft_type='LORA'`, `lora_alpha`.")
+    return config
 
 
 @final

@@ -24,9 +24,8 @@ from lightning_lowprec.serving.shards import check_out
 from lightning_lowprec.serving.source import LiveModel
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.serving.adapter_config import read_config
 from lightning_lowprec.tools.serving.check import Bounds, Result, check, refuse_unchecked
-from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of
+from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, read_config
 from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
