@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -62,7 +60,7 @@ class ShardFolder:
                     manifest.check_save(path / table.TABLE, table.save_of(contents), stored.save)
             return contents, rest
 
-        self._path, self._weights_only, self._files = path, weights_only, _Files(weights_only)
+        self._path, self._weights_only = path, weights_only
         self._table, self.rest = on_all_ranks(read)
         """What is not sharded: counters, and the state of plugins and callbacks."""
         self.paths: Mapping[str, EntryPath] = self._table.planner_data
@@ -125,40 +123,29 @@ class ShardFolder:
                 yield chunk, _box(first, last, offsets), _box(first, last, chunk.offsets)
 
     def _load(self, entry: str, chunk: ChunkStorageMetadata | None, runs_code: bool = False) -> Any:
-        """Return a piece of a tensor, or a value."""
+        """Return a piece of a tensor, or a value; an error names the file."""
         place = table.place(self._table, entry, None if chunk is None else chunk.offsets)
-        with self._files.create_stream(self._path / place.relative_path, "rb") as stream:
-            stream.seek(place.offset)
-            content = io.BytesIO(stream.read(place.length))
+        path = self._path / place.relative_path
+        try:
+            with path.open("rb") as stream:
+                stream.seek(place.offset)
+                content = io.BytesIO(stream.read(place.length))
             value = torch.load(content, map_location="cpu", weights_only=not runs_code)
             if chunk is not None and value.shape != chunk.sizes:
                 raise ValueError(f"a piece of {entry!r} has the shape {tuple(value.shape)}")
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{str(path)!r} is missing. Copy the whole folder, or load another checkpoint."
+            ) from None
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise torch_file.refusal(path, error, self._weights_only) or ValueError(
+                f"{str(path)!r} is damaged, or belongs to another save ({type(error).__name__}: {reason})."
+                " Load another checkpoint."
+            ) from error
         return value
 
 
 def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> Box:
     """Return the index of a box within what begins at ``offsets``."""
     return tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, offsets, strict=True))
-
-
-@final
-class _Files(FileSystem):
-    """Files for reading: what goes wrong while a file is read becomes an error that names the file."""
-
-    def __init__(self, weights_only: bool | None) -> None:
-        self._weights_only = weights_only
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{str(path)!r} is missing. Copy the whole folder, or load another checkpoint.")
-        with super().create_stream(path, mode) as stream:
-            try:
-                yield stream
-            except Exception as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise torch_file.refusal(Path(path), error, self._weights_only) or ValueError(
-                    f"{str(path)!r} is damaged, or belongs to another save ({type(error).__name__}: {reason})."
-                    " Load another checkpoint."
-                ) from error

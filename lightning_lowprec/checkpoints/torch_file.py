@@ -39,6 +39,7 @@ def read(path: Path, weights_only: bool | None) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: the system does not map a file of this size.
         ValueError: the file is damaged, or is no file of ``torch.save``.
         pickle.UnpicklingError: the file holds objects that ``weights_only`` refuses.
     """
@@ -48,6 +49,11 @@ def read(path: Path, weights_only: bool | None) -> Any:
     except Exception as error:
         if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
             raise  # both variables are set
+        if isinstance(error, RuntimeError) and "unable to mmap" in str(error):
+            raise OSError(
+                f"{str(path)!r} has {path.stat().st_size / 1e9:.1f} GB, and this system maps no more than its memory"
+                " and swap. Add swap, or set `vm.overcommit_memory=1`."
+            ) from error
         raise refusal(path, error, weights_only) or _damaged(path, is_zip, error) from error
 
 

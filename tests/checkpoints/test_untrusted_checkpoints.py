@@ -4,9 +4,10 @@ import functools
 import os
 import pickle
 import re
+import resource
 import shutil
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -248,6 +249,18 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
             assert main(["plan", str(path)]) == 2
             assert str(path) in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_file_that_is_larger_than_the_memory_is_not_called_damaged(tmp_path):
+    torch.save({"a.weight": torch.zeros(2**24)}, tmp_path / "a.ckpt")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a.ckpt' has 0.1 GB, and this system maps no more than its memory and swap"):
+            torch_file.read(tmp_path / "a.ckpt", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_files_in_the_oldest_format_and_files_without_checksums(tmp_path, caplog):
