@@ -27,7 +27,7 @@ FLOORS = [
     {"products"},
     {"conversion"},
     {"masters"},
-    {"precision"},
+    {"precision", "checkpoints"},
     {"torchao", "te", "msamp"},
     {"fsdp2", "zero", "callbacks"},
     {"names", "registration", "recipes", "strategies", "from_accelerate"},

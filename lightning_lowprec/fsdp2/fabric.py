@@ -12,9 +12,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
+from lightning_lowprec.checkpoints import optimizer_state
+from lightning_lowprec.checkpoints.load import StoredFile, StoredFolder, load, open_checkpoint
+from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
 from lightning_lowprec.fsdp2.shard import is_sharded
-from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, StoredFolder, open_checkpoint
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.numerics.several_meshes import clip_grad_norm
 from lightning_lowprec.precision.base import LowPrecision
@@ -69,7 +70,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Save ``state`` completely, or not at all: one sharded model, its optimizers, and anything else."""
-        checkpoint.check_storage_options(storage_options)
+        check_storage_options(storage_options)
         if filter is not None and not self.is_full:
             raise NotImplementedError(
                 "`filter=` leaves entries out, and a sharded checkpoint without them could not be loaded. Use"
@@ -80,7 +81,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         rest: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Module):
-                shards[key] = checkpoint.model_state(value, full=self.is_full)
+                shards[key] = model_state(value, full=self.is_full)
             elif isinstance(value, Optimizer):
                 shards[key] = optimizer_state.collect(model, value, full=self.is_full)
             else:
@@ -90,7 +91,7 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             for part in (shards, rest):
                 if isinstance(part.get(key), Mapping):
                     part[key] = {name: value for name, value in part[key].items() if keep(name, value)}
-        checkpoint.save(Path(self.broadcast(path)), shards, rest, full=self.is_full)
+        save(Path(self.broadcast(path)), shards, rest, full=self.is_full)
 
     @override
     def load_checkpoint(
@@ -109,14 +110,14 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         if isinstance(state, Module):
             if isinstance(stored, StoredFolder):
                 raise ValueError(f"{str(path)!r} is a folder; `fabric.load_raw` loads the file of a full state dict.")
-            checkpoint.load(StoredFile({"model": stored.rest}), state, "model", {}, strict=strict)
+            load(StoredFile({"model": stored.rest}), state, "model", {}, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise ValueError(f"`state={type(state).__name__}` is not valid; expected a model, or a dict with one.")
         key, model = _one_model(state, "load")
         stored.check_keys(state if strict else [key])
         optimizers = {k: value for k, value in state.items() if isinstance(value, Optimizer) and k in stored.keys}
-        checkpoint.load(stored, model, key, optimizers, strict=strict)
+        load(stored, model, key, optimizers, strict=strict)
         for name in [name for name in state if name in stored.rest]:
             value = stored.rest.pop(name)
             if hasattr(state[name], "load_state_dict"):

@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.checkpoints.placement import place
 
 
 @final

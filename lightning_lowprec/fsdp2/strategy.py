@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.checkpoints import torchao_optimizers
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.fsdp2 import torchao_optimizers
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2 import atomic, optimizer_state
-from lightning_lowprec.fsdp2 import checkpoint as checkpoints
-from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
+from lightning_lowprec.checkpoints import atomic, optimizer_state
+from lightning_lowprec.checkpoints.load import load, open_checkpoint
+from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.numerics.several_meshes import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
@@ -104,25 +104,25 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors on rank 0 and nothing elsewhere, or the shards of this rank."""
         assert self.model is not None
-        return checkpoints.model_state(self.model, full=self.is_full)
+        return model_state(self.model, full=self.is_full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state by fqn, sharded; or by number, whole, on rank 0."""
         assert self.model is not None
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = optimizer_state.collect(self.model, plain, full=self.is_full)
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state = optimizer_state.collect(self.model, optimizer, full=self.is_full)
         return optimizer_state.numbered(state, self.model) if self.is_full else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.fsdp2.atomic`."""
-        checkpoints.check_storage_options(storage_options)
+        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.checkpoints.atomic`."""
+        check_storage_options(storage_options)
         shards: dict[str, Any] = {}
         if not self.is_full:
             shards = {"state_dict": checkpoint.pop("state_dict")}
             shards |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-        checkpoints.save(Path(self.broadcast(filepath)), shards, checkpoint, full=self.is_full)
+        save(Path(self.broadcast(filepath)), shards, checkpoint, full=self.is_full)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         key = next((key for key in MODEL_KEYS if key in stored.keys), MODEL_KEYS[0])
         stored.check_keys([key])
         named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-        checkpoints.load(stored, self.model, key, named, strict=self.lightning_module.strict_loading)
+        load(stored, self.model, key, named, strict=self.lightning_module.strict_loading)
         return stored.rest
 
     @override

@@ -124,13 +124,6 @@ def forget_gathered(record: Any) -> None:
     vars(record).pop("_unsharded_param", None)
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return how torch.distributed.checkpoint names a range of bytes in a file of a folder."""
-    from torch.distributed.checkpoint import filesystem
-
-    return filesystem._StorageInfo(file, offset, length)
-
-
 def classes_of(policy: Any) -> set[type[nn.Module]]:
     """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
     classes: set[type[nn.Module]] = policy._module_classes

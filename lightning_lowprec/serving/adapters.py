@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.checkpoints.weights import Shape, Source
 from lightning_lowprec.extras import require
-from lightning_lowprec.fsdp2.optimizer_state import clean
-from lightning_lowprec.serving.source import Shape, Source
 
 FOLDER: Final = "adapter"
 """The folder, in the exported one, of an adapter that is not merged."""

@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.checkpoints.weights import Source
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private import transformers_names
 from lightning_lowprec.private.transformers_names import Group
@@ -22,7 +23,6 @@ from lightning_lowprec.serving.choice import Choice
 from lightning_lowprec.serving.coding import Rows, Tally, coded, largest, step_of
 from lightning_lowprec.serving.formats.base import Choices, Format, Header
 from lightning_lowprec.serving.safetensors_file import Stored
-from lightning_lowprec.serving.source import Source
 
 _IN_BY_OUT = "it is a Conv1D, and no server reads codes of weights that are stored as [in, out]"
 _STACKED = "its model publishes the experts as one tensor, of which no server of this format reads codes"

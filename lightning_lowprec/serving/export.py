@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from lightning_lowprec.checkpoints.weights import Source
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving import shards
@@ -23,7 +24,7 @@ from lightning_lowprec.serving.choice import NOTHING, Choice, of_layers
 from lightning_lowprec.serving.content import Content
 from lightning_lowprec.serving.formats.registry import FormatName, find
 from lightning_lowprec.serving.one_writer import OneWriter, first_writes
-from lightning_lowprec.serving.source import LiveModel, Source
+from lightning_lowprec.serving.source import LiveModel
 
 DtypeName = Literal["bf16", "fp32", "fp16"]
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

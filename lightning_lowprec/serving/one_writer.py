@@ -15,7 +15,7 @@ from typing import Final, TypeVar, cast, final
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowprec.fsdp2.agreement import on_all_ranks, rank_and_ranks
+from lightning_lowprec.checkpoints.agreement import on_all_ranks, rank_and_ranks
 from lightning_lowprec.private.fsdp2 import default_store
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from typing import Final, final
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_lowprec.checkpoints.weights import INDEX
 from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
 
 SHARD_BYTES: Final = 5_000_000_000
-INDEX: Final = "model.safetensors.index.json"
 
 
 @contextmanager

@@ -1,37 +1,18 @@
-"""Where the tensors of a model come from: a live model here, checkpoints in the tools."""
+"""The tensors of a live model as a source; `checkpoints/weights.py` has the sources that are checkpoints."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_lowprec.fsdp2.optimizer_state import clean
+from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.checkpoints.weights import Shape, Source
 from lightning_lowprec.private.torch import with_local_tensor
-
-
-class Shape(NamedTuple):
-    """The shape and the dtype of a tensor."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-
-class Source(ABC):
-    """Tensors by the names of the model's state dict, read some rows at a time."""
-
-    @abstractmethod
-    def shapes(self) -> Mapping[str, Shape]:
-        """Return all tensors."""
-
-    @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
 
 
 @final

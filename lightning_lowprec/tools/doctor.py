@@ -25,7 +25,6 @@ from lightning_lowprec.hardware import architecture, bf16_refusal, caution, defa
 from lightning_lowprec.private import deepspeed as deepspeed_names
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.private import torch_files as torch_files_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
@@ -43,7 +42,6 @@ _STUCK: Final = (
 )
 LIBRARIES = (
     torch_names,
-    torch_files_names,
     lightning_names,
     torchao_names,
     transformer_engine_names,

@@ -12,9 +12,9 @@ import torch
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
+from lightning_lowprec.checkpoints.weights import check_file, open_weights
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools import strict_json
-from lightning_lowprec.tools.stored_weights import WEIGHT_KEYS, check_file, find_weights, load
 from lightning_lowprec.tools.terminal import working
 
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
@@ -122,12 +122,6 @@ def _write(weights: dict[str, Tensor], out: Path) -> None:
 
 def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, on CPU."""
-    content = load(checkpoint, device="cpu", check=True)
-    weights = find_weights(content, key)
-    if not weights:
-        keys = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(
-            f"{str(checkpoint)!r} holds no weights under {key or ' or '.join(WEIGHT_KEYS)!r}; it has: {keys}. Name the"
-            " right one with `--key`."
-        )
-    return weights
+    source = open_weights(checkpoint, key)
+    sizes = {name: shape.size for name, shape in source.shapes().items()}
+    return {name: source.rows(name, 0, size[0] if size else 1).reshape(size) for name, size in sizes.items()}

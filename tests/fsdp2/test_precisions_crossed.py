@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.fsdp2 import optimizer_state
+from lightning_lowprec.checkpoints import optimizer_state
 from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.toy import Toy, adamw, everything, full, setup, train
 from tests.fsdp2.worlds import run

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
-from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
+from lightning_lowprec.checkpoints import optimizer_state
+from lightning_lowprec.checkpoints.load import StoredFile, load, open_checkpoint
+from lightning_lowprec.checkpoints.save import model_state, save
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.msamp import fused_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
@@ -176,7 +177,7 @@ def same_batches(kind):
 def resumed(kind, state):
     """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
     model, optimizer, _ = sharded(kind, seed=1)
-    checkpoint.load(StoredFile(dict(state)), model, "model", {"optimizer": optimizer}, strict=True)
+    load(StoredFile(dict(state)), model, "model", {"optimizer": optimizer}, strict=True)
     at_start = saved(model, optimizer)
     train(model, optimizer, range(STEPS, STEPS + 3))
     return {"start": at_start, "end": saved(model, optimizer)}
@@ -186,11 +187,11 @@ def in_a_folder(path):
     """Saved as shards, and loaded again."""
     model, optimizer, _ = sharded()
     train(model, optimizer, range(2))
-    shards = {"model": checkpoint.model_state(model, full=False),
+    shards = {"model": model_state(model, full=False),
               "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
-    checkpoint.save(Path(path), shards, {}, full=False)
+    save(Path(path), shards, {}, full=False)
     other, its, _ = sharded(seed=1)
-    checkpoint.load(open_checkpoint(Path(path), True), other, "model", {"optimizer": its}, strict=True)
+    load(open_checkpoint(Path(path), True), other, "model", {"optimizer": its}, strict=True)
     return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
 
 

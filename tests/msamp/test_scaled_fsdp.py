@@ -5,7 +5,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from lightning_lowprec.fsdp2 import optimizer_state
+from lightning_lowprec.checkpoints import optimizer_state
 from tests.fsdp2.ranks import run
 from tests.msamp.scaled_fsdp_runs import OPTIMIZERS, STEPS, Net, alone, decoded, same, scales, train, worker
 from tests.quality import sqnr

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_lowprec.checkpoints import torch_file
+from lightning_lowprec.checkpoints.weights import FILE_ENDINGS, SAFETENSORS, check_file, find_weights, open_weights
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.stored_weights import FILE_ENDINGS, check_file, find_weights, unreadable
-from lightning_lowprec.tools.stored_weights import load as load_checkpoint
 
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 
@@ -116,14 +116,9 @@ def _attention_width(config: Any) -> int:
 
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
-    if path.suffix == ".safetensors":
-        safetensors = require("safetensors", "a safetensors checkpoint")
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise unreadable(path, error) from error
-    shapes = {name: value.shape for name, value in find_weights(load_checkpoint(path, device="meta")).items()}
+    if path.suffix == SAFETENSORS:
+        return {name: shape.size for name, shape in open_weights(path).shapes().items()}
+    shapes = {name: value.shape for name, value in find_weights(torch_file.read(path, None)).items()}
     if not shapes:
         raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
     return shapes

@@ -1,7 +1,8 @@
-"""Open a checkpoint, and find a model's tensors in it: by name, behind the prefix of a LightningModule's attribute."""
+"""Find a model's tensors in a checkpoint: by name, behind the prefix of a LightningModule's attribute."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -10,35 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.checkpoints.weights import Shape, Source
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.fsdp2.manifest import META
-from lightning_lowprec.fsdp2.optimizer_state import clean
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.serving.adapters import is_of_adapter, model_name
-from lightning_lowprec.serving.source import Shape, Source
-from lightning_lowprec.tools.serving.files import SafetensorsFiles, TorchFile
-from lightning_lowprec.tools.serving.sharded import ShardedFolder
 
 _SHOWN: Final = 3
-
-
-def open_source(path: Path, key: str | None) -> tuple[Source, Any]:
-    """Open a checkpoint; return its tensors, and what else it holds.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged.
-    """
-    if path.is_dir() and not (path / META).is_file() and any(path.glob("*.safetensors")):
-        return SafetensorsFiles(path), {}
-    if path.is_dir():
-        folder = ShardedFolder(path, key)
-        return folder, folder.content
-    if not path.is_file():
-        raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
-    if path.suffix == ".safetensors":
-        return SafetensorsFiles(path), {}
-    file = TorchFile(path, key)
-    return file, file.content
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def backend_of(content: Any) -> str | None:
@@ -48,6 +28,26 @@ def backend_of(content: Any) -> str | None:
     names = {backend.name for backend in backends.registered()}
     states = [value for value in content.values() if isinstance(value, Mapping)]
     return next((str(s[BACKEND_STATE]) for s in states if s.get(BACKEND_STATE) in names), None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config of a LoRA adapter, as PEFT writes it, of a file, or of the folder that holds one.
+
+    Raises:
+        ValueError: there is no such file, or it is no config of LoRA.
+    """
+    file = path / _ADAPTER_CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"`adapter_config={str(path)!r}` is not valid; expected {_ADAPTER_CONFIG} of PEFT, or its folder."
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON file: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "lora_alpha" not in config:
+        raise ValueError(f"{str(file)!r} is no config of a LoRA adapter; expected `peft_type='LORA'`, `lora_alpha`.")
+    return config
 
 
 @final

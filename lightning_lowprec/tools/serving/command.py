@@ -10,6 +10,7 @@ from typing import Any, final
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec import names as precisions
+from lightning_lowprec.checkpoints.weights import Source, open_weights
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
@@ -20,12 +21,11 @@ from lightning_lowprec.serving.export import DtypeName, Exported, Options, repor
 from lightning_lowprec.serving.first_rounding import WITHOUT_FP8
 from lightning_lowprec.serving.formats.registry import FormatName, find
 from lightning_lowprec.serving.shards import check_out
-from lightning_lowprec.serving.source import LiveModel, Source
+from lightning_lowprec.serving.source import LiveModel
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.serving.adapter_config import read_config
 from lightning_lowprec.tools.serving.check import Bounds, Result, check, refuse_unchecked
-from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, open_source
+from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, read_config
 from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
@@ -86,11 +86,13 @@ class Opened:
 def _open(args: Any) -> Opened:
     model = served_model(load(args.model, {}).model)
     model.tie_weights()
-    stored, content = open_source(Path(args.checkpoint), args.key)
+    stored = open_weights(Path(args.checkpoint), args.key)
     known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
     source = Renamed(stored, LiveModel(model).shapes(), known, args.strip_prefix)
     adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
-    return Opened(source=source, model=model, adapter=adapter, trained_by=backend_of(content), left_out=source.left_out)
+    return Opened(
+        source=source, model=model, adapter=adapter, trained_by=backend_of(stored.content), left_out=source.left_out
+    )
 
 
 def _options(args: Any) -> Options:

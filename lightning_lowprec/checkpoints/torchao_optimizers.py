@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2.placement import place
+from lightning_lowprec.checkpoints.placement import place
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import disable_autograd_cache, dtensor, local_tensor, with_local_tensor
 

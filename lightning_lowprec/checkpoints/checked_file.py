@@ -57,21 +57,9 @@ class CheckedStream:
         self._size += size
         return size
 
-    def tell(self) -> int:
-        """Return the number of bytes that were written."""
-        return self._size
-
-    def flush(self) -> None:
-        """Hand everything to the operating system."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the file."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a file has: ``flush``, ``tell``, ``fileno``."""
+        return getattr(self._file, name)
 
 
 @contextmanager

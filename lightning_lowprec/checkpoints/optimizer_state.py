@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from lightning_lowprec.fsdp2 import torchao_optimizers
-from lightning_lowprec.fsdp2.fp8_gather import plain
-from lightning_lowprec.fsdp2.placement import is_placed_like, place, whole
+from lightning_lowprec.checkpoints import torchao_optimizers
+from lightning_lowprec.checkpoints.placement import is_placed_like, place, whole
 from lightning_lowprec.masters.block_moments import EXPONENTS
-from lightning_lowprec.private.torch import tree_map_only
+from lightning_lowprec.private.torch import local_tensor, tree_map_only, with_local_tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
@@ -49,7 +48,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     fqn_of = _by_number(state_dict["param_groups"], fqns)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
     state = {
-        fqn_of[key]: {name: torchao_optimizers.pack(tree_map_only(Tensor, plain, v)) for name, v in entry.items()}
+        fqn_of[key]: {name: torchao_optimizers.pack(tree_map_only(Tensor, _unwrapped, v)) for name, v in entry.items()}
         for key, entry in state_dict["state"].items()
     }
     if not full:
@@ -163,6 +162,16 @@ def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
         elif isinstance(old.get(name), float) and isinstance(value, Tensor):
             values[name] = value.item()
     return values
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Return the one tensor that a tensor class has inside, such as the class whose weights FSDP2 gathers in FP8."""
+    local: Any = local_tensor(tensor)
+    inner: Sequence[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else ()
+    if len(inner) != 1:
+        return tensor
+    values: Tensor = getattr(local, inner[0])
+    return with_local_tensor(values, tensor) if isinstance(tensor, DTensor) else values
 
 
 def _gathered(value: Any) -> Any:

@@ -6,18 +6,16 @@ these checksums, :func:`check_records` does.
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import warnings
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 
-from lightning_lowprec.fsdp2.checked_file import READ_AT_ONCE, FileRecord, writing
+from lightning_lowprec.checkpoints.checked_file import READ_AT_ONCE, FileRecord, writing
 
 FORCE_SAFE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE: Final = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -27,31 +25,35 @@ ZIP_START: Final = b"PK\x03\x04"
 def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
     """Write ``content`` by ``torch.save``; return the size of the file and, if ``checked``, its checksum."""
     with writing(path, checked=checked) as stream:
-        torch.save(content, stream)  # type: ignore[arg-type]
+        torch.save(content, stream)
     return stream.record
 
 
-def read(path: Path, weights_only: bool | None, *, map_location: str = "cpu", mmap: bool = True) -> Any:
-    """Return the content of a file of ``torch.save``.
+def read(path: Path, weights_only: bool | None) -> Any:
+    """Return the content of a file of ``torch.save``, mapped into memory: tensors are read when they are used.
 
     Args:
         path: the file.
         weights_only: whether objects are refused whose reading can run code. None: torch's default, True, which
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
-        map_location: where the tensors go.
-        mmap: whether the file is mapped into memory, as a whole, so that tensors are read when they are used.
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: the system does not map a file of this size.
         ValueError: the file is damaged, or is no file of ``torch.save``.
         pickle.UnpicklingError: the file holds objects that ``weights_only`` refuses.
     """
     is_zip = _starts_like_zip(path)
     try:
-        return torch.load(path, mmap=mmap and is_zip, map_location=map_location, weights_only=weights_only)
+        return torch.load(path, mmap=is_zip, map_location="cpu", weights_only=weights_only)
     except Exception as error:
         if isinstance(error, RuntimeError) and FORCE_SAFE in str(error):
             raise  # both variables are set
+        if isinstance(error, RuntimeError) and "unable to mmap" in str(error):
+            raise OSError(
+                f"{str(path)!r} has {path.stat().st_size / 1e9:.1f} GB, and this system maps no more than its memory"
+                " and swap. Add swap, or set `vm.overcommit_memory=1`."
+            ) from error
         raise refusal(path, error, weights_only) or _damaged(path, is_zip, error) from error
 
 
@@ -81,27 +83,12 @@ def check_records(path: Path, part: int = 0, parts: int = 1) -> bool:
     return True
 
 
-@final
-class Probe:
-    """An object that ``torch.load`` refuses, unless pickles may run code."""
-
-
 def runs_code(weights_only: bool | None) -> bool:
-    """Return whether pickles may run code: ask torch, which reads its environment variables its own way.
-
-    Raises:
-        RuntimeError: both of torch's environment variables are set.
-    """
-    file = io.BytesIO()
-    torch.save(Probe(), file)
-    file.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the environment decides, once more for the probe
-        try:
-            torch.load(file, weights_only=weights_only)
-        except UnpicklingError:
-            return False
-    return True
+    """Return whether pickles may run code, as torch reads its variables; if both are set, ``torch.load`` raises."""
+    safe, unsafe = (
+        os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in (FORCE_SAFE, FORCE_UNSAFE)
+    )
+    return not safe and (unsafe if weights_only is None else not weights_only)
 
 
 def remedy(weights_only: bool | None) -> str:

@@ -9,7 +9,7 @@ import traceback
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_lowprec.fsdp2 import atomic
+from lightning_lowprec.checkpoints import atomic
 from tests.fsdp2.worlds import run
 
 STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}

@@ -4,7 +4,10 @@ import functools
 import os
 import pickle
 import re
+import resource
 import shutil
+from enum import Enum
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -13,10 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.fsdp2 import foreign_table, torch_file
-from lightning_lowprec.fsdp2.manifest import META
-from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
-from lightning_lowprec.fsdp2.table import metadata_of
+from lightning_lowprec.checkpoints import table, torch_file
+from lightning_lowprec.checkpoints.load import open_checkpoint
+from lightning_lowprec.checkpoints.manifest import META
 from lightning_lowprec.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,10 +52,10 @@ def folder(tmp_path):
 
 
 def test_the_table_of_a_foreign_folder_is_that_of_torch(folder):
-    ours, theirs = metadata_of(foreign_table.read(folder, None)), FileSystemReader(folder).read_metadata()
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.planner_data == theirs.planner_data
-    assert ours.storage_data == theirs.storage_data
+    ours, theirs = table.read(folder, None), FileSystemReader(folder).read_metadata()
+    theirs.storage_meta.load_id = None
+    theirs.storage_meta.checkpoint_id = PurePath(theirs.storage_meta.checkpoint_id)
+    assert ours == theirs
     layer = nn.Linear(8, 4)
     stored = open_checkpoint(folder)
     assert stored.rest == {"step": 3}
@@ -101,11 +103,42 @@ def test_a_trusted_table_may(folder, tmp_path, monkeypatch):
     assert (tmp_path / "ran").exists()
 
 
-def test_a_table_changes_no_class(folder):
-    (folder / ".metadata").write_bytes(pickle.dumps(Pollutes()))
+OF_A_CLASS = f"c{Metadata.__module__}\nMetadata\n(N(S'version'\nS'polluted'\ndtb.".encode()
+"""The opcodes that set an attribute of the class and not of an object."""
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Pollutes()), OF_A_CLASS])
+def test_a_table_changes_no_class(folder, content):
+    (folder / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata' is damaged"):
         open_checkpoint(folder)
     assert Metadata.version is None
+
+
+class OfPython311(pickle.Pickler):
+    """Writes the members of an Enum by `getattr`, as some versions of Python do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_getattr_gives_members_of_an_enum_and_nothing_else(folder):
+    with (folder / ".metadata").open("r+b") as file:
+        metadata = pickle.load(file)
+        file.seek(0)
+        OfPython311(file).dump(metadata)
+    assert table.read(folder, None).storage_data == metadata.storage_data
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(getattr, Metadata, "__init__")))
+    with pytest.raises(ValueError, match=r"\.metadata' is damaged, or is no table of contents: '__init__'"):
+        open_checkpoint(folder)
+
+
+def test_a_piece_of_another_shape_than_the_table_says_is_refused(folder):
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.state_dict_metadata["model.weight"].chunks[0].sizes = torch.Size([4, 1])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"distcp' is damaged.* a piece of 'model.weight' has the shape \(4, 8\)"):
+        open_checkpoint(folder).model("model", nn.Linear(8, 4).state_dict())
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "", "a/../../b"])
@@ -143,7 +176,7 @@ def with_an_object(request, folder):
 
 def test_an_object_is_refused_with_the_ways_out(with_an_object, monkeypatch):
     path, file = with_an_object
-    refused = f"'{re.escape(str(file))}' holds an object of tests.fsdp2.test_untrusted_checkpoints.Config"
+    refused = f"'{re.escape(str(file))}' holds an object of tests.checkpoints.test_untrusted_checkpoints.Config"
     ways = f"pass `weights_only=False` where you load, or set the environment variable {UNSAFE}=1"
     with pytest.raises(pickle.UnpicklingError, match=f"{refused}.*{ways}.*add_safe_globals"):
         open_checkpoint(path)
@@ -216,6 +249,18 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
             assert main(["plan", str(path)]) == 2
             assert str(path) in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_file_that_is_larger_than_the_memory_is_not_called_damaged(tmp_path):
+    torch.save({"a.weight": torch.zeros(2**24)}, tmp_path / "a.ckpt")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a.ckpt' has 0.1 GB, and this system maps no more than its memory and swap"):
+            torch_file.read(tmp_path / "a.ckpt", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_files_in_the_oldest_format_and_files_without_checksums(tmp_path, caplog):

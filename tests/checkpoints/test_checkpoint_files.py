@@ -1,7 +1,9 @@
 """The files of a checkpoint belong together and are whole, or loading raises and names the file."""
 
 import errno
+import json
 import os
+import pickle
 import random
 import re
 import resource
@@ -17,16 +19,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.fsdp2 import manifest
-from lightning_lowprec.fsdp2.stored_checkpoint import open_checkpoint
-from lightning_lowprec.fsdp2.table import metadata_of
+from lightning_lowprec.checkpoints import table
+from lightning_lowprec.checkpoints.load import open_checkpoint
+from lightning_lowprec.checkpoints.weights import open_weights
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
 from tests.fsdp2.worlds import run
 
 pytestmark = pytest.mark.distributed
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
-FILES = (*SHARDS, "meta.pt", "lightning_lowprec.json")
+FILES = (*SHARDS, "meta.pt", ".metadata", "lightning_lowprec.json")
 UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 SPACE = 20_000
 """Bytes that a file may have where the disk is full; a shard of the toy has more."""
@@ -151,11 +153,11 @@ def names(path):
 
 
 def test_the_files_of_a_folder(saved):
-    assert sorted(f.name for f in (saved / "sharded.1").iterdir()) == sorted((*FILES, ".metadata"))
+    assert sorted(f.name for f in (saved / "sharded.1").iterdir()) == sorted(FILES)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("name", FILES[:3])
+@pytest.mark.parametrize("name", FILES[:4])
 def test_a_file_of_another_save(saved, copy, name, verify):
     shutil.copy(saved / "sharded.2" / name, copy)
     with pytest.raises(ValueError, match=f"'{names(copy / name)}' .*belongs to another save"):
@@ -163,7 +165,7 @@ def test_a_file_of_another_save(saved, copy, name, verify):
 
 
 def test_the_manifest_of_another_save(saved, copy):
-    shutil.copy(saved / "sharded.2" / FILES[3], copy)
+    shutil.copy(saved / "sharded.2" / FILES[-1], copy)
     with pytest.raises(ValueError, match=f"'{names(copy / SHARDS[0])}' belongs to another save"):
         open_checkpoint(copy)
 
@@ -234,14 +236,33 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
     assert f"the checksums of '{copy}' are not compared (`verify_checkpoints=False`)" in caplog.text
 
 
-def test_the_manifest_holds_what_torch_stores_as_a_pickle(saved):
+def test_the_manifest_and_the_table_name_the_save(saved):
     theirs = FileSystemReader(saved / "sharded.1").read_metadata()
-    found = manifest.read(saved / "sharded.1", verify=True)
-    ours = metadata_of(found.table)
-    assert ours.planner_data == theirs.planner_data
-    assert ours.storage_data == theirs.storage_data
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert found.progress == {"step": 1}
+    stored = json.loads((saved / "sharded.1" / FILES[-1]).read_text())
+    assert table.read(saved / "sharded.1", None).storage_data == theirs.storage_data
+    assert theirs.storage_meta.save_id == stored["save"]
+    assert stored["step"] == 1
+    assert set(stored["files"]) == set(FILES[:-1])
+
+
+def test_a_folder_of_version_0_2_0_loads(saved, copy):
+    """Its manifest had a table of its own, and neither checksum nor identity of torch's table."""
+    path = copy / FILES[-1]
+    stored = json.loads(path.read_text())
+    del stored["files"][".metadata"], stored["crc32"]
+    body = json.dumps({**stored, "format": 1, "entries": {}})[:-1]
+    path.write_text(f'{body}, "crc32": "{zlib.crc32(body.encode()):08x}"}}')
+    metadata = FileSystemReader(copy).read_metadata()
+    metadata.storage_meta.save_id = "of torch"
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    old, new = open_checkpoint(copy), open_checkpoint(saved / "sharded.1")
+    assert old.rest.keys() == new.rest.keys()
+    assert old.keys == new.keys
+    old, new = open_weights(copy), open_weights(saved / "sharded.1")
+    assert_same(old.rows("head.weight", 1, 4), new.rows("head.weight", 1, 4), "rows of both ranks")
+    flipped(copy / SHARDS[0], 4000)
+    with pytest.raises(ValueError, match=r"its checksum \(CRC-32\) is"):
+        open_checkpoint(copy)
 
 
 def test_tools_of_torch_read_our_folders(saved, tmp_path):
@@ -251,13 +272,13 @@ def test_tools_of_torch_read_our_folders(saved, tmp_path):
 
 
 def test_a_manifest_of_a_later_version(copy):
-    path = copy / FILES[3]
-    text = path.read_text().replace('{"format": 1,', '{"format": 2,')
+    path = copy / FILES[-1]
+    text = path.read_text().replace('{"format": 2,', '{"format": 3,')
     with pytest.raises(ValueError, match=r"is damaged: its checksum \(CRC-32\) differs"):
         path.write_text(text) and open_checkpoint(copy)
     body = text[: text.rindex(', "crc32": ')]
     path.write_text(f'{body}, "crc32": "{zlib.crc32(body.encode()):08x}"}}')
-    with pytest.raises(ValueError, match=r"has the format 2, .* reads 1\. Install a later version"):
+    with pytest.raises(ValueError, match=r"has the format 3, .* reads 2\. Install a later version"):
         open_checkpoint(copy)
 
 

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_lowprec.fsdp2.agreement import gathered, on_rank_zero, rank_and_ranks
-from lightning_lowprec.fsdp2.manifest import MANIFEST, META
+from lightning_lowprec.checkpoints.agreement import gathered, on_rank_zero, rank_and_ranks
+from lightning_lowprec.checkpoints.manifest import MANIFEST, META
 
 
 def aside(path: Path) -> Path:
@@ -63,15 +63,16 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
         OSError: a rank could not write; on all ranks. The message names the rank and the reason.
         RuntimeError: a rank failed otherwise. On that rank its own exception is raised.
     """
+    is_rank_zero = rank_and_ranks()[0] == 0
     on_rank_zero(lambda: _check_folder(path))
-    _finish(path, _failure(lambda: _prepare(path, folder)) if rank_and_ranks()[0] == 0 else None)
-    failure: BaseException | None = None
-    try:
+    with _all_or_none(path):
+        if is_rank_zero:
+            _prepare(path, folder)
+    with _all_or_none(path):
         yield aside(path)
-    except (Exception, CheckpointException) as error:  # torch's exception derives from BaseException alone
-        failure = error
-    _finish(path, failure)
-    _finish(path, _failure(lambda: _put_in_place(path)) if rank_and_ranks()[0] == 0 else None)
+    with _all_or_none(path):
+        if is_rank_zero:
+            _put_in_place(path)
     on_rank_zero(lambda: _delete_kept(path))
 
 
@@ -82,60 +83,58 @@ def remove(path: Path) -> None:
 
 
 class _Reason(NamedTuple):
-    """Why a rank failed; ``errno`` is None if the reason is no OSError."""
+    """Why a rank failed; ``errno`` is None if the reason is no OSError, or has no number."""
 
     text: str
     errno: int | None
     is_os_error: bool
 
 
-def _failure(action: Callable[[], None]) -> Exception | None:
-    """Run ``action``, and return what it raised."""
+@contextmanager
+def _all_or_none(path: Path) -> Iterator[None]:
+    """If a rank fails in this context, delete the incomplete checkpoint and raise, on all ranks."""
+    failure: BaseException | None = None
     try:
-        action()
-    except Exception as error:
-        return error
-    return None
-
-
-def _finish(path: Path, failure: BaseException | None) -> None:
-    """Return if no rank has failed; otherwise delete the incomplete checkpoint and raise, on all ranks."""
+        yield
+    except (Exception, CheckpointException) as error:  # torch's exception derives from BaseException alone
+        failure = error
     rank, _ = rank_and_ranks()
     own = failure.failures.get(rank, (None,))[0] if isinstance(failure, CheckpointException) else failure
     reasons = gathered(None if own is None else _reason(own))
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    if not failed:
-        if failure is not None:  # torch reports a rank that does not exist
-            raise RuntimeError(f"{str(path)!r} was not saved: {failure}") from failure
-        return
+    if failed:
+        _fail(path, own, failed, is_of_torch=isinstance(failure, CheckpointException))
+    if failure is not None:  # torch reports a rank that does not exist
+        raise RuntimeError(f"{str(path)!r} was not saved: {failure}") from failure
+
+
+def _fail(path: Path, own: BaseException | None, failed: dict[int, _Reason], *, is_of_torch: bool) -> NoReturn:
+    """Delete the incomplete checkpoint and raise; ``own`` is what went wrong on this rank."""
     is_whole = on_rank_zero(lambda: _clean_up(path))
-    if rank > 0:
+    if rank_and_ranks()[0] > 0:
         _clean_up(path)  # a folder of a disk that rank 0 does not see
     if dist.is_initialized():
         dist.barrier()
-    if isinstance(own, Exception) and not isinstance(failure, CheckpointException) and not isinstance(own, OSError):
-        own.add_note(_not_saved(path, failed, is_whole))
+    rank, reason = next(iter(failed.items()))
+    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    before = "the earlier checkpoint of this name is whole" if is_whole else "there is no earlier one of this name"
+    message = f"{str(path)!r} was not saved: rank {rank}: {reason.text}{more}; {before}."
+    if isinstance(own, Exception) and not is_of_torch and not isinstance(own, OSError):
+        own.add_note(message)
         raise own
     if own is not None and not isinstance(own, Exception):
         raise own  # KeyboardInterrupt
     if not all(reason.is_os_error for reason in failed.values()):
-        raise RuntimeError(_not_saved(path, failed, is_whole)) from own
-    error = OSError(_not_saved(path, failed, is_whole))
+        raise RuntimeError(message) from own
+    error = OSError(message)
     error.errno = next((reason.errno for reason in failed.values() if reason.errno is not None), None)
     raise error from own
 
 
 def _reason(error: BaseException) -> _Reason:
-    if isinstance(error, OSError):
-        return _Reason(str(error), error.errno, True)
-    return _Reason(f"{type(error).__name__}: {error}", None, False)
-
-
-def _not_saved(path: Path, failed: dict[int, _Reason], is_whole: bool) -> str:
-    rank, reason = next(iter(failed.items()))
-    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-    before = "the earlier checkpoint of this name is whole" if is_whole else "there is no earlier one of this name"
-    return f"{str(path)!r} was not saved: rank {rank}: {reason.text}{more}; {before}."
+    is_os_error = isinstance(error, OSError)
+    text = str(error) if is_os_error else f"{type(error).__name__}: {error}"
+    return _Reason(text, getattr(error, "errno", None), is_os_error)
 
 
 def _clean_up(path: Path) -> bool:

@@ -1,0 +1,81 @@
+"""Weights are read by rows as they are as a whole, wherever the pieces lie; what cannot be read is named."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_lowprec.checkpoints.folder import ShardFolder
+from lightning_lowprec.checkpoints.load import open_checkpoint
+from lightning_lowprec.checkpoints.weights import open_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WHOLE = torch.arange(7.0 * 5).reshape(7, 5)
+QUARTERS = {(0, 0): (4, 2), (0, 2): (4, 3), (4, 0): (3, 2), (4, 2): (3, 3)}
+
+
+@pytest.fixture
+def quarters(tmp_path):
+    """A folder whose weight lies in four pieces, as tensor parallelism and sharding together cut it."""
+    parts = {at: WHOLE[at[0] : at[0] + size[0], at[1] : at[1] + size[1]] for at, size in QUARTERS.items()}
+    save({"model": {f"{at}": part.clone() for at, part in parts.items()}}, checkpoint_id=tmp_path / "c")
+    torch.save({}, tmp_path / "c" / "meta.pt")
+    table = FileSystemReader(tmp_path / "c").read_metadata()
+    weight = table.state_dict_metadata[f"model.{(0, 0)}"]
+    weight.size = WHOLE.shape
+    weight.chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in QUARTERS.items()]
+    places = {at: table.storage_data[MetadataIndex(f"model.{at}", (0, 0))] for at in QUARTERS}
+    table.storage_data = {MetadataIndex("model.weight", torch.Size(at)): place for at, place in places.items()}
+    table.state_dict_metadata = {"model.weight": weight}
+    table.planner_data = {"model.weight": ("model", "weight")}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(table))
+    return tmp_path / "c"
+
+
+def test_pieces_along_both_dimensions(quarters):
+    source = open_weights(quarters)
+    for start in range(7):
+        for stop in range(start + 1, 8):
+            assert torch.equal(source.rows("weight", start, stop), WHOLE[start:stop])
+    linear = nn.Linear(5, 7, bias=False)
+    assert torch.equal(open_checkpoint(quarters).model("model", linear.state_dict())["weight"], WHOLE)
+
+
+def test_each_piece_of_consecutive_rows_is_read_once(quarters, monkeypatch):
+    read = []
+    load = ShardFolder._load
+    monkeypatch.setattr(ShardFolder, "_load", lambda self, *args: read.append(args) or load(self, *args))
+    source = open_weights(quarters)
+    for row in range(7):
+        source.rows("weight", row, row + 1)
+    assert len(read) == 4
+
+
+def test_safetensors_of_any_shape_and_dtype(tmp_path):
+    tensors = {
+        "codes": WHOLE.to(torch.float8_e4m3fn),
+        "scale": torch.tensor(0.5),
+        "none": torch.zeros(0, 3),
+        "half": WHOLE.bfloat16(),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"more": WHOLE}, tmp_path / "b.safetensors")
+    files = {**dict.fromkeys(tensors, "a.safetensors"), "more": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    source = open_weights(tmp_path)
+    assert source.shapes() == {n: (t.shape, t.dtype) for n, t in {**tensors, "more": WHOLE}.items()}
+    assert torch.equal(source.rows("codes", 2, 5).float(), tensors["codes"].float()[2:5])
+    assert torch.equal(source.rows("half", 0, 7), tensors["half"])
+    assert torch.equal(source.rows("scale", 0, 1), torch.tensor([0.5]))
+    assert source.rows("none", 0, 0).shape == (0, 3)
+    with pytest.raises(ValueError, match=r"a\.safetensors' holds no weights under 'ema'; it has: 'codes'"):
+        open_weights(tmp_path / "a.safetensors", "ema")
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"b\.safetensors' is missing; expected a file of safetensors"):
+        open_weights(tmp_path)
