@@ -35,8 +35,8 @@ from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_lowprec.masters.stepped_copies import refuse_copies
-from lightning_lowprec.msamp.flat_step import Flats
 from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options, note_optimizer
+from lightning_lowprec.msamp.step import Flats
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
@@ -248,7 +248,7 @@ def _convert(optimizer: Any, **options: Any) -> None:
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     options["plain_class"] = type(optimizer)
     optimizer.__class__ = _CLASSES[type(optimizer)]
-    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
+    Optimizer.__setstate__(optimizer, options)  # gives the new class its step hooks
     note_optimizer(optimizer)
     if saved is not None:
         optimizer.load_state_dict(saved)
@@ -257,5 +257,4 @@ def _convert(optimizer: Any, **options: Any) -> None:
 def _set_level(optimizer: ScaledOptimizer, level: Level) -> None:
     saved = optimizer.state_dict()
     optimizer.level = level
-    optimizer._flat_steps.clear()
     optimizer.load_state_dict(saved)

@@ -54,7 +54,7 @@ def revert_optimizer(optimizer: Optimizer) -> None:
     if plain is None:
         optimizer.load_state_dict(saved)
         return
-    for name in ("plain_class", "level", "stochastic_rounding", "seed", "compile", "_flat_steps"):
+    for name in ("plain_class", "level", "stochastic_rounding", "seed", "compile"):
         vars(optimizer).pop(name)
     optimizer.__class__ = plain
     keys = [key for group in saved["param_groups"] for key in group["params"]]

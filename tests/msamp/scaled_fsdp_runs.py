@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowprec.fsdp2 import checkpoint, optimizer_state
 from lightning_lowprec.fsdp2.stored_checkpoint import StoredFile, open_checkpoint
 from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.msamp import fused_step
+from lightning_lowprec.msamp import step as msamp_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.layer import ScaledLayer
@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 def sharded(kind="adamw", seed=0):
     """With a compiled step of SGD, whose bits are those of an eager one."""
-    fused_step._BACKEND = "eager"
+    msamp_step._BACKEND = "eager"
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = Net(seed)
     code_shards(model, mesh.size())
