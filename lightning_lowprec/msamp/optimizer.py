@@ -26,7 +26,7 @@ from lightning_lowprec.msamp.weight import (
     set_master_,
     sharded_like,
 )
-from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode_into
+from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.flat import aligned, local
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.from_host import tensor_on
@@ -38,13 +38,8 @@ from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements whose random bits are numbered together
 _REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
-_OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
+OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 _alive: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
-
-
-def note_optimizer(optimizer: Optimizer) -> None:
-    """Note an optimizer whose class was changed to a ScaledOptimizer."""
-    _alive.add(optimizer)
 
 
 def scaled_optimizers() -> list[Optimizer]:
@@ -201,7 +196,7 @@ class ScaledOptimizer(Optimizer):
             p: {key: v.view(torch.uint8) if _is_e4m3(v) else v for key, v in entry.items()}
             for p, entry in kept["state"].items()
         }
-        return {**kept, "state": state, **{name: getattr(self, name) for name in _OPTIONS}}
+        return {**kept, "state": state, **{name: getattr(self, name) for name in OPTIONS}}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,7 +235,7 @@ class ScaledOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         entries, state = state_dict["state"], {}
-        for key, p in zip(_keys(state_dict), parameters_of(self), strict=True):
+        for key, p in zip(keys_of(state_dict), parameters_of(self), strict=True):
             if key in entries:
                 state[key] = _with_values(entries[key], p)
             elif p.requires_grad and master_of(p) is not None:
@@ -260,7 +255,7 @@ class ScaledOptimizer(Optimizer):
         """
         super().load_state_dict(state_dict)
         params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for key, (group, p) in zip(_keys(state_dict), params, strict=True):
+        for key, (group, p) in zip(keys_of(state_dict), params, strict=True):
             if key in state_dict["state"]:
                 self._load(p, decoded_entry(dict(state_dict["state"][key]), p), self._moments(group))
 
@@ -279,10 +274,9 @@ class ScaledOptimizer(Optimizer):
             state["step"] = torch.as_tensor(step) if weight is None else int(step)
         for key, format in loaded.items():
             values = saved[key] if weight is None else local(saved[key]).to(p.device)
-            if weight is None or f"{key}_scale" not in state:
-                state[key].copy_(values)
-            else:
-                encode_into(state[key], state[f"{key}_scale"], values.float(), format, weight.shards)
+            if weight is not None and f"{key}_scale" in state:
+                values, state[f"{key}_scale"] = encode(values.float(), format, weight.shards)
+            state[key].copy_(values)
         if MASTER_PARAM in saved:
             set_master_(p, saved[MASTER_PARAM])
 
@@ -295,7 +289,7 @@ def _is_bytes(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
-def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
+def keys_of(state_dict: Mapping[str, Any]) -> list[Any]:
     """Return the keys of the parameters in a state dict, in the order of the parameters."""
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 

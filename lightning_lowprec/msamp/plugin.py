@@ -20,8 +20,7 @@ from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.layer import ScaledLayer
-from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.revert import revert
+from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles

@@ -15,8 +15,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import codes_of, master_of, set_values_, values_of
-from lightning_lowprec.msamp.weight_tensor import MsampWeight
+from lightning_lowprec.msamp.weight import MsampWeight, codes_of, master_of, set_values_, values_of
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import sqnr
 
