@@ -90,10 +90,6 @@ class ScaledGradient(Tensor):
         self.inv_scale.fill_(1.0)
         self.stage = min(self.stage, Stage.OWN)
 
-    def to_device(self, device: torch.device) -> ScaledGradient:
-        """Return a copy on another device."""
-        return ScaledGradient(self.codes.to(device), self.inv_scale.to(device), self.stage)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Show the shape and the inner tensors."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"

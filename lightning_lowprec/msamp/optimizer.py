@@ -191,12 +191,9 @@ class ScaledOptimizer(Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that deepcopy and pickle keep; float8 as bytes, which pickle can read."""
-        kept = super().__getstate__()
-        state = {
-            p: {key: v.view(torch.uint8) if _is_e4m3(v) else v for key, v in entry.items()}
-            for p, entry in kept["state"].items()
-        }
-        return {**kept, "state": state, **{name: getattr(self, name) for name in OPTIONS}}
+        state = {p: _viewed(entry, E4M3.dtype, torch.uint8) for p, entry in self.state.items()}
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return {**super().__getstate__(), "state": state, **options}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,8 +201,8 @@ class ScaledOptimizer(Optimizer):
         Optimizer.__setstate__(self, state)
         _alive.add(self)
         self.state = defaultdict(dict, self.state)
-        for entry in self.state.values():
-            entry.update({key: v.view(E4M3.dtype) for key, v in entry.items() if _is_bytes(v)})
+        for p, entry in self.state.items():
+            self.state[p] = _viewed(entry, torch.uint8, E4M3.dtype)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -214,16 +211,13 @@ class ScaledOptimizer(Optimizer):
         """Return the state of ``p``; missing moments start at zero."""
         state: dict[str, Any] = self.state[p]
         coded = msamp_state_of(p) is not None
+        scaled = coded and self.level != "O1"
         if coded:
             state.setdefault("step", 0)
-        for key, format in moments.items():
-            if key in state:
-                continue
-            if coded and self.level != "O1":
-                state[key] = torch.zeros_like(codes_of(p), dtype=format.dtype)
+        for key in [key for key in moments if key not in state]:
+            state[key] = torch.zeros_like(codes_of(p), dtype=moments[key].dtype if scaled else torch.float32)
+            if scaled:
                 state[f"{key}_scale"] = torch.ones((), device=p.device)
-            else:
-                state[key] = torch.zeros_like(codes_of(p), dtype=torch.float32)
         return state
 
     @override
@@ -281,12 +275,9 @@ class ScaledOptimizer(Optimizer):
             set_master_(p, saved[MASTER_PARAM])
 
 
-def _is_e4m3(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == E4M3.dtype
-
-
-def _is_bytes(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.uint8
+def _viewed(entry: Mapping[str, Any], dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
+    """Return the state of a parameter with tensors of ``dtype`` as tensors of the other, on the same memory."""
+    return {key: value.view(other) if getattr(value, "dtype", None) == dtype else value for key, value in entry.items()}
 
 
 def keys_of(state_dict: Mapping[str, Any]) -> list[Any]:

@@ -13,8 +13,7 @@ arithmetic.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -190,23 +189,14 @@ class MsampWeight(Tensor):
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operation on codes and master; the result remembers the whole weight, for writes."""
-    first: MsampWeight = args[0]
-    state = first.msamp_state
-
-    def step(tensor: Tensor) -> Any:
-        return func(tensor, *args[1:], **kwargs)
-
-    codes, masters = step(state.codes), None if state.master is None else step(state.master)
+    weight: MsampWeight = args[0]
+    state = weight.msamp_state
+    codes: Any = func(state.codes, *args[1:], **kwargs)
+    masters: Any = None if state.master is None else func(state.master, *args[1:], **kwargs)
     if isinstance(codes, Tensor):
-        return MsampWeight(state.part(step, codes, masters), first.dtype)
-    steps = [functools.partial(_pick, step, i) for i in range(len(codes))]
-    parts = zip(steps, codes, [None] * len(codes) if masters is None else masters, strict=True)
-    return [MsampWeight(state.part(*part), first.dtype) for part in parts]
-
-
-def _pick(step: Callable[[Tensor], Any], index: int, tensor: Tensor) -> Tensor:
-    part: Tensor = step(tensor)[index]
-    return part
+        return MsampWeight(state.part(codes, masters), weight.dtype)
+    masters = [None] * len(codes) if masters is None else masters
+    return [MsampWeight(state.part(*part), weight.dtype) for part in zip(codes, masters, strict=True)]
 
 
 @torch.no_grad()
@@ -217,15 +207,16 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: li
         return targets[0]
     changed: dict[int, tuple[MsampWeightState, Tensor]] = {}
 
-    def values_of_target(weight: MsampWeight) -> Tensor:
-        state = weight.msamp_state.whole or weight.msamp_state
-        _, values = changed.setdefault(id(state), (state, state.exact_values()))
-        for step in weight.msamp_state.path:
-            values = step(values)
-        return values
-
     def plain(weight: MsampWeight) -> Tensor:
-        return values_of_target(weight) if any(weight is target for target in targets) else weight.decode()
+        if not any(weight is target for target in targets):
+            return weight.decode()
+        part = weight.msamp_state
+        whole = part.whole or part
+        if id(whole) not in changed:  # the memory of the values is laid out as that of the codes
+            values = whole.codes.new_empty_strided(whole.codes.shape, whole.codes.stride(), dtype=torch.float32)
+            changed[id(whole)] = whole, values.copy_(whole.exact_values())
+        offset = part.codes.storage_offset() - whole.codes.storage_offset()
+        return changed[id(whole)][1].as_strided(part.codes.shape, part.codes.stride(), offset)
 
     arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
     func(*arguments, **options)

@@ -10,7 +10,6 @@ All tensors are changed in place, so that every alias of a weight sees a write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final, get_args
 
@@ -24,8 +23,6 @@ from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturat
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
-Step = Callable[[Tensor], Tensor]
-"""A view operation: returns a view of the tensor that it gets."""
 
 
 @final
@@ -66,8 +63,6 @@ class MsampWeightState:
     """None: the weight is whole."""
     whole: MsampWeightState | None = None
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
-    path: tuple[Step, ...] = ()
-    """For a view: the operations that lead from the whole weight to the view."""
     loading: bool = False
     """A state dict is being loaded, whose values may round to the present ones."""
     cutting: bool = False
@@ -86,17 +81,17 @@ class MsampWeightState:
         """Whether FSDP2 gathered the codes, without a master: such a weight cannot take values."""
         return self.master is None and self.codes.dtype == E4M3.dtype
 
-    def part(self, step: Step, codes: Tensor, master: Tensor | None) -> MsampWeightState:
-        """Return the state of a view of codes and master, to which the operation ``step`` leads."""
-        part = replace(self, codes=codes, master=master, pending_master=None)
-        return part if self.cutting else replace(part, whole=self.whole or self, path=(*self.path, step))
+    def part(self, codes: Tensor, master: Tensor | None) -> MsampWeightState:
+        """Return the state of a view of codes and master."""
+        whole = None if self.cutting else self.whole or self
+        return replace(self, codes=codes, master=master, pending_master=None, whole=whole)
 
     def copied(self, device: torch.device | None = None) -> MsampWeightState:
         """Return a copy in memory of its own, on ``device``, or on the same one."""
         tensors: dict[str, Any] = {
             name: t.to(device or t.device, copy=True) for name, t in vars(self).items() if isinstance(t, Tensor)
         }
-        return replace(self, whole=None, path=(), **tensors)
+        return replace(self, whole=None, **tensors)
 
     # ---- values
 
