@@ -78,11 +78,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
     A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
     already, and was not added to since, stays. All ranks must agree on these cases before any sends a gradient, so the
-    host reads one byte per parameter from the device, once per call.
-
-    Args:
-        params: the same on every rank; parameters without codes are left to DDP.
-        group: the process group; None is the default group.
+    host reads one byte per parameter from the device, once per call. ``params`` are the same on every rank; those
+    without codes are left to DDP.
 
     Raises:
         RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.

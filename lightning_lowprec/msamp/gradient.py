@@ -37,16 +37,12 @@ class Stage(IntEnum):
 
 @final
 class ScaledGradient(Tensor):
-    """``codes * inv_scale``, shown as a float32 tensor.
-
-    Args:
-        codes: (...) float8_e4m3fn.
-        inv_scale: scalar float32; NaN where the gradient has a value that is not finite.
-        stage: between backward and step.
-    """
+    """``codes * inv_scale``, shown as a float32 tensor."""
 
     codes: Tensor
+    """(...) float8_e4m3fn."""
     inv_scale: Tensor
+    """Scalar float32; NaN where the gradient has a value that is not finite."""
     stage: Stage
 
     @staticmethod

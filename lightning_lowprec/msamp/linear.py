@@ -39,15 +39,9 @@ def scale_linears(
 ) -> None:
     """Turn Linears and Conv1Ds into ScaledLayers, in place; Parameters stay the same objects.
 
-    The options are those of :class:`~lightning_lowprec.msamp.layer.ScaledLayer`.
-
-    Args:
-        model: holds them.
-        fqns: as in ``model.named_modules()``; ``""`` is the model itself.
-        level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
-        emulate: None: on CPU yes, elsewhere no.
-        fp8_eval: False evaluates with the weights as stored.
-        float32_gradients: micro-batches then add up in float32.
+    The optimizer is ``ScaledAdamW`` or ``ScaledSGD`` of the same level. The options are those of
+    :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
+    ``model.named_modules()``, ``""`` the model itself.
 
     Raises:
         TypeError: a name is not that of a layer whose work is exactly that of an ``nn.Linear``, or a hook computes the

@@ -79,7 +79,7 @@ def step_codes(
     amaxes = _over_shards(weights[0].shards, [run(_measure)(*tensors, formats, *update) for tensors in inputs])
     for i, tensors in enumerate(inputs):
         bits = None if rounding is None else (rounding[0], rounding[1][i])
-        run(_write)(*tensors, formats, *update, amaxes[i], bits)
+        run(_write)(*tensors, formats, amaxes[i], bits, *update)
     if weights[0].master is not None:
         _write_e4m3(run, weights, None if rounding is not None else [measured[-1] for measured in amaxes])
     record_writes([*params, *(weight.codes for weight in weights)])
@@ -143,8 +143,8 @@ def _updated(
     """Return the moments and the weight after the step, in float32."""
     values = {name: codes[name].float() * scale.reciprocal() for name, scale in scales.items()}
     plain = {name: stored.clone() for name, stored in codes.items() if name not in scales}
-    decoded = grad.float() if grad_inv_scale is None else grad.float() * grad_inv_scale
-    full = {**plain, **values, "grad": decoded.clone()}
+    gradient = grad.float() if grad_inv_scale is None else grad.float() * grad_inv_scale
+    full = {**plain, **values, "grad": gradient.clone()}
     rule(full, {**flags, **dict(zip(names, numbers.unbind(), strict=True))})
     return full
 
@@ -163,15 +163,12 @@ def _write(
     grad: Tensor,
     grad_inv_scale: Any,
     formats: Mapping[str, Format],
-    numbers: Tensor,
-    names: tuple[str, ...],
-    flags: Mapping[str, bool],
-    rule: Rule,
     amaxes: Tensor,
     bits: tuple[Tensor, Tensor] | None,
+    *update: Any,
 ) -> None:
     """Second pass: write codes and scales after the step."""
-    full = _updated(codes, scales, grad, grad_inv_scale, numbers, names, flags, rule)
+    full = _updated(codes, scales, grad, grad_inv_scale, *update)
     for (name, format), largest in zip(formats.items(), amaxes.unbind(), strict=True):
         scale = power_of_two_scale(largest, format, scales[name])
         values = full[name] * scale

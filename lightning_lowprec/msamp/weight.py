@@ -37,12 +37,7 @@ _CUTS: Final = {_aten.empty_like.default, _aten.new_zeros.default, _aten.clone.d
 
 @final
 class MsampWeight(Tensor):
-    """Codes and scale, shown as a tensor of values.
-
-    Args:
-        state: the codes.
-        dtype: the dtype that torch sees, also for the gradient.
-    """
+    """Codes and scale, shown as a tensor of values of ``dtype``, which is that of the gradient too."""
 
     msamp_state: MsampWeightState
 

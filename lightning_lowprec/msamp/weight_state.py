@@ -29,8 +29,7 @@ LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 class Shards:
     """The ranks that share weights of codes: each has one shard of every weight, and the scale of the whole.
 
-    Args:
-        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
+    They are the last dimension of the mesh that ``fully_shard`` got.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -116,11 +115,8 @@ class MsampWeightState:
         Args:
             values: of this rank.
             keep_master: keep a master, or one that :meth:`set_master_` left waiting, that rounds to the values.
-            refuse_loss: raise if more than half of the changed values would be rounded back, as small updates and
-                running averages are. While a state dict is loaded, nothing is refused.
-
-        Raises:
-            RuntimeError: ``refuse_loss``, on every rank and before anything changes.
+            refuse_loss: raise on every rank, and change nothing, if more than half of the changed values would be
+                rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
         new = self._encoded(values)
         if self.master is not None and keep_master:
