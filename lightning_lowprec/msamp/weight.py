@@ -240,10 +240,10 @@ def _check_write(func: Any, targets: list[MsampWeight]) -> None:
 def _copy_codes_(target: MsampWeightState, source: Any) -> bool:
     """Copy codes, scales and master, if that is exact; return whether it was."""
     other = msamp_state_of(source)
-    if other is None or target.whole is not None or target.shards is not None:
+    if other is None or target.codes.shape != other.codes.shape or (target.master is None) != (other.master is None):
         return False
-    if target.codes.shape != other.codes.shape or (target.master is None) != (other.master is None):
-        return False
+    if target.scale is not other.scale and (target.whole is not None or target.shards is not None):
+        return False  # a part of a weight has the scale of the whole
     target.copy_(other)
     return True
 

@@ -256,6 +256,9 @@ def test_weights_copy_each_other_with_their_masters(level):
     assert torch.equal(values_of(other.weight), values_of(module.weight))
     assert level != "O3" or torch.equal(master_of(other.weight), master_of(module.weight))
     with torch.no_grad():
+        other.weight[0].copy_(other.weight[1])
+    assert level != "O3" or torch.equal(master_of(other.weight)[0], master_of(module.weight)[1])
+    with torch.no_grad():
         module.weight.zero_()
     assert bool(values_of(other.weight).any()), "memory of its own"
 
