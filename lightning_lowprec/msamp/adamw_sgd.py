@@ -10,13 +10,8 @@ An AdamW, Adam or SGD that holds such weights is converted in place: the optimiz
     convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
-parameter of codes between steps, with a ScaledGradient (1 byte):
-
-| | O1 | O2 | O3 | float32 |
-|---|---|---|---|---|
-| AdamW | 11 | 6 | 7 | 16 |
-| SGD with momentum | 7 | 5 | 6 | 12 |
-| SGD | 3 | 3 | 4 | 8 |
+parameter of codes between steps, gradient included, at O1, O2, O3 and in float32: AdamW 11, 6, 7, 16; SGD with momentum
+7, 5, 6, 12; SGD 3, 3, 4, 8.
 
 State dicts are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of
 every weight that was stepped; :mod:`~lightning_lowprec.masters.optimizer` uses the same name.
@@ -35,8 +30,8 @@ from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_lowprec.masters.stepped_copies import refuse_copies
-from lightning_lowprec.msamp.flat_step import Flats
-from lightning_lowprec.msamp.optimizer import ScaledOptimizer, check_options, note_optimizer
+from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options, keys_of
+from lightning_lowprec.msamp.step import Flats
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
@@ -226,10 +221,14 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     if not coded:
         return
     if isinstance(optimizer, ScaledOptimizer):
-        if optimizer.level != level and "plain_class" in vars(optimizer):  # its weights were converted again
-            _set_level(optimizer, level)
-        elif optimizer.level != level:
-            raise ValueError(f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights.")
+        if optimizer.level != level:
+            if "plain_class" not in vars(optimizer):
+                raise ValueError(
+                    f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights."
+                )
+            saved = optimizer.state_dict()  # its weights were converted again
+            optimizer.level = level
+            optimizer.load_state_dict(saved)
         check_options(optimizer)
     elif type(optimizer) in _CLASSES:
         check_options(optimizer)
@@ -248,14 +247,26 @@ def _convert(optimizer: Any, **options: Any) -> None:
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     options["plain_class"] = type(optimizer)
     optimizer.__class__ = _CLASSES[type(optimizer)]
-    Optimizer.__setstate__(optimizer, {**options, "_flat_steps": {}})  # gives the new class its step hooks
-    note_optimizer(optimizer)
+    ScaledOptimizer.__setstate__(optimizer, options)  # gives the new class its step hooks
     if saved is not None:
         optimizer.load_state_dict(saved)
 
 
-def _set_level(optimizer: ScaledOptimizer, level: Level) -> None:
-    saved = optimizer.state_dict()
-    optimizer.level = level
-    optimizer._flat_steps.clear()
-    optimizer.load_state_dict(saved)
+def revert_optimizer(optimizer: Optimizer) -> None:
+    """Make an optimizer plain that :func:`convert_optimizer_` has converted, in place; its state becomes float32.
+
+    Call after the weights have become plain; an optimizer of weights of codes does not change.
+    """
+    coded = any(msamp_state_of(p) is not None for p in parameters_of(optimizer))
+    if coded or not isinstance(optimizer, ScaledOptimizer):
+        return
+    saved: Any = optimizer.state_dict()
+    if "plain_class" not in vars(optimizer):
+        optimizer.load_state_dict(saved)
+        return
+    optimizer.__class__ = vars(optimizer).pop("plain_class")
+    for name in OPTIONS:
+        vars(optimizer).pop(name)
+    for key, p in zip(keys_of(saved), parameters_of(optimizer), strict=True):
+        if key in saved["state"]:  # torch's own loading would cast to the weights' dtype
+            optimizer.state[p] = saved["state"][key]

@@ -2,70 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.msamp import fsdp2
+from lightning_lowprec.msamp.adamw_sgd import revert_optimizer
+from lightning_lowprec.msamp.layer import ScaledLayer
+from lightning_lowprec.msamp.linear import ScaledLinear, revert
 from lightning_lowprec.msamp.optimizer import scaled_optimizers
 from lightning_lowprec.msamp.plugin import BACKEND as NAME
 from lightning_lowprec.msamp.plugin import MSAMP
-from lightning_lowprec.msamp.revert import revert, revert_optimizer
-from lightning_lowprec.msamp.weight import coded_weight, msamp_state_of
-from lightning_lowprec.numerics.casts import LayerNumerics
+from lightning_lowprec.msamp.weight import coded_weight, master_of, msamp_state_of, values_of
+from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.formats import E4M3, E5M2
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
+from lightning_lowprec.numerics.scaling import power_of_two_scale
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale
 
 _ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
+
+
+def _name(level: str, summary: str, bytes_of_codes: tuple[int, int, int]) -> PrecisionName:
+    return PrecisionName(
+        plugin=MSAMP,
+        options={"level": level},
+        summary=summary,
+        gathers_fp8=level == "O3",
+        bytes_of_codes=bytes_of_codes,
+        conv1d="gathered",
+        weight_rounding=lambda: _ROUNDING,
+        hardware_recipe="msamp",
+    )
+
+
 _NAMES: Final = {
-    "msamp-o1": PrecisionName(
-        plugin=MSAMP,
-        options={"level": "O1"},
-        summary="FP8 linear layers with fp16 weights and FP8 gradients, float32 moments",
-        bytes_of_codes=(2, 1, 8),
-        conv1d="gathered",
-        weight_rounding=lambda: _ROUNDING,
-        hardware_recipe="msamp",
-    ),
-    "msamp-o2": PrecisionName(
-        plugin=MSAMP,
-        options={"level": "O2"},
-        summary="FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments",
-        bytes_of_codes=(2, 1, 3),
-        conv1d="gathered",
-        weight_rounding=lambda: _ROUNDING,
-        hardware_recipe="msamp",
-    ),
-    "msamp-o3": PrecisionName(
-        plugin=MSAMP,
-        options={"level": "O3"},
-        summary="FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2",
-        gathers_fp8=True,
-        bytes_of_codes=(1, 1, 5),
-        conv1d="gathered",
-        weight_rounding=lambda: _ROUNDING,
-        hardware_recipe="msamp",
-    ),
+    "msamp-o1": _name("O1", "FP8 linear layers with fp16 weights and FP8 gradients, float32 moments", (2, 1, 8)),
+    "msamp-o2": _name("O2", "FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments", (2, 1, 3)),
+    "msamp-o3": _name("O3", "FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2", (1, 1, 5)),
 }
 
 
 def _shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
-    from lightning_lowprec.msamp import fsdp2
-
     fsdp2.check_options(options, model)
     fsdp2.code_shards(model, shards)
     return lambda mesh: fsdp2.collect(model, mesh)
 
 
+@compiled_on_cuda
+def _e4m3_scale(amax: Tensor) -> Tensor:
+    return power_of_two_scale(amax.float(), E4M3)
+
+
+@compiled_on_cuda
+def _e5m2_scale(amax: Tensor) -> Tensor:
+    return power_of_two_scale(amax.float(), E5M2)
+
+
+_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=_e4m3_scale)
+_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=_e5m2_scale)
+
+
 def _numerics(layer: nn.Module) -> LayerNumerics | str:
-    from lightning_lowprec.msamp.casts import numerics_of
-
-    return numerics_of(layer)
-
-
-def _weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
-    return {"weight": _ROUNDING} if BACKEND.owns(layer) else {}
+    """Return the casts of a layer. At O3 the weight is compared with its master, if this rank has it whole."""
+    if not isinstance(layer, ScaledLinear):
+        return "it is no linear layer"
+    if not (layer.training or layer.fp8_eval or torch.is_grad_enabled()):
+        return EVALUATES
+    master = master_of(layer.weight)
+    values = values_of(layer.weight) if master is None else master
+    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values)
 
 
 BACKEND: Final = Backend(
@@ -80,5 +90,5 @@ BACKEND: Final = Backend(
     keeps_master=lambda param: msamp_state_of(param) is not None,
     shard_codes=_shard_codes,
     numerics=_numerics,
-    weight_roundings=_weight_roundings,
+    weight_roundings=lambda layer: {"weight": _ROUNDING} if isinstance(layer, ScaledLayer) else {},
 )

@@ -45,12 +45,7 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
 
 
 def include_again(model: nn.Module, reverted: Collection[int]) -> None:
-    """Let DDP train parameters again that were codes: in ``model``, and in every model that holds ``model``.
-
-    Args:
-        model: whose weights were codes.
-        reverted: the ids of the parameters.
-    """
+    """Let DDP train parameters again that were codes, by their ids: in ``model``, and in every model that holds it."""
     for holder in {model, *_EXCLUDING}:
         named = holder.named_parameters(remove_duplicate=False)
         train_in_ddp(holder, {name for name, p in named if id(p) in reverted})
@@ -58,14 +53,10 @@ def include_again(model: nn.Module, reverted: Collection[int]) -> None:
 
 def _exclude(model: nn.Module) -> set[str]:
     """Let DDP ignore the parameters of codes, and return their names."""
-    coded = _coded_names(model)
+    coded = {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
     ignore_in_ddp(model, coded)
     _EXCLUDING.add(model)
     return coded
-
-
-def _coded_names(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
 
 
 def broadcast_codes(model: nn.Module, group: Any = None) -> None:
@@ -87,11 +78,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
     A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
     already, and was not added to since, stays. All ranks must agree on these cases before any sends a gradient, so the
-    host reads one byte per parameter from the device, once per call.
-
-    Args:
-        params: the same on every rank; parameters without codes are left to DDP.
-        group: the process group; None is the default group.
+    host reads one byte per parameter from the device, once per call. ``params`` are the same on every rank; those
+    without codes are left to DDP.
 
     Raises:
         RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.
@@ -99,8 +87,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
     if not coded:
         return
-    own = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
-    largest = tensor_on(coded[0].device, own, torch.uint8)
+    stages_here = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
+    largest = tensor_on(coded[0].device, stages_here, torch.uint8)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     stages = largest.tolist()  # the same on every rank; here the host waits
     if Stage.CLIPPED in stages:
@@ -165,16 +153,16 @@ class DDPModels:
         Raises:
             RuntimeError: several processes train weights of codes, and :meth:`synchronize` got no DDP module.
         """
-        held = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
+        coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
         modules = alive(self._modules)
-        if held and _ranks() > 1 and not modules:
+        if coded and _ranks() > 1 and not modules:
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
             )
         for module in modules:
             if dist.get_world_size(module.process_group) > 1:
-                average_scaled_gradients([p for p in module.parameters() if id(p) in held], module.process_group)
+                average_scaled_gradients([p for p in module.parameters() if id(p) in coded], module.process_group)
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy gets; DDP modules stay in their process."""

@@ -24,20 +24,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.msamp.linear import scaled_linears
-from lightning_lowprec.msamp.weight import required_state_of
+from lightning_lowprec.msamp.weight import MsampWeight, required_state_of
 from lightning_lowprec.msamp.weight_state import Shards
-from lightning_lowprec.msamp.weight_tensor import MsampWeight
 from lightning_lowprec.private.torch import local_tensor
 
 
 def code_shards(model: nn.Module, shards: int) -> None:
-    """Make the weights of ScaledLayers shardable by FSDP2; call before ``fully_shard``.
+    """Make the weights of ScaledLayers shardable by FSDP2 into ``shards`` parts; call before ``fully_shard``.
 
     Gradients become float32.
-
-    Args:
-        model: with layers of :func:`~lightning_lowprec.msamp.linear.scale_linears` at level O3.
-        shards: the number of parts that each weight will be cut into.
 
     Raises:
         ValueError: weights of another level, or a weight that does not divide into equal parts.
@@ -81,7 +76,7 @@ def check_options(options: Any, model: nn.Module) -> None:
         "cpu_offload": options.cpu_offload,
         "sync_module_states": options.sync_module_states,
     }
-    for name in (name for name, given in wrong.items() if given):
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise ValueError(
             f"`{name}={getattr(options, name)!r}` does not go with weights that are kept as codes (MS-AMP) yet. Leave"
             " it out; build the same weights on every rank."

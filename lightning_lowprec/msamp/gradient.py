@@ -37,16 +37,12 @@ class Stage(IntEnum):
 
 @final
 class ScaledGradient(Tensor):
-    """``codes * inv_scale``, shown as a float32 tensor.
-
-    Args:
-        codes: (...) float8_e4m3fn.
-        inv_scale: scalar float32; NaN where the gradient has a value that is not finite.
-        stage: between backward and step.
-    """
+    """``codes * inv_scale``, shown as a float32 tensor."""
 
     codes: Tensor
+    """(...) float8_e4m3fn."""
     inv_scale: Tensor
+    """Scalar float32; NaN where the gradient has a value that is not finite."""
     stage: Stage
 
     @staticmethod
@@ -89,10 +85,6 @@ class ScaledGradient(Tensor):
         self.codes.zero_()
         self.inv_scale.fill_(1.0)
         self.stage = min(self.stage, Stage.OWN)
-
-    def to_device(self, device: torch.device) -> ScaledGradient:
-        """Return a copy on another device."""
-        return ScaledGradient(self.codes.to(device), self.inv_scale.to(device), self.stage)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Show the shape and the inner tensors."""

@@ -1,4 +1,4 @@
-"""Convert layers to MS-AMP's, in place: their weights become codes (:mod:`~lightning_lowprec.msamp.layer`)."""
+"""Convert layers to MS-AMP's and back, in place: their weights become codes (:mod:`~lightning_lowprec.msamp.layer`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.conversion.in_place import become
+from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.matmuls import is_conv1d, is_linear, sizes_of_conv1d
 from lightning_lowprec.conversion.selection import own_work
+from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.layer import ALIGNMENT, ScaledLayer
-from lightning_lowprec.msamp.weight import msamp_state_of, scale_weight_
+from lightning_lowprec.msamp.weight import msamp_state_of, revert_weight_, scale_weight_
 from lightning_lowprec.msamp.weight_state import Level
 
 
@@ -37,13 +39,9 @@ def scale_linears(
 ) -> None:
     """Turn Linears and Conv1Ds into ScaledLayers, in place; Parameters stay the same objects.
 
-    Args:
-        model: holds them.
-        fqns: as in ``model.named_modules()``; ``""`` is the model itself.
-        level: of the weights, as in ``scale_weight_``; the optimizer is ``ScaledAdamW`` of the same level.
-        emulate: see :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; None: on CPU yes, elsewhere no.
-        fp8_eval: see :class:`~lightning_lowprec.msamp.layer.ScaledLayer`.
-        float32_gradients: see the class; micro-batches then add up in float32.
+    The optimizer is ``ScaledAdamW`` or ``ScaledSGD`` of the same level. The options are those of
+    :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
+    ``model.named_modules()``, ``""`` the model itself.
 
     Raises:
         TypeError: a name is not that of a layer whose work is exactly that of an ``nn.Linear``, or a hook computes the
@@ -67,11 +65,11 @@ def scale_linears(
 def _become_scaled(linear: nn.Module) -> None:
     later = "emulate", "fp8_eval", "float32_gradients"
     if not is_conv1d(linear):
-        become(linear, ScaledLinear, {}, later)
+        in_place.become(linear, ScaledLinear, {}, later)
         return
     from lightning_lowprec.msamp.conv1d import ScaledConv1D
 
-    become(linear, ScaledConv1D, sizes_of_conv1d(linear), later)
+    in_place.become(linear, ScaledConv1D, sizes_of_conv1d(linear), later)
 
 
 def _check_linear(fqn: str, linear: nn.Module) -> None:
@@ -109,3 +107,17 @@ def _check_ties(model: nn.Module, fqns: Sequence[str]) -> None:
 def scaled_linears(model: nn.Module) -> dict[str, ScaledLayer]:
     """The layers of ``model`` that are converted, by fqn."""
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, ScaledLayer)}
+
+
+def revert(model: nn.Module) -> None:
+    """Give every ScaledLayer its own class back, and make its weight float32: its master, else its value.
+
+    Parameter objects stay. Weights that FSDP2 has sharded stay codes.
+    """
+    coded = [p for p in model.parameters() if msamp_state_of(p) is not None and not isinstance(p, DTensor)]
+    for p in coded:
+        revert_weight_(p)
+    for layer in scaled_linears(model).values():
+        if msamp_state_of(layer.weight) is None:
+            in_place.revert(layer)
+    include_again(model, {id(p) for p in coded})

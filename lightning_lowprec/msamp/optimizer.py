@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Final, Literal
 
@@ -17,9 +16,8 @@ from typing_extensions import override
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.coded_state import decoded_entry
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
-from lightning_lowprec.msamp.flat_step import Flats, FlatStep
-from lightning_lowprec.msamp.fused_step import FusedStep
 from lightning_lowprec.msamp.gradient import ScaledGradient
+from lightning_lowprec.msamp.step import Flats, step_codes
 from lightning_lowprec.msamp.weight import (
     codes_of,
     master_of,
@@ -28,26 +26,20 @@ from lightning_lowprec.msamp.weight import (
     set_master_,
     sharded_like,
 )
-from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode_into
-from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
+from lightning_lowprec.numerics.flat import aligned, local
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
-from lightning_lowprec.numerics.rounding import keys_of_bits, stochastic_round_fp16_
+from lightning_lowprec.numerics.rounding import keys_of_bits
 from lightning_lowprec.private.torch import copy_all_
 from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
 
-_CHUNK: Final = 1 << 24  # elements that step together: 64 MiB for each of the flat float32 buffers
-_MAX_FLAT_STEPS: Final = 256  # remembered combinations of parameters that stepped together
+_CHUNK: Final = 1 << 24  # elements whose random bits are numbered together
 _REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
-_OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
+OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
 _alive: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
-
-
-def note_optimizer(optimizer: Optimizer) -> None:
-    """Note an optimizer whose class was changed to a ScaledOptimizer."""
-    _alive.add(optimizer)
 
 
 def scaled_optimizers() -> list[Optimizer]:
@@ -71,8 +63,8 @@ class ScaledOptimizer(Optimizer):
             replicas, nothing to save.
         seed: of the stochastic rounding.
         compile: update each parameter of codes by compiled passes over its codes, without memory for float32 values
-            (``torch.compile``). ``"auto"``: on GPUs with FP8; True: on every device. False updates all parameters in
-            flat float32 memory, by one kernel per operation.
+            (``torch.compile``). ``"auto"``: on GPUs with FP8; True: on every device. False runs one kernel per
+            operation, with float32 memory for one parameter at a time.
         options: as in torch's class.
 
     Raises:
@@ -95,7 +87,6 @@ class ScaledOptimizer(Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         self.compile: bool | Literal["auto"] = compile
-        self._flat_steps: dict[tuple[int, ...], FlatStep] = {}
         super().__init__(params, *args, **options)
         check_options(self)
         _alive.add(self)
@@ -112,7 +103,7 @@ class ScaledOptimizer(Optimizer):
 
     @staticmethod
     def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        """Update flat tensors of parameters of codes; see :data:`~lightning_lowprec.msamp.flat_step.Rule`."""
+        """Update flat tensors of parameters of codes; see :data:`~lightning_lowprec.msamp.step.Rule`."""
         raise NotImplementedError
 
     def _update_plain(
@@ -148,11 +139,7 @@ class ScaledOptimizer(Optimizer):
                 half = [i for i, p in enumerate(plain) if p is not weights[i]]
                 copy_all_([plain[i] for i in half], [weights[i] for i in half])
             for alike in self._alike(group["params"]):
-                if self._is_compiled_on(alike[0].device):
-                    self._step_fused(group, alike)
-                    continue
-                for params in chunks(alike, _CHUNK):
-                    self._step_flat(group, params)
+                self._step_codes(group, alike)
         return loss
 
     def _alike(self, params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -166,42 +153,23 @@ class ScaledOptimizer(Optimizer):
                 kinds.setdefault(kind, []).append(p)
         return kinds.values()
 
-    def _is_compiled_on(self, device: torch.device) -> bool:
-        return compiles(device) if self.compile == "auto" else self.compile
-
-    def _step_fused(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        numbers, states = self._begin(group, params)
-        rounding = self._random_bits(params, states[0]["step"]) if self.stochastic_rounding else None
-        formats = self._formats(self._moments(group))
-        FusedStep(params, formats, self._update_flat).update(states, numbers, rounding)
-
-    def _step_flat(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        numbers, states = self._begin(group, params)
-        rounding = None
-        if self.stochastic_rounding:
-            start = self._first_random_bit(params[0])
-            rounding = partial(stochastic_round_fp16_, seed=self.seed, step=states[0]["step"], start=start)
-        self._flat_step(params, self._moments(group)).update(states, numbers, rounding)
-
-    def _begin(
-        self, group: dict[str, Any], params: list[Tensor]
-    ) -> tuple[Mapping[str, float | bool], list[dict[str, Any]]]:
-        """Count the step; return its numbers, and the states of the parameters."""
+    def _step_codes(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        moments = self._moments(group)
         numbers = self._numbers(group, self.state[params[0]])
-        states = [self._state_of(p, self._moments(group)) for p in params]
+        states = [self._state_of(p, moments) for p in params]
         for state in states:
             state["step"] += 1
-        return numbers, states
+        formats = {name: None if self.level == "O1" else format for name, format in moments.items()}
+        rounding = self._random_bits(params, states[0]["step"]) if self.stochastic_rounding else None
+        compile = compiles(params[0].device) if self.compile == "auto" else self.compile
+        step_codes(params, states, formats, self._update_flat, numbers, rounding, compile=compile)
 
     def _random_bits(self, params: list[Tensor], step: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the keys of the random bits of a step, and the place of each parameter, as ``bits_at`` takes them.
-
-        The bits are those of a step in flat memory.
-        """
+        """Return the keys of the random bits of a step, and the place of each parameter, as ``bits_at`` takes them."""
         keys: list[tuple[int, int]] = []
         places: list[tuple[int, int]] = []
         for chunk in chunks(params, _CHUNK):
-            sizes = [_aligned(codes_of(p).numel()) for p in chunk]
+            sizes = [aligned(codes_of(p).numel()) for p in chunk]
             places += [(offset, len(keys)) for offset in accumulate(sizes[:-1], initial=0)]
             keys += keys_of_bits(sum(sizes), self.seed, step, self._first_random_bit(chunk[0]))
         device = params[0].device
@@ -215,32 +183,17 @@ class ScaledOptimizer(Optimizer):
         for p in parameters_of(self):
             if p is first:
                 start = total
-            total += _aligned(p.numel())
+            total += aligned(p.numel())
         return start + (0 if shards is None else shards.rank * total)
-
-    def _flat_step(self, params: list[Tensor], moments: Mapping[str, Format]) -> FlatStep:
-        key = (len(moments), *map(id, params))
-        if key not in self._flat_steps:
-            if len(self._flat_steps) >= _MAX_FLAT_STEPS:
-                self._flat_steps.clear()
-            # keeps the parameters, so ids stay theirs
-            self._flat_steps[key] = FlatStep(params, self._formats(moments), self._update_flat)
-        return self._flat_steps[key]
-
-    def _formats(self, moments: Mapping[str, Format]) -> dict[str, Format | None]:
-        return {name: None if self.level == "O1" else format for name, format in moments.items()}
 
     # ---- state
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that deepcopy and pickle keep; float8 as bytes, which pickle can read."""
-        kept = super().__getstate__()
-        state = {
-            p: {key: v.view(torch.uint8) if _is_e4m3(v) else v for key, v in entry.items()}
-            for p, entry in kept["state"].items()
-        }
-        return {**kept, "state": state, **{name: getattr(self, name) for name in _OPTIONS}, "_flat_steps": {}}
+        state = {p: _viewed(entry, E4M3.dtype, torch.uint8) for p, entry in self.state.items()}
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return {**super().__getstate__(), "state": state, **options}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,8 +201,8 @@ class ScaledOptimizer(Optimizer):
         Optimizer.__setstate__(self, state)
         _alive.add(self)
         self.state = defaultdict(dict, self.state)
-        for entry in self.state.values():
-            entry.update({key: v.view(E4M3.dtype) for key, v in entry.items() if _is_bytes(v)})
+        for p, entry in self.state.items():
+            self.state[p] = _viewed(entry, torch.uint8, E4M3.dtype)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -258,16 +211,13 @@ class ScaledOptimizer(Optimizer):
         """Return the state of ``p``; missing moments start at zero."""
         state: dict[str, Any] = self.state[p]
         coded = msamp_state_of(p) is not None
+        scaled = coded and self.level != "O1"
         if coded:
             state.setdefault("step", 0)
-        for key, format in moments.items():
-            if key in state:
-                continue
-            if coded and self.level != "O1":
-                state[key] = torch.zeros_like(codes_of(p), dtype=format.dtype)
+        for key in [key for key in moments if key not in state]:
+            state[key] = torch.zeros_like(codes_of(p), dtype=moments[key].dtype if scaled else torch.float32)
+            if scaled:
                 state[f"{key}_scale"] = torch.ones((), device=p.device)
-            else:
-                state[key] = torch.zeros_like(codes_of(p), dtype=torch.float32)
         return state
 
     @override
@@ -279,7 +229,7 @@ class ScaledOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         entries, state = state_dict["state"], {}
-        for key, p in zip(_keys(state_dict), parameters_of(self), strict=True):
+        for key, p in zip(keys_of(state_dict), parameters_of(self), strict=True):
             if key in entries:
                 state[key] = _with_values(entries[key], p)
             elif p.requires_grad and master_of(p) is not None:
@@ -299,7 +249,7 @@ class ScaledOptimizer(Optimizer):
         """
         super().load_state_dict(state_dict)
         params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for key, (group, p) in zip(_keys(state_dict), params, strict=True):
+        for key, (group, p) in zip(keys_of(state_dict), params, strict=True):
             if key in state_dict["state"]:
                 self._load(p, decoded_entry(dict(state_dict["state"][key]), p), self._moments(group))
 
@@ -318,28 +268,19 @@ class ScaledOptimizer(Optimizer):
             state["step"] = torch.as_tensor(step) if weight is None else int(step)
         for key, format in loaded.items():
             values = saved[key] if weight is None else local(saved[key]).to(p.device)
-            if weight is None or f"{key}_scale" not in state:
-                state[key].copy_(values)
-            else:
-                encode_into(state[key], state[f"{key}_scale"], values.float(), format, weight.shards)
+            if weight is not None and f"{key}_scale" in state:
+                values, state[f"{key}_scale"] = encode(values.float(), format, weight.shards)
+            state[key].copy_(values)
         if MASTER_PARAM in saved:
             set_master_(p, saved[MASTER_PARAM])
 
 
-def _aligned(count: int) -> int:
-    """Return the number of elements that ``count`` elements take in a flat buffer."""
-    return -(-count // 8) * 8
+def _viewed(entry: Mapping[str, Any], dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
+    """Return the state of a parameter with tensors of ``dtype`` as tensors of the other, on the same memory."""
+    return {key: value.view(other) if getattr(value, "dtype", None) == dtype else value for key, value in entry.items()}
 
 
-def _is_e4m3(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == E4M3.dtype
-
-
-def _is_bytes(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.uint8
-
-
-def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
+def keys_of(state_dict: Mapping[str, Any]) -> list[Any]:
     """Return the keys of the parameters in a state dict, in the order of the parameters."""
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 

@@ -15,13 +15,11 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
-from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.layer import ScaledLayer
-from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.revert import revert
+from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
@@ -164,19 +162,22 @@ class MSAMP(LowPrecision):
             head=self.head,
             conv1d=True,
         )
-        held = scaled_linears(module)
-        if held and not self._are_held(held, plan):  # of another level, or other layers
+        layers = scaled_linears(module)
+        masters = [required_state_of(layer.weight).master for layer in layers.values()]
+        wanted = [(master is not None) == (self.level == "O3") for master in masters]
+        if layers and not (layers.keys() == set(plan.converted) and all(wanted)):
             revert(module)
-            held = {}
-        if not held:
+            layers = {}
+        if not layers:
             with unchanged(module, may_change="the dtype"):
                 scale_linears(module, plan.converted, self.level)
-        for linear in scaled_linears(module).values():
-            linear.emulate, linear.fp8_eval = self.emulates(device), self.fp8_eval
-            linear.float32_gradients = self.grad_accumulation_dtype is torch.float32
+            layers = scaled_linears(module)
+        for layer in layers.values():
+            layer.emulate, layer.fp8_eval = self.emulates(device), self.fp8_eval
+            layer.float32_gradients = self.grad_accumulation_dtype is torch.float32
         compile_blocks(
             module,
-            scaled_linears(module).values(),
+            layers.values(),
             False if self.compile == "auto" and not compiles(device) else self.compile,
             device,
             precision=self.precision,
@@ -185,11 +186,6 @@ class MSAMP(LowPrecision):
         if self.modules.sharded is None:
             self._replicas.exclude_codes(module, will_train=self._will_train)
         fp8.take_plan(self, module, plan, *([self.how(device)] if self.emulates(device) else []))
-
-    def _are_held(self, held: dict[str, ScaledLayer], plan: Plan) -> bool:
-        """Return whether an earlier conversion has made the codes that this precision wants."""
-        has_master = {required_state_of(linear.weight).master is not None for linear in held.values()}
-        return set(plan.converted) == held.keys() and has_master == {self.level == "O3"}
 
     # ---- optimizers and replicas
 

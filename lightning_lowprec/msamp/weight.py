@@ -1,28 +1,267 @@
-"""Parameters of codes: made from plain parameters, found, moved, and given other values.
+"""A weight of codes as one tensor: torch sees the values, the layers of MS-AMP take the codes.
 
-:class:`~lightning_lowprec.msamp.weight_tensor.MsampWeight` is the tensor that such a parameter becomes.
+    scale_weight_(param, level)                                        the parameter becomes codes; the object stays
+    read    F.linear(x, weight), weight.pow(2).sum(), weight.dtype     the values; gradients reach ``weight.grad``
+    write   weight.copy_(x), weight[0].mul_(2), weight.data += x       values that are encoded anew, with a new scale
+    view    weight.t(), weight[0], weight.detach(), weight.data        codes of the same memory; a write reaches them
+    copy    deepcopy, pickle, ``layer.to(device)``                     codes; ``weight.clone()`` gives the values
+
+The representation is the same on one device, under DDP, and under FSDP2 as a shard and as a gathered weight. The life
+of a weight is drawn in docs/architecture.md. :class:`~lightning_lowprec.msamp.weight_state.MsampWeightState` has the
+arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
-from lightning_lowprec.msamp.weight_tensor import again, user_attributes
-from lightning_lowprec.msamp.weight_tensor import msamp_state_of as msamp_state_of
 from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.private import torch as private
+
+_aten: Any = torch.ops.aten
+_ALIASES: Final = {_aten.detach.default, _aten.alias.default}
+_COPIES: Final = {_aten.copy_.default, private.ATEN_FOREACH_COPY}
+_CUTS: Final = {_aten.empty_like.default, _aten.new_zeros.default, _aten.clone.default}
+"""With views, the operations by which FSDP2 makes shards. Later they give values."""
+
+
+@final
+class MsampWeight(Tensor):
+    """Codes and scale, shown as a tensor of values of ``dtype``, which is that of the gradient too."""
+
+    msamp_state: MsampWeightState
+
+    @staticmethod
+    def __new__(cls, state: MsampWeightState, dtype: torch.dtype = torch.float32) -> MsampWeight:
+        """Make a tensor without memory for values, shaped and strided like the codes."""
+        codes = state.codes
+        like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
+        with private.inference_mode_of(codes):
+            weight: MsampWeight = private.make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
+        weight.msamp_state = state
+        return weight
+
+    codes = property(lambda self: self.msamp_state.codes)
+    scale = property(lambda self: self.msamp_state.scale)
+    master = property(lambda self: self.msamp_state.master)
+    master_scale = property(lambda self: self.msamp_state.master_scale)
+
+    __torch_function__ = private.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Keep codes for views, encode what is written, and let all else read the values."""
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # shows operations that are made of others, such as aten.to.dtype
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func.namespace == "c10d":
+            raise RuntimeError(
+                f"{func} got a weight that is kept as codes with a scale (MS-AMP), and would not reach the codes. Send"
+                " state dicts; under DDP use `lightning_lowprec.msamp.ddp.prepare_for_ddp`; or keep the layer in high"
+                " precision: `MSAMP(..., keep=[...])`."
+            )
+        written = private.tree_leaves(private.written_arguments(func, args, kwargs))
+        targets = [target for target in written if isinstance(target, MsampWeight)]
+        if targets:
+            return _write(func, args, kwargs, targets)
+        first = args[0]
+        if isinstance(first, MsampWeight):
+            if func in _ALIASES:
+                return MsampWeight(first.msamp_state, first.dtype)
+            if func.is_view and func is not _aten.view.dtype:
+                return _view(func, args, kwargs)
+            if first.msamp_state.cutting and func in _CUTS:
+                return _view(func, args, {k: v for k, v in kwargs.items() if k != "dtype"})
+        values = private.tree_map_only(MsampWeight, MsampWeight.decode, (args, kwargs))
+        if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
+            like = values[0][0]
+            values = private.tree_map_only(Tensor, lambda t: t.to(like.dtype) if t.is_floating_point() else t, values)
+        return func(*values[0], **values[1])
+
+    def decode(self) -> Tensor:
+        """Return the values, (...) in the dtype that the weight shows."""
+        return self.msamp_state.values().to(self.dtype)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, for loggers of histograms."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on a weight that requires grad. Use weight.detach().numpy() instead."
+            )
+        return self.decode().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as a nested list."""
+        return self.decode().tolist()
+
+    @property
+    def data(self) -> Tensor:
+        """The same weight for code that writes behind autograd's back; new data are encoded."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if getattr(values, "msamp_state", None) is self.msamp_state:
+            return  # `weight.data += x` ends so
+        if values.shape != self.shape or values.device != self.device:
+            raise RuntimeError(
+                f"a weight of shape {tuple(self.shape)} on {self.device} that is kept as codes with a scale (MS-AMP)"
+                f" got data of shape {tuple(values.shape)} on {values.device}; expected the same shape and device."
+                " Move the layer with `layer.to(device)`. Keep the layer in high precision to change its shape:"
+                " `MSAMP(..., keep=[...])`."
+            )
+        self.detach().copy_(values)
+
+    # ---- FSDP2
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the codes to send, for FSDP2."""
+        return (self.codes.view(torch.uint8),), self.scale
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Return the whole weight, for FSDP2; later gathers fill the memory of the first gather."""
+        if out is not None:
+            return None
+        (gathered,) = all_gather_outputs
+        return MsampWeight(MsampWeightState(gathered.view(E4M3.dtype), metadata), param_dtype), (gathered,)
+
+    # ---- compilers and copies
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """Return the names of the inner tensors and the dtype that the weight shows; called by compilers."""
+        names = ["codes", "scale"] if self.master is None else ["codes", "scale", "master", "master_scale"]
+        return names, self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: Any, stride: Any) -> MsampWeight:
+        """Build the weight again; called by compilers."""
+        return MsampWeight(MsampWeightState(**inner), dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy codes, scales and master; as of every Parameter, the gradient is left out."""
+        if id(self) not in memo:
+            memo[id(self)] = _like(self, self.msamp_state.copied())
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle keeps: codes as bytes, because pickle cannot read a storage of float8."""
+        inner = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
+        inner["codes"] = inner["codes"].contiguous().view(torch.uint8)
+        return _unpickled, (inner, self.codes.dtype, self.dtype, self.requires_grad, _attributes(self))
+
+    def data_ptr(self) -> int:
+        """Return the address of the codes."""
+        return self.msamp_state.codes.data_ptr()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Show the shape and the scale."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.scale})"
+
+
+# ---- operations
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a view operation on codes and master; the result remembers the whole weight, for writes."""
+    weight: MsampWeight = args[0]
+    state = weight.msamp_state
+    codes: Any = func(state.codes, *args[1:], **kwargs)
+    masters: Any = None if state.master is None else func(state.master, *args[1:], **kwargs)
+    if isinstance(codes, Tensor):
+        return MsampWeight(state.part(codes, masters), weight.dtype)
+    masters = [None] * len(codes) if masters is None else masters
+    return [MsampWeight(state.part(*part), weight.dtype) for part in zip(codes, masters, strict=True)]
+
+
+@torch.no_grad()
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[MsampWeight]) -> Any:
+    """Run an operation that writes to weights: on their values, which are encoded again."""
+    _check_write(func, targets)
+    if func is _aten.copy_.default and _copy_codes_(targets[0].msamp_state, args[1]):
+        return targets[0]
+    changed: dict[int, tuple[MsampWeightState, Tensor]] = {}
+
+    def plain(weight: MsampWeight) -> Tensor:
+        if not any(weight is target for target in targets):
+            return weight.decode()
+        part = weight.msamp_state
+        whole = part.whole or part
+        if id(whole) not in changed:  # the memory of the values is laid out as that of the codes
+            values = whole.codes.new_empty_strided(whole.codes.shape, whole.codes.stride(), dtype=torch.float32)
+            changed[id(whole)] = whole, values.copy_(whole.exact_values())
+        offset = part.codes.storage_offset() - whole.codes.storage_offset()
+        return changed[id(whole)][1].as_strided(part.codes.shape, part.codes.stride(), offset)
+
+    arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
+    func(*arguments, **options)
+    for state, values in changed.values():
+        state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
+    return private.returned_in_place(func, args, kwargs)
+
+
+def _check_write(func: Any, targets: list[MsampWeight]) -> None:
+    """Refuse writes to gathered weights, and updates of many weights at once by optimizers and averages."""
+    shape = tuple(targets[0].shape)
+    if any(target.msamp_state.is_gathered for target in targets):
+        raise RuntimeError(
+            f"{func} would write to a gathered weight of shape {shape} (MS-AMP, FSDP2), which is freed after its layer"
+            " ran. Write to the shards, between steps; or keep the layer in high precision: `MSAMP(..., keep=[...])`."
+        )
+    if func.name().startswith("aten::_foreach_") and func not in (*_COPIES, private.ATEN_FOREACH_ZERO):
+        raise TypeError(
+            f"{func} would update a weight of shape {shape} that is kept as codes with a scale (MS-AMP), as optimizers"
+            " and averages do that do not know codes: every update would be rounded. Use `torch.optim.AdamW` under"
+            " `precision='msamp-o2'` (or o1, o3), or `lightning_lowprec.msamp.ScaledAdamW`. To average models, average"
+            " their state dicts. Or keep the layer in high precision: `MSAMP(..., keep=[...])`."
+        )
+
+
+def _copy_codes_(target: MsampWeightState, source: Any) -> bool:
+    """Copy codes, scales and master, if that is exact; return whether it was."""
+    other = msamp_state_of(source)
+    if other is None or target.codes.shape != other.codes.shape or (target.master is None) != (other.master is None):
+        return False
+    if target.scale is not other.scale and (target.whole is not None or target.shards is not None):
+        return False  # a part of a weight has the scale of the whole
+    target.copy_(other)
+    return True
+
+
+def _unpickled(
+    inner: dict[str, Any], format: torch.dtype, dtype: torch.dtype, trains: bool, attributes: dict[str, Any]
+) -> MsampWeight:
+    weight = MsampWeight(MsampWeightState(**{**inner, "codes": inner["codes"].view(format)}), dtype)
+    weight.__dict__.update(attributes)
+    weight.requires_grad_(trains)
+    return weight
+
+
+# ---- the parameter: made from a plain one, moved, made plain again
 
 
 @torch.inference_mode(False)  # an optimizer writes to the codes later
-def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
+def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
     """Make ``param`` hold codes, in place, and return its state, which is then at ``param.msamp_state``.
 
     From then on ``param`` shows float32. The object, its shape, its hooks and its place in modules and optimizers stay.
@@ -36,33 +275,54 @@ def scale_weight_(param: Parameter, level: Level) -> MsampWeightState:
     """
     private.check(private.MSAMP)
     check_choice("level", level, LEVELS)
-    held = msamp_state_of(param)
-    if held is not None:
-        raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {held.codes.dtype} codes already.")
+    if (present := msamp_state_of(param)) is not None:
+        raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {present.codes.dtype} codes already.")
     state = MsampWeightState.of(param.detach().float(), level)
     param.grad = None
-    _replace_data(param, state)
+    private.swap_data(param, _like(param, state))
     return state
 
 
-def revert_weight_(param: Parameter, values: Tensor) -> None:
-    """Make a parameter of codes hold ``values`` as a plain parameter does, in place: (...) float32."""
-    made = Parameter(values.clone(), param.requires_grad)
-    made.__dict__.update(user_attributes(param))
-    private.swap_data(param, made)
+@torch.no_grad()
+def revert_weight_(param: nn.Parameter) -> None:
+    """Make a parameter of codes a plain one, in place: float32, with the values of its master, else its own."""
+    gradient, param.grad = param.grad, None
+    plain = nn.Parameter(required_state_of(param).exact_values(), param.requires_grad)
+    plain.__dict__.update({name: value for name, value in _attributes(param).items() if name != "_is_param"})
+    private.swap_data(param, plain)
+    param.grad = gradient.decode() if isinstance(gradient, ScaledGradient) else gradient
 
 
 @torch.inference_mode(False)
 def move_(param: Tensor, device: torch.device) -> None:
     """Move a weight of codes and its gradient to ``device``; the object stays."""
     gradient, param.grad = param.grad, None
-    _replace_data(param, required_state_of(param).copied(device))
+    private.swap_data(param, _like(param, required_state_of(param).copied(device)))
     if gradient is not None and device.type != "meta":
         param.grad = gradient.to(device)
 
 
-def _replace_data(param: Tensor, state: MsampWeightState) -> None:
-    private.swap_data(param, again(param, state))
+def _like(weight: Any, state: MsampWeightState) -> MsampWeight:
+    """Return a weight with other codes that is a Parameter if ``weight`` is one, and has its attributes."""
+    new: Any = MsampWeight(state)
+    new = nn.Parameter(new) if isinstance(weight, nn.Parameter) else new
+    new.__dict__.update(_attributes(weight))
+    new.requires_grad_(weight.requires_grad)
+    return new  # type: ignore[no-any-return]
+
+
+def _attributes(weight: Tensor) -> dict[str, Any]:
+    """Return the user's attributes of a tensor, and whether it is a Parameter."""
+    return {name: value for name, value in vars(weight).items() if name != "msamp_state"}
+
+
+# ---- codes, values and masters of parameters, whole or sharded
+
+
+def msamp_state_of(param: Any) -> MsampWeightState | None:
+    """Return the state of a parameter of codes; None for any other tensor."""
+    state: MsampWeightState | None = getattr(param, "msamp_state", None)
+    return state
 
 
 def required_state_of(param: Any) -> MsampWeightState:
@@ -88,9 +348,6 @@ def codes_of(param: Tensor) -> Tensor:
     return param if state is None else state.codes
 
 
-# ---- values and masters of parameters, whole or sharded
-
-
 @torch.no_grad()
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
@@ -104,7 +361,7 @@ def set_values_(param: Tensor, values: Tensor) -> None:
     A master (or one that :func:`set_master_` left waiting) that rounds to the values stays; else the values become the
     master. For a sharded parameter a collective: every rank calls it.
     """
-    required_state_of(param).set_values_(local(values.detach()).float(), keep_master=True)
+    required_state_of(param).set_values_(local(values.detach()).float())
     record_writes([param])
 
 

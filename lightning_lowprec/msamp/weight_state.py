@@ -10,7 +10,6 @@ All tensors are changed in place, so that every alias of a weight sees a write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final, get_args
 
@@ -24,16 +23,13 @@ from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturat
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
-Step = Callable[[Tensor], Tensor]
-"""A view operation: returns a view of the tensor that it gets."""
 
 
 @final
 class Shards:
     """The ranks that share weights of codes: each has one shard of every weight, and the scale of the whole.
 
-    Args:
-        mesh: the mesh that ``fully_shard`` got; its last dimension shards.
+    They are the last dimension of the mesh that ``fully_shard`` got.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -66,37 +62,35 @@ class MsampWeightState:
     """None: the weight is whole."""
     whole: MsampWeightState | None = None
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
-    path: tuple[Step, ...] = ()
-    """For a view: the operations that lead from the whole weight to the view."""
     loading: bool = False
     """A state dict is being loaded, whose values may round to the present ones."""
     cutting: bool = False
     """FSDP2 cuts the weight at the moment: a part becomes a weight that has no whole."""
 
     @classmethod
-    def of(cls, values: Tensor, level: Level) -> MsampWeightState:
-        """Encode values, (...) float32."""
-        codes, scale = encode(values, FP16)
+    def of(cls, values: Tensor, level: Level, shards: Shards | None = None) -> MsampWeightState:
+        """Encode values, (...) float32; of a sharded weight a collective."""
+        codes, scale = encode(values, FP16, shards)
         if level != "O3":
             return cls(codes, scale)
-        return cls(*encode(codes.float() / scale, E4M3), codes, scale)
+        return cls(*encode(codes.float() / scale, E4M3, shards), codes, scale)
 
     @property
     def is_gathered(self) -> bool:
         """Whether FSDP2 gathered the codes, without a master: such a weight cannot take values."""
         return self.master is None and self.codes.dtype == E4M3.dtype
 
-    def part(self, step: Step, codes: Tensor, master: Tensor | None) -> MsampWeightState:
-        """Return the state of a view of codes and master, to which the operation ``step`` leads."""
-        part = replace(self, codes=codes, master=master, pending_master=None)
-        return part if self.cutting else replace(part, whole=self.whole or self, path=(*self.path, step))
+    def part(self, codes: Tensor, master: Tensor | None) -> MsampWeightState:
+        """Return the state of a view of codes and master."""
+        whole = None if self.cutting else self.whole or self
+        return replace(self, codes=codes, master=master, pending_master=None, whole=whole)
 
     def copied(self, device: torch.device | None = None) -> MsampWeightState:
         """Return a copy in memory of its own, on ``device``, or on the same one."""
         tensors: dict[str, Any] = {
             name: t.to(device or t.device, copy=True) for name, t in vars(self).items() if isinstance(t, Tensor)
         }
-        return replace(self, whole=None, path=(), **tensors)
+        return replace(self, whole=None, **tensors)
 
     # ---- values
 
@@ -115,38 +109,59 @@ class MsampWeightState:
         codes, scale = self.stepped()
         return codes.float() / scale
 
-    def set_values_(self, values: Tensor, *, keep_master: bool) -> None:
+    def set_values_(self, values: Tensor, *, keep_master: bool = True, refuse_loss: bool = False) -> None:
         """Encode other values, (...) float32, in place; of a sharded weight a collective.
 
         Args:
             values: of this rank.
             keep_master: keep a master, or one that :meth:`set_master_` left waiting, that rounds to the values.
+            refuse_loss: raise on every rank, and change nothing, if more than half of the changed values would be
+                rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
-        if self.master is None or self.master_scale is None:
-            encode_into(self.codes, self.scale, values, FP16, self.shards)
-            return
-        best = self._master_of(values) if keep_master else values
-        encode_into(self.master, self.master_scale, best, FP16, self.shards)
-        encode_into(self.codes, self.scale, self.exact_values(), E4M3, self.shards)
+        new = self._encoded(values)
+        if self.master is not None and keep_master:
+            waiting = [] if self.pending_master is None else [self.pending_master]
+            for other in map(self._encoded, (self.exact_values(), *waiting)):
+                new = other if self._are_equal(other, new) else new
+        if refuse_loss and not self.loading:
+            self._refuse_loss(values, new)
+        self.copy_(new)
         self.pending_master = None
 
-    def write_(self, values: Tensor, *, keep_master: bool) -> None:
-        """Encode other values as :meth:`set_values_` does, for code that may not know that the weight is rounded.
-
-        Raises:
-            RuntimeError: on every rank, if more than half of the values that differ would be rounded back, as small
-                updates and running averages are. The weight has its old values then.
-        """
-        before, old = self.copied(), self.values()
-        changed = (values != old) & (values != self.exact_values())
-        self.set_values_(values, keep_master=keep_master)
-        if self.loading:
+    def set_master_(self, values: Tensor) -> None:
+        """Take a master, (...) float32, if that rounds to the codes; else keep the master until such codes come."""
+        if self.master is None or self.master_scale is None:
             return
-        lost = changed & (self.values() == old)
+        new = self._encoded(values)
+        if self._are_equal(new, self):
+            self.master.copy_(new.stepped()[0])
+            self.master_scale.copy_(new.stepped()[1])
+        else:
+            self.pending_master = values
+
+    def copy_(self, other: MsampWeightState) -> None:
+        """Copy codes, scales and master from a state of the same shape and level."""
+        for name in ("codes", "scale", "master", "master_scale"):
+            target = getattr(self, name)
+            if target is not None:
+                target.copy_(getattr(other, name))
+
+    def _encoded(self, values: Tensor) -> MsampWeightState:
+        return MsampWeightState.of(values, "O2" if self.master is None else "O3", self.shards)
+
+    def _are_equal(self, state: MsampWeightState, other: MsampWeightState) -> bool:
+        """Return whether two states of this weight have the same values on every rank."""
+        differ = torch.tensor(float(not torch.equal(state.values(), other.values())), device=self.scale.device)
+        return not bool(differ if self.shards is None else self.shards.maximum(differ))
+
+    def _refuse_loss(self, values: Tensor, new: MsampWeightState) -> None:
+        """Raise if ``new``, the state of ``values``, has the present values where most of the values differ."""
+        present = self.values()
+        changed = (values != present) & (values != self.exact_values())
+        lost = changed & (new.values() == present)
         too_many = (2 * lost.sum() > changed.sum()).float()
         if not bool(too_many if self.shards is None else self.shards.maximum(too_many)):
             return
-        self.copy_(before)
         raise RuntimeError(
             f"a write to a weight of shape {tuple(values.shape)} that is kept as codes with a scale (MS-AMP) would be"
             f" lost: {int(lost.sum())} of the {int(changed.sum())} values that it changes are rounded back to"
@@ -158,50 +173,9 @@ class MsampWeightState:
             " `lightning_lowprec.plain(model)`."
         )
 
-    def copy_(self, other: MsampWeightState) -> None:
-        """Copy codes, scales and master from a state of the same shape and level."""
-        for name in ("codes", "scale", "master", "master_scale"):
-            target = getattr(self, name)
-            if target is not None:
-                target.copy_(getattr(other, name))
-
-    def set_master_(self, values: Tensor) -> None:
-        """Take a master, (...) float32, if that rounds to the codes; else keep the master until such codes come."""
-        if self.master is None or self.master_scale is None:
-            return
-        if self._rounds_to(self.values(), values):
-            encode_into(self.master, self.master_scale, values, FP16, self.shards)
-        else:
-            self.pending_master = values
-
-    def _master_of(self, values: Tensor) -> Tensor:
-        rounded, best = self._rounded(values), values
-        for candidate in (self.exact_values(), self.pending_master):
-            if candidate is not None and self._rounds_to(rounded, candidate):
-                best = candidate
-        return best
-
-    def _rounded(self, master: Tensor) -> Tensor:
-        """Return the values of a level O3 weight whose master has the values ``master``."""
-        codes, scale = encode(master, FP16, self.shards)
-        codes, scale = encode(codes.float() / scale, E4M3, self.shards)
-        return codes.float() / scale
-
-    def _rounds_to(self, rounded: Tensor, master: Tensor) -> bool:
-        """Whether on every rank a weight has the values ``rounded`` if its master has the values ``master``."""
-        differ = torch.tensor(float(not torch.equal(self._rounded(master), rounded)), device=rounded.device)
-        return not bool(differ if self.shards is None else self.shards.maximum(differ))
-
 
 def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
     """Return codes and their scale: (...) float32 -> (...) of the format, scalar float32; all shards have one scale."""
     largest = amax(values)
     scale = power_of_two_scale(largest if shards is None else shards.maximum(largest), format)
     return saturating_cast(values * scale, format), scale
-
-
-def encode_into(codes: Tensor, scale: Tensor, values: Tensor, format: Format, shards: Shards | None) -> None:
-    """Write the codes of ``values`` and their scale into tensors."""
-    new_codes, new_scale = encode(values, format, shards)
-    codes.copy_(new_codes)
-    scale.copy_(new_scale)

@@ -89,21 +89,6 @@ def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> 
         part.add_(random_bits(part.numel(), seed, step, chunk, flat.device, first)).bitwise_and_(_UPPER)
 
 
-def stochastic_round_fp16_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
-    """Round stochastically in place: ``flat``, (N,) float32, gets float16 values; float16 values do not change.
-
-    The largest |value| is 65504, float16's largest. Arguments as in :func:`stochastic_round_`. The grid is 2**(e - 10)
-    wide where 2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
-    """
-    for offset in range(0, flat.numel(), _CHUNK):
-        part = flat[offset : offset + _CHUNK]
-        exponent = torch.frexp(part).exponent.clamp(-13, 16)  # frexp's is e + 1
-        per_grid = power_of_two(11 - exponent)
-        bits = random_bits(part.numel(), seed, step, start + offset, flat.device)
-        # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
-        part.mul_(per_grid).add_((bits >> 3).float().mul_(2.0**-13)).floor_().div_(per_grid)
-
-
 def random_bits(
     count: int, seed: int, step: int, start: int, device: torch.device | str = "cpu", first: int = 0
 ) -> Tensor:
@@ -140,9 +125,13 @@ def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple[int, int]]:
-    """Return the keys of the ``count`` random values by which :func:`stochastic_round_fp16_` rounds.
+    """Return the keys of ``count`` random values for :func:`bits_at`: one pair of int32 for every 2**22 values.
 
-    One pair of int32 for every 2**22 values, in their order; the arguments are those of that function.
+    Args:
+        count: the number of values.
+        seed: the seed of the run.
+        step: counts the roundings; the same step gives the same bits.
+        start: the position of the first value among all values that share ``seed``.
     """
     return [_keys(seed, step, start + offset) for offset in range(0, count, _CHUNK)]
 
@@ -165,8 +154,13 @@ def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
 
 
 def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
-    """Return what :func:`stochastic_round_fp16_` writes, for random values of 16 bits: (N,) float32, (N,) int32."""
-    per_grid = power_of_two(11 - torch.frexp(values).exponent.clamp(-13, 16))
+    """Round to float16 values stochastically, by random values of 16 bits: (N,) float32, (N,) int32 -> (N,) float32.
+
+    float16 values do not change. The largest |value| is 65504, float16's largest. The grid is 2**(e - 10) wide where
+    2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
+    """
+    per_grid = power_of_two(11 - torch.frexp(values).exponent.clamp(-13, 16))  # frexp's exponent is e + 1
+    # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
     return (values * per_grid + (bits >> 3).float() * 2.0**-13).floor() / per_grid
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ def _exists(name: str) -> bool:
     return not attribute or attribute in _assigned(found)
 
 
+@functools.cache  # it disassembles classes of torch
 def _assigned(found: Any) -> set[str]:
     """Return the attributes that a function or the methods of a class and its bases assign, and all their strings."""
     members = [value for cls in found.__mro__ for value in vars(cls).values()] if inspect.isclass(found) else [found]

@@ -1,11 +1,8 @@
 """Parameters of codes, their gradients and steps, for the tests of ScaledAdamW and ScaledSGD."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import codes_of, scale_weight_
@@ -77,21 +74,9 @@ def through_file(state, tmp_path):
 
 
 def bytes_at_rest(p, optimizer):
-    """Per parameter: everything that one scaled parameter and its optimizer hold after a step, workspaces included."""
+    """Per element: everything that one scaled parameter and its optimizer hold after a step."""
     kept = [p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
-    (flat_step,) = optimizer._flat_steps.values()
-    workspaces = [b.flat.untyped_storage().nbytes() for b in (*flat_step._full.values(), *flat_step._codes.values())]
-    return (sum(storages.values()) + sum(workspaces)) / p.numel()
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
+    return sum(storages.values()) / p.numel()

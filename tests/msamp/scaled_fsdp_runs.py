@@ -17,7 +17,7 @@ from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import StoredFile, load, open_checkpoint
 from lightning_lowprec.checkpoints.save import model_state, save
 from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.msamp import fused_step
+from lightning_lowprec.msamp import step as msamp_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.layer import ScaledLayer
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 def sharded(kind="adamw", seed=0):
     """With a compiled step of SGD, whose bits are those of an eager one."""
-    fused_step._BACKEND = "eager"
+    msamp_step._BACKEND = "eager"
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = Net(seed)
     code_shards(model, mesh.size())

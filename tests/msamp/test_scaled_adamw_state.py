@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, convert_optimizer_
 from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
-from lightning_lowprec.numerics.rounding import stochastic_round_fp16_
+from lightning_lowprec.numerics.rounding import bits_at, keys_of_bits, random_bits, round_fp16
 from tests.msamp.scaled_cases import (
     LEVELS,
     OPTIONS,
@@ -25,24 +25,53 @@ from tests.msamp.scaled_cases import (
     starts,
     through_file,
 )
+from tests.msamp.scaled_reference import Reference, quantise, value
 
 # ---- stochastic rounding
+
+
+def rounded(values, seed, step):
+    keys = torch.tensor(keys_of_bits(len(values), seed, step), dtype=torch.int32)
+    return round_fp16(values, bits_at(len(values), keys, torch.zeros(2, dtype=torch.int64)))
 
 
 def test_stochastic_rounding_of_fp16_is_unbiased_between_the_neighbours():
     grid = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     grid = grid[grid.isfinite()]
-    exact = grid.clone()
-    stochastic_round_fp16_(exact, seed=1, step=1)
-    assert torch.equal(exact, grid)
+    assert torch.equal(rounded(grid, seed=1, step=1), grid)
     for x in (1.0 + 0.3 * 2**-10, -1.0 - 0.3 * 2**-10, 2.0**-24 * 5.25, 2.0**-20 * 1.01, 65500.0, -3.7e-9):
-        values = torch.full((1 << 16,), x)
-        stochastic_round_fp16_(values, seed=3, step=7)
+        values = rounded(torch.full((1 << 16,), x), seed=3, step=7)
         below = grid[grid <= x].max()
         above = grid[grid >= x].min()
         assert set(values.tolist()) <= {below.item(), above.item()}
         width = (above - below).item()
         assert abs(values.double().mean().item() - torch.tensor(x).item()) < 5 * width / 2 / 256
+
+
+def test_bits_by_keys_are_those_by_chunks_of_positions():
+    chunk, count, start = 1 << 22, (1 << 22) + 6, 24
+    keys = torch.tensor([(0, 0), *keys_of_bits(count, 3, 7, start)], dtype=torch.int32)
+    expected = [random_bits(part, 3, 7, start + at, "cpu") for at, part in ((0, chunk), (chunk, 6))]
+    assert torch.equal(bits_at(count, keys, torch.tensor([0, 1])), torch.cat(expected))
+    assert torch.equal(bits_at(9, keys, torch.tensor([chunk - 3, 1])), torch.cat(expected)[chunk - 3 :])
+
+
+@every_level
+def test_steps_with_stochastic_rounding_are_those_of_the_specification(level):
+    params = scaled_params(level)
+    optimizer = ScaledAdamW(params, level=level, stochastic_rounding=True, seed=5, **OPTIONS)
+    references = [Reference(v, level) for v in starts()]
+    for step in range(5):
+        run(optimizer, params, [step])
+        position = 0
+        for reference, g in zip(references, gradients(step), strict=True):
+            bits = random_bits(2048, 5, step + 1, 0)[position:][: g.numel()].view(g.shape)
+            reference.step(value(quantise(g, torch.float8_e4m3fn)), **OPTIONS, bits=bits)
+            position += -(-g.numel() // 8) * 8
+    for p, reference in zip(params, references, strict=True):
+        assert torch.equal(p.msamp_state.codes.float(), reference.weight[0].float())
+        assert torch.equal(p.msamp_state.stepped()[0], reference.master[0])
+        assert p.msamp_state.scale.item() == reference.weight[1]
 
 
 def small_updates(**options):

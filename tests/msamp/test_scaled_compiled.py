@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp import fused_step
+from lightning_lowprec.msamp import step as msamp_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from tests.msamp.scaled_cases import LEVELS, OPTIONS, bits, run, same, scaled_params
@@ -28,11 +28,11 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def aot_eager(monkeypatch):
-    monkeypatch.setattr(fused_step, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(msamp_step, "_BACKEND", "aot_eager")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    fused_step._compiled.cache_clear()
+    msamp_step._compiled_by.cache_clear()
 
 
 def trained(form, level, steps=5, **options):

@@ -11,8 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
-from lightning_lowprec.msamp.linear import ScaledLinear, scale_linears
-from lightning_lowprec.msamp.revert import revert
+from lightning_lowprec.msamp.linear import ScaledLinear, revert, scale_linears
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.private import torch as private
 from tests.quality import sqnr

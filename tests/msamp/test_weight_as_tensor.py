@@ -15,8 +15,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import codes_of, master_of, set_values_, values_of
-from lightning_lowprec.msamp.weight_tensor import MsampWeight
+from lightning_lowprec.msamp.weight import MsampWeight, codes_of, master_of, set_values_, values_of
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import sqnr
 
@@ -256,6 +255,9 @@ def test_weights_copy_each_other_with_their_masters(level):
         other.weight.copy_(module.weight)
     assert torch.equal(values_of(other.weight), values_of(module.weight))
     assert level != "O3" or torch.equal(master_of(other.weight), master_of(module.weight))
+    with torch.no_grad():
+        other.weight[0].copy_(other.weight[1])
+    assert level != "O3" or torch.equal(master_of(other.weight)[0], master_of(module.weight)[1])
     with torch.no_grad():
         module.weight.zero_()
     assert bool(values_of(other.weight).any()), "memory of its own"
