@@ -1,8 +1,9 @@
 """Let compiled modules keep between forward and backward what they keep on a GPU, without compiling kernels.
 
 A compiler keeps less for the backward than eager code: torch's partitioner decides which values are kept and which are
-computed again. Here the partitioner decides as it does for the compiler; the two graphs then run on fake tensors. Equal
-modules share graphs: a graph takes parameters as inputs.
+computed again. Here the partitioner decides as it does for the compiler; the two graphs then run on fake tensors. A
+value that only element-wise operations write and read has no memory: a compiler makes one kernel of such operations.
+Equal modules share graphs: a graph takes parameters as inputs.
 """
 
 from __future__ import annotations
@@ -93,13 +94,16 @@ def _traced(function: Callable[..., Any], pause: Pause) -> Callable[..., Any]:
     made: Any = None
     checkpointed = False
 
+    def compiler(graph: Any, example: Any) -> Any:
+        return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
+
     def run(parameters: list[Tensor], inputs: list[Tensor]) -> Any:
         nonlocal made, checkpointed
         if made is None:
             made = aot.aot_function(
                 function,
-                fw_compiler=_as_it_is,
-                bw_compiler=_as_it_is,
+                fw_compiler=compiler,
+                bw_compiler=compiler,
                 partition_fn=partitioners.min_cut_rematerialization_partition,
                 decompositions=decompositions.select_decomp_table(),
             )
@@ -129,8 +133,24 @@ def _as_compiling() -> Iterator[list[bool]]:
         torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator = own
 
 
-def _as_it_is(graph: Any, example: Any) -> Any:
-    return graph
+@final
+class _Fusing(torch.fx.Interpreter):
+    """Run a graph, and count no value that a kernel of several operations never writes to memory."""
+
+    def __init__(self, graph: Any, pause: Pause) -> None:
+        super().__init__(graph)
+        self._pause = pause
+
+    def run_node(self, n: Any) -> Any:
+        """Run an operation."""
+        if not (_is_elementwise(n) and all(map(_is_elementwise, n.users))):
+            return super().run_node(n)
+        with self._pause():
+            return super().run_node(n)
+
+
+def _is_elementwise(node: Any) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _places(module: nn.Module) -> Iterator[Place]:
