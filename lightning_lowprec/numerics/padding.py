@@ -6,19 +6,14 @@ import torch
 from torch import Tensor
 
 
-def pad_rows(x: Tensor, multiple: int, *, repeat_last: bool = False) -> Tensor:
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
     """[*, K] -> [M, K]: flatten the leading dimensions and append rows of zeros until M is a multiple of ``multiple``.
 
-    ``repeat_last`` appends detached copies of the last row. A copy changes no amax of any function that is computed row
-    by row; a row of zeros can change it (a LayerNorm makes its bias of zeros). The result may be a view of ``x``.
+    The result may be a view of ``x``.
     """
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % multiple
-    if missing == 0:
-        return rows
-    if repeat_last:
-        return torch.cat((rows, rows[-1:].detach().expand(missing, -1)))
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def cut_rows(output: Tensor, x: Tensor) -> Tensor:
