@@ -14,6 +14,7 @@ from typing import Final
 from lightning_lowprec import recipes
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.name_formats import HALF, HYBRID, Formats
 from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, MASTERS, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
 from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
@@ -25,7 +26,7 @@ from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
 
-_HALF: Final = {
+_HALF_ROWS: Final = {
     "half-auto": PrecisionName(
         plugin=HalfMixed,
         options={"dtype": "auto"},
@@ -69,6 +70,7 @@ _HALF: Final = {
         summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
     ),
 }
+_HALF: Final = {name: replace(row, formats=HALF[name]) for name, row in _HALF_ROWS.items()}
 _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
@@ -163,7 +165,20 @@ def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionNa
             if not suffix or (row.fp16 if suffix == FP16 else row.masters):
                 options = {**row.options, **OPTIONS.get(suffix, {})}
                 experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
-                yield f"{name}{suffix}", replace(row, options=options, summary=f"{row.summary}{end}", experts=experts)
+                summary, formats = f"{row.summary}{end}", _formats(row, suffix)
+                yield (
+                    f"{name}{suffix}",
+                    replace(row, options=options, summary=summary, experts=experts, formats=formats),
+                )
+
+
+def _formats(row: PrecisionName, suffix: str) -> Formats | None:
+    """Return the formats of a name with a suffix: fp16 is sent where bf16 was; masters change the state."""
+    if row.formats is None or not suffix:
+        return row.formats
+    if suffix == FP16:
+        return replace(row.formats, fsdp2="fp16") if row.formats.fsdp2 == "bf16" else row.formats
+    return row.formats.with_state_of(HALF[f"bf16{suffix}"])
 
 
 def _fill_table() -> None:
@@ -176,7 +191,8 @@ def _fill_table() -> None:
     TABLE.clear()
     if tensorwise := rows.get("fp8-tensorwise"):
         options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
-        lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm")
+        formats = HYBRID.with_state_of(HALF["bf16-lean"])
+        lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
         chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}

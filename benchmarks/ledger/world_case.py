@@ -107,13 +107,12 @@ def promised(case: Case, model: nn.Module) -> dict[str, Any]:
     """Return the bytes that ``lowprec plan --shards`` prints for this case."""
     name = TABLE.get(case.precision)
     converts = name is not None and name.plugin.backend is not None
-    codes = None if name is None else name.bytes_of_codes
     options: dict[str, Any] = {}
     if name is not None and converts:
-        options = {"recipe": name.gains, "alignment": name.alignment, "stores_codes": codes is not None}
+        options = {"recipe": name.gains, "alignment": name.alignment, "stores_codes": name.keeps_codes}
     plan = make_plan(model, **options)
     gathers = name is not None and name.gathers_fp8
-    sizes = footprints(model, plan, case.precision, fp8_all_gather=gathers, bytes_of_codes=codes)
+    sizes = footprints(model, plan, case.precision, fp8_all_gather=gathers)
     if not converts:
         sizes = [row for row in sizes[:-1] if row.precision == case.precision]
     ranks = per_rank(
@@ -122,7 +121,6 @@ def promised(case: Case, model: nn.Module) -> dict[str, Any]:
         sizes,
         shards=case.shards,
         copies=case.copies,
-        bytes_of_codes=codes,
         parts=_parts(case),
         tensor_parallel=case.tensor,
         fp8_reduce=case.fp8_reduce,

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import experts, head, in_float32
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import InBF16
+from lightning_lowprec.conversion.name_formats import Formats
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 from lightning_lowprec.numerics.casts import LayerNumerics
@@ -59,12 +60,17 @@ class PrecisionName:
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
     layer_recipes: tuple[str, ...] = ()
     """The recipes that a layer may have under this name; (): all of its backend's (``Backend.recipes``)."""
-    bytes_of_codes: tuple[int, int, int] | None = None
-    """For weights that are kept as codes: bytes of the weight, of its gradient, and of master and AdamW's moments."""
+    formats: Formats | None = None
+    """What the products read, what is kept, and what is sent; None: nobody has said it."""
     weight_rounding: Callable[[], WeightRounding | None] = lambda: None
     """Returns how the forward rounds weights; None: the scales are neither per weight nor per row or 128 x 128."""
     hardware_recipe: RecipeKey | None = None
     """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether weights are kept as codes with a scale, as MS-AMP's are."""
+        return self.formats is not None and self.formats.keeps_codes
 
 
 def _no_revert(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.name_formats import HYBRID, Formats
 from lightning_lowprec.msamp import fsdp2
 from lightning_lowprec.msamp.adamw_sgd import revert_optimizer
 from lightning_lowprec.msamp.layer import ScaledLayer
@@ -27,23 +29,26 @@ from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_
 _ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
 
 
-def _name(level: str, summary: str, bytes_of_codes: tuple[int, int, int]) -> PrecisionName:
+def _name(level: str, summary: str, formats: Formats) -> PrecisionName:
     return PrecisionName(
         plugin=MSAMP,
         options={"level": level},
         summary=summary,
         gathers_fp8=level == "O3",
-        bytes_of_codes=bytes_of_codes,
+        formats=formats,
         conv1d="gathered",
         weight_rounding=lambda: _ROUNDING,
         hardware_recipe="msamp",
     )
 
 
+_O1: Final = replace(HYBRID, weight="fp16", gradient="e4m3", ddp="e4m3", fsdp2="-")
+_O2: Final = replace(_O1, moments="e4m3, fp16")
+_O3: Final = replace(_O2, weight="e4m3", master="fp16", fsdp2="e4m3")
 _NAMES: Final = {
-    "msamp-o1": _name("O1", "FP8 linear layers with fp16 weights and FP8 gradients, float32 moments", (2, 1, 8)),
-    "msamp-o2": _name("O2", "FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments", (2, 1, 3)),
-    "msamp-o3": _name("O3", "FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2", (1, 1, 5)),
+    "msamp-o1": _name("O1", "FP8 linear layers with fp16 weights and FP8 gradients, float32 moments", _O1),
+    "msamp-o2": _name("O2", "FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments", _O2),
+    "msamp-o3": _name("O3", "FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2", _O3),
 }
 
 

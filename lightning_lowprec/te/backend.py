@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.name_formats import HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.runs_where import RecipeKey
@@ -56,6 +57,13 @@ def _lacks(kind: str) -> dict[str, str]:
     return {FP16: fp16, **masters}
 
 
+_FORMATS: Final = {
+    "fp8-hybrid-te": HYBRID,
+    "fp8-e4m3-te": all_in("e4m3", fsdp2="e4m3"),
+    "fp8-current": HYBRID,
+    "nvfp4": all_in("e2m1"),
+}
+
 BACKEND: Final = Backend(
     name=NAME,
     title="Transformer Engine",
@@ -73,6 +81,7 @@ BACKEND: Final = Backend(
             experts=EXPERTS_NEED_TORCHAO,
             weight_rounding=partial(hooks.OF_KIND.get, kind),
             hardware_recipe=_ROWS[kind],
+            formats=_FORMATS.get(name, all_in("e4m3")),
         )
         for (kind, fp8_format), name in NAMES.items()
     },

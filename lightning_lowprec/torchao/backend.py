@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 from torch import nn
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.name_formats import HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision import half_norms
@@ -53,6 +54,12 @@ _ROWS: Final[Mapping[str, RecipeKey]] = {
 """For each recipe, the row of the table of what runs where."""
 
 
+_FORMATS: Final = {
+    "fp8-tensorwise": HYBRID,
+    "fp8-e4m3-torchao": all_in("e4m3", fsdp2="e4m3"),
+    "fp8-rowwise": all_in("e4m3"),
+    "fp8-rowwise-gw-hp": replace(all_in("e4m3"), grad_weight="bf16"),
+}
 _NAMES: Final = {
     name: PrecisionName(
         plugin=FP8TorchAO,
@@ -69,6 +76,7 @@ _NAMES: Final = {
         layer_recipes=get_args(Recipe),
         weight_rounding=partial(_rounding_of, recipe),
         hardware_recipe=_ROWS[recipe],
+        formats=_FORMATS[name],
     )
     for (recipe, fp8_format), name in NAMES.items()
 }
@@ -82,6 +90,7 @@ _PROTOTYPES: Final = {
         conv1d="converted",
         layer_recipes=("int8",),
         hardware_recipe="int8",
+        formats=all_in("int8"),
     ),
     MXFP8TorchAO.name: PrecisionName(
         plugin=MXFP8TorchAO,
@@ -92,6 +101,7 @@ _PROTOTYPES: Final = {
         conv1d="converted",
         layer_recipes=("mxfp8",),
         hardware_recipe="torchao-mxfp8",
+        formats=all_in("e4m3"),
     ),
 }
 

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowprec.conversion import measured_gains
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.costs import flops, footprints
 from lightning_lowprec.tools.planning.source import load
@@ -64,7 +63,7 @@ def test_flops_and_bytes_by_hand():
     rowwise = footprints(model, plan, "fp8-rowwise", fp8_all_gather=False)[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
-        scaled = footprints(model, plan, "msamp", bytes_of_codes=TABLE[f"msamp-{level.lower()}"].bytes_of_codes)[-1]
+        scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]
         others, in_training = total - converted, trained - 2048
         assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
 

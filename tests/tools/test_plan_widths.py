@@ -5,8 +5,11 @@ multiplies decoded FP8 in float32: the format that its operands were decoded fro
 master and the moments are looked at afterwards.
 """
 
+import ast
 import json
 import logging
+from dataclasses import replace
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
+from lightning_lowprec.conversion import name_formats
+from lightning_lowprec.conversion.name_formats import COLUMNS
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.msamp import adamw_sgd
@@ -25,7 +30,7 @@ from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
-from lightning_lowprec.tools.planning.widths import COLUMNS, all_names, text, widths
+from lightning_lowprec.tools.planning.widths import all_names, text, widths
 from tests.masters.master_loops import buffers_of
 from tests.representatives import representatives
 
@@ -198,12 +203,28 @@ def test_the_table_is_printed_in_columns(capsys):
 
 
 def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
-    monkeypatch.setitem(names.TABLE, "fp6-theirs", names.TABLE["fp8-rowwise"])
-    reason = "its backend is not part of lightning_lowprec"
+    monkeypatch.setitem(names.TABLE, "fp6-theirs", replace(names.TABLE["fp8-rowwise"], formats=None))
+    reason = "its backend does not say it"
     assert widths("fp6-theirs") == {"precision": "fp6-theirs", "reason": reason}
     assert main(["plan", "--precisions"]) == 0
     assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
     assert text([widths("fp6-theirs")])
+
+
+def tables_of_numbers():
+    """Mappings in the package from names of precisions to numbers or formats, by their file."""
+    known = {*all_names(), *name_formats.LIGHTNINGS}
+    for path in Path(names.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                keys = {key.value for key in node.keys if isinstance(key, ast.Constant)} & known
+                if len(keys) > 1 and all(isinstance(value, ast.Tuple) for value in node.values):
+                    yield path.name
+
+
+def test_there_is_no_second_table():
+    """Bytes and formats of a name stand in its row alone."""
+    assert set(tables_of_numbers()) == set()
 
 
 def test_a_plan_wants_a_model(capsys):

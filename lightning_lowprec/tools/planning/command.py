@@ -47,7 +47,6 @@ def run(argv: Sequence[str]) -> int:
         plan,
         args.precision,
         fp8_all_gather=gathered,
-        bytes_of_codes=name.bytes_of_codes,
     )
     if args.shards is None and args.fp8_reduce:
         raise ValueError("`fp8_reduce=True` is not valid without `--shards`: say how many ranks share one copy.")
@@ -63,7 +62,6 @@ def run(argv: Sequence[str]) -> int:
             copies=args.copies,
             fp8_reduce=args.fp8_reduce,
             fp8_all_gather=gathered,
-            bytes_of_codes=name.bytes_of_codes,
         )
     if args.markdown is not None:
         page = text(source.origin, plan, per_token, sizes, ranks, forward=forward, markdown=True, all_rows=args.all)

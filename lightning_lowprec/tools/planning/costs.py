@@ -10,27 +10,22 @@ from torch import nn
 from lightning_lowprec import names
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.matmuls import CONV1D
-from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.plan_row import PlanRow
 
 SEQUENCE_LENGTH = 4096
-LAYOUT: Mapping[str, tuple[int, int, int, int]] = {
-    "32-true": (4, 4, 8, 4),
-    "bf16-true": (2, 2, 4, 2),
-    "bf16-lean-sr": (2, 0, 2, 2),
-    "bf16-lean": (2, 0, 4, 2),
-    "bf16-sr": (2, 2, 8, 2),
-    "bf16-remainder": (2, 2, 10, 2),
-    "bf16-master": (2, 2, 12, 2),
-    "bf16-mixed": (4, 4, 8, 2),
-}
-"""Bytes per parameter: the weight, the gradient, master and moments, and the weight as FSDP2 gathers it.
-
-A gradient counts 0 bytes where it is used and freed during the backward pass: one parameter has one at a time.
-"""
-STATE_LIKE: Mapping[str, str] = {"fp8-lean": "bf16-lean"}
-"""For FP8 names without a suffix of half-precision weights: the name in ``LAYOUT`` with the same state."""
+COMPARED = (
+    "32-true",
+    "bf16-true",
+    "bf16-lean-sr",
+    "bf16-lean",
+    "bf16-sr",
+    "bf16-remainder",
+    "bf16-master",
+    "bf16-mixed",
+)
+"""Names that convert no layers, beside which a plan is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +104,8 @@ def footprints(
     precision: str,
     *,
     fp8_all_gather: bool | Mapping[str, bool] = True,
-    bytes_of_codes: tuple[int, int, int] | None = None,
 ) -> list[Bytes]:
-    """Return the bytes under Lightning's fp32 and bf16 precisions, and under ``precision`` with this plan.
+    """Return the bytes under precisions that convert no layers, and under ``precision`` with this plan.
 
     Args:
         model: the model of the plan.
@@ -119,39 +113,44 @@ def footprints(
         precision: the name of the last row.
         fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can); of weights that
             are kept as codes, whether they run under FSDP2. With recipes per layer: the answer for each recipe.
-        bytes_of_codes: for weights that are kept as codes, see ``PrecisionName.bytes_of_codes``.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rows = [
-        Bytes(
-            precision=name,
-            weights=weight * total,
-            gradients=gradient * trained,
-            optimizer=kept * trained,
-            gathered=sent * total,
-        )
-        for name, (weight, gradient, kept, sent) in LAYOUT.items()
-    ]
+    rows = [_bytes(name, _formats(name), total, trained) for name in COMPARED]
+    mixed, formats = rows[-1], _formats(precision)
     converted = [row for row in plan.rows if row.kept_because is None]
-    weights = sum(row.elements for row in converted)
-    training = sum(row.elements for row in converted if row.trains)
-    mixed = rows[-1]
-    suffix = split(precision)[1]
-    like = STATE_LIKE.get(precision, f"bf16{suffix}" if suffix in MASTERS else mixed.precision)
-    state = next(row for row in rows if row.precision == like)
     coded = sum(row.elements for row in gathered_rows(plan, precision, fp8_all_gather))
-    last = replace(state, precision=precision, gathered=mixed.gathered - coded)
-    if bytes_of_codes is not None:
-        weight, gradient, moments = bytes_of_codes
-        last = Bytes(
-            precision=precision,
-            weights=mixed.weights - (4 - weight) * weights,
-            gradients=mixed.gradients - (4 - gradient) * training,
-            optimizer=mixed.optimizer - (8 - moments) * training,
-            gathered=last.gathered if fp8_all_gather else 0,
-        )
+    gathered = mixed.gathered - coded
+    if not formats.keeps_codes:
+        return [*rows, replace(_bytes(precision, formats, total, trained), gathered=gathered)]
+    inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
+    of_codes, others = _bytes("", formats, *inside), _bytes("", _formats(mixed.precision), *inside)
+    last = Bytes(
+        precision=precision,
+        weights=mixed.weights - others.weights + of_codes.weights,
+        gradients=mixed.gradients - others.gradients + of_codes.gradients,
+        optimizer=mixed.optimizer - others.optimizer + of_codes.optimizer,
+        gathered=gathered if fp8_all_gather else 0,
+    )
     return [*rows, last]
+
+
+def _formats(precision: str) -> Formats:
+    """Return the formats of a name; those of ``bf16-mixed`` if nobody has said them."""
+    row = names.TABLE.get(precision)
+    found = LIGHTNINGS.get(precision) if row is None else row.formats
+    return found or LIGHTNINGS["bf16-mixed"]
+
+
+def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
+    weight, gradient, kept, sent = formats.bytes_per_parameter
+    return Bytes(
+        precision=precision,
+        weights=weight * total,
+        gradients=gradient * trained,
+        optimizer=kept * trained,
+        gathered=sent * total,
+    )
 
 
 def gathered_rows(plan: Plan, precision: str, fp8_all_gather: bool | Mapping[str, bool] = True) -> list[PlanRow]:

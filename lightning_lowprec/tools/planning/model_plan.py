@@ -64,7 +64,7 @@ def plan_of(model: nn.Module, name: PrecisionName, recipe: Recipe | RecipeMap, o
         options,
         recipe=recipe,
         alignment=name.alignment,
-        stores_codes=name.bytes_of_codes is not None,
+        stores_codes=name.keeps_codes,
         conv1d=name.conv1d != "kept",
         pads=name.pads,
         experts=name.experts,

@@ -49,7 +49,6 @@ def per_rank(
     shards: int,
     copies: int = 1,
     fp8_all_gather: bool | Mapping[str, bool] = True,
-    bytes_of_codes: tuple[int, int, int] | None = None,
     parts: Callable[[str], int] = lambda fqn: 1,
     tensor_parallel: int = 1,
     fp8_reduce: bool = False,
@@ -63,7 +62,6 @@ def per_rank(
         shards: ranks per copy of the model.
         copies: copies of the model (``replicate``).
         fp8_all_gather: as in ``footprints``.
-        bytes_of_codes: as in ``footprints``; FSDP2 keeps gradients of such weights in float32.
         parts: into how many parts tensor parallelism cuts the parameter of an fqn.
         tensor_parallel: ranks of a tensor-parallel group.
         fp8_reduce: whether gradients are reduced in float8 (``FSDP2Strategy(fp8_reduce=True)``).
@@ -85,10 +83,11 @@ def per_rank(
         groups = volume.weights_of(model, fp8, blocks=blocks(model), shards=shards, parts=parts)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
-        of_codes = bytes_of_codes if row is sizes[-1] else None
-        if of_codes is not None:  # the step reduces the scales of codes and moments
+        table_row = names.TABLE.get(row.precision)
+        of_codes = table_row is not None and table_row.keeps_codes
+        if of_codes:  # the step reduces the scales of codes and moments
             together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
-        keeps = of_codes is None and _keeps_codes(row.precision)
+        keeps = not of_codes and _keeps_codes(row.precision)
         kept = together.fp8 + root.fp8 if keeps else 0  # codes of shards in high precision, 1 byte each
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         ranks.append(
@@ -122,7 +121,7 @@ def _keeps_codes(precision: str) -> bool:
     return row is None or row.options.get("weight_codes") != "per_gemm"
 
 
-def _state(row: Bytes, plan: Plan, of_codes: tuple[int, int, int] | None) -> int:
-    """Return the bytes of a model's state; gradients of weights that are kept as codes are float32."""
-    wider = 0 if of_codes is None else _FLOAT32 - of_codes[1]
+def _state(row: Bytes, plan: Plan, of_codes: bool) -> int:
+    """Return the bytes of a model's state; FSDP2 keeps gradients of weights that are codes in float32."""
+    wider = _FLOAT32 - 1 if of_codes else 0
     return row.state + wider * sum(r.elements for r in plan.rows if r.kept_because is None and r.trains)

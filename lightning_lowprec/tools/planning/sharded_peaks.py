@@ -9,7 +9,7 @@ from torch import nn
 from lightning_lowprec import names
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools.planning.costs import LAYOUT, footprints
+from lightning_lowprec.tools.planning.costs import COMPARED, footprints
 from lightning_lowprec.tools.planning.extrapolation import Simulator
 from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
 from lightning_lowprec.tools.planning.memory_step import OPTIMIZER, SET_UP, Setting
@@ -38,7 +38,7 @@ def sharded_peaks(model: nn.Module, simulator: Simulator, setting: Setting, devi
     sizes = footprints(model, plan, precision, fp8_all_gather=bool(row and converts and row.gathers_fp8))
     if not converts:
         sizes = sizes[:-1]
-    layout = precision if converts or precision in LAYOUT else "bf16-mixed"
+    layout = precision if converts or precision in COMPARED else "bf16-mixed"
     found = [rank for rank in per_rank(model, plan, sizes, shards=devices) if rank.precision == layout]
     if not found:
         raise ValueError(f"`precision={precision!r}` does not run under strategy='fsdp2'.")

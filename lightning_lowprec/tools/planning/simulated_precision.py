@@ -34,7 +34,7 @@ def refusal(precision: str) -> str | None:
             "the kernels of Transformer Engine do not run on tensors without values. 'fp8-tensorwise' (torchao) is"
             f" simulated; {_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}."
         )
-    if row.bytes_of_codes is not None:
+    if row.keeps_codes:
         return f"MS-AMP's tensors of codes need values. `lowprec plan` shows their bytes at rest. {_ELSEWHERE}."
     return None
 

@@ -131,7 +131,7 @@ def _choice(args: Any, opened: Opened) -> Choice:
         take(LayerOptions, vars(args)),
         recipe=row.gains,
         alignment=row.alignment,
-        stores_codes=row.bytes_of_codes is not None,
+        stores_codes=row.keeps_codes,
         conv1d=row.conv1d != "kept",
         experts=row.experts,
         base=row.options.get("base", "bf16"),

@@ -1,0 +1,92 @@
+"""The number formats of a precision: what its products read, what it keeps and sends. Every table is made of these.
+
+A test trains a layer under every precision that runs on a CPU and compares what it sees with these rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Final, final
+
+BYTES: Final = {"e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0}
+_STATE: Final = ("weight", "gradient", "master", "moments", "ddp", "frees_gradients")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Formats of a Linear that the precision converts; "-": there is none; two where two tensors differ."""
+
+    output: str
+    """The operands of the forward."""
+    grad_input: str
+    """The operands of the gradient of the input, the gradient first."""
+    grad_weight: str
+    weight: str = "fp32"
+    gradient: str = "fp32"
+    master: str = "-"
+    """Kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks."""
+    moments: str = "fp32"
+    """Of AdamW."""
+    ddp: str = "fp32"
+    """In which a gradient is sent."""
+    fsdp2: str = "bf16"
+    """In which a weight is sent."""
+    frees_gradients: bool = False
+    """Whether a gradient is used and freed in the backward: one parameter has one at a time."""
+
+    @property
+    def bytes_per_parameter(self) -> tuple[int, int, int, int]:
+        """Bytes of the weight, of its gradient, of master and moments, and of the weight as FSDP2 sends it."""
+        moments = self.moments.split(", ") * (1 if "," in self.moments else 2)
+        kept = BYTES[self.master] + sum(BYTES[moment] for moment in moments)
+        return BYTES[self.weight], 0 if self.frees_gradients else BYTES[self.gradient], kept, BYTES[self.fsdp2]
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether weights are kept as codes with a scale (MS-AMP), whose gradients have 8 bits."""
+        return BYTES[self.gradient] == 1
+
+    def row(self) -> dict[str, str]:
+        """Return the formats by column."""
+        return {column: getattr(self, column) for column in COLUMNS}
+
+    def with_state_of(self, other: Formats) -> Formats:
+        """Return these products with the weights and the state of another precision."""
+        return replace(self, **{name: getattr(other, name) for name in _STATE})
+
+
+COLUMNS: Final = tuple(field.name for field in fields(Formats) if field.name != "frees_gradients")
+
+
+def all_in(format: str, **state: str | bool) -> Formats:
+    """Return formats whose products read one format."""
+    return Formats(output=format, grad_input=format, grad_weight=format, **state)  # type: ignore[arg-type]
+
+
+HYBRID: Final = Formats(output="e4m3", grad_input="e5m2, e4m3", grad_weight="e5m2, e4m3", fsdp2="e4m3")
+"""Gradients in e5m2, and FSDP2 gathers codes."""
+
+
+def _true(format: str, **state: str | bool) -> Formats:
+    return all_in(format, **{"weight": format, "gradient": format, "ddp": format, "fsdp2": format, **state})
+
+
+LIGHTNINGS: Final = {
+    "32-true": all_in("fp32", fsdp2="fp32"),
+    "bf16-mixed": all_in("bf16"),
+    "bf16-true": _true("bf16", moments="bf16"),
+    "16-mixed": all_in("fp16", fsdp2="fp16"),
+    "16-true": _true("fp16", moments="fp16"),
+}
+"""Lightning's own precisions."""
+HALF: Final = {
+    "half-auto": all_in("bf16"),
+    "bf16-master": _true("bf16", master="fp32"),
+    "fp16-master": _true("fp16", master="fp32"),
+    "bf16-remainder": _true("bf16", master="int16"),
+    "bf16-sr": _true("bf16"),
+    "bf16-lean": _true("bf16", master="int16", moments="e4m3, e5m3", frees_gradients=True),
+    "bf16-lean-sr": _true("bf16", moments="e4m3, e5m3", frees_gradients=True),
+}
+"""Half-precision weights; the suffixes ``-master``, ``-remainder`` and ``-sr`` of other names have the same state."""
