@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ def pytest_collection_finish() -> None:
     """Hide from the garbage collector what the imports made: it would look at all of that in every collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_compiler():
+    """Compiled code of other files counts towards the limits of the compiler: all layers share one forward."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
