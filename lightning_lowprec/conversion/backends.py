@@ -3,7 +3,7 @@
     backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin=Mine, summary="...")}, ...))
 
 The other parts of the package ask this registry; they do not look at the class of a plugin or layer, and keep no lists
-of class names. :mod:`lightning_lowprec.names` registers the four backends of this package by the same call.
+of class names. :mod:`lightning_lowprec.names` registers the three backends of this package by the same call.
 """
 
 from __future__ import annotations
