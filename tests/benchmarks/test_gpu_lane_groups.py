@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ def test_a_group_that_was_there_stays():
 
 
 def test_fsdp2_by_hand_computes_what_our_strategy_computes():
-    """So that the difference of their host times is the wrapper's: the counts of one step, all kinds of aten ops."""
+    """So that the difference of their host times is the wrapper's and that of the layers: one step sends the same."""
     with left_as_found():
         loops = {"ours": sharded_loop.ours(), "by hand": sharded_loop.by_hand()}
         counts = {}
@@ -72,9 +71,8 @@ def test_fsdp2_by_hand_computes_what_our_strategy_computes():
     depth = hook_overhead.DEPTH
     assert counts["by hand"]["aten.mm.default"] >= 3 * depth, "the FP8 GEMMs were not counted"
     assert counts["by hand"]["fsdp.chunk_cat.default"] == depth, "gradients of every layer by themselves"
-    # the scales of all weights are taken apart in one op by ours, one by one by torchao
-    assert counts["ours"] - counts["by hand"] == Counter({"aten.unbind.int": 1})
-    assert counts["by hand"] - counts["ours"] == Counter({"aten.select.int": depth})
+    sent = [{k: n for k, n in c.items() if "c10d" in k or k.startswith("fsdp.")} for c in counts.values()]
+    assert sent[0] == sent[1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to do it")
