@@ -196,9 +196,11 @@ def test_compiled_siblings_keep_one_tensor_of_codes(saved):
     assert kept == [(torch.float8_e4m3fn, 64 * 64)]
 
 
-def test_a_frozen_weight_keeps_nothing_of_its_input():
+@pytest.mark.parametrize("saved", ["values", "codes"])
+def test_a_frozen_weight_keeps_nothing_of_its_input(saved):
+    """As under LoRA, whose base layers do not train."""
     net = Siblings().requires_grad_(False)
-    _, model = set_up(net, weight_codes="per_gemm")
+    _, model = set_up(net, saved, weight_codes="per_gemm")
     x = inputs(16, 64).requires_grad_()
     model(x)
     found = Saved(net)
