@@ -1,7 +1,8 @@
 """Bytes of this package's own Triton kernels, which neither inductor nor torch's dispatcher sees.
 
-`multiply` looks at a number first, and mostly finds nothing to do, because a loss's gradient begins with 1: it counts
-as nothing.
+Two kernels look at a number first, and mostly find nothing to do. They count as nothing: the second launch of
+`weight_codes`, because the optimizer's kernel has noted the largest value, and `multiply`, because a loss's gradient
+begins with 1.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from benchmarks.ledger.recorder import position
 from lightning_lowprec.masters import one_pass
-from lightning_lowprec.numerics import multiply
+from lightning_lowprec.numerics import multiply, weight_codes
 
 Seen = Callable[[str, int, int, int], None]
 GRADIENT = 2
@@ -24,6 +27,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
         _watch(one_pass, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
+        _watch(weight_codes, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
         _watch(multiply, "multiply", lambda *_: 0, seen),
     ]
 
@@ -46,6 +50,11 @@ def _watch(module: ModuleType, name: str, size: Callable[..., int], seen: Seen) 
 
     module.launch = launch  # type: ignore[attr-defined]
     return lambda: setattr(module, "launch", original)
+
+
+def of_codes(weight: Tensor) -> int:
+    """Return the bytes that are read of a weight, and written as codes in two layouts."""
+    return weight.numel() * (weight.element_size() + 2)
 
 
 def of_a_step(row: one_pass.Row) -> int:

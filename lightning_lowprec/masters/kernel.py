@@ -23,9 +23,11 @@ TILE: Final = tl.constexpr(1 << 16)
 """Elements of a parameter that one program steps."""
 BLOCK: Final = tl.constexpr(1 << 11)
 """Elements that one program holds at a time."""
-COLUMNS: Final = tl.constexpr(9)
+COLUMNS: Final = tl.constexpr(10)
 """Addresses of a parameter (weight, master or remainder, gradient, first and second moment, exponents of the first and
-second moment; 0: there is none), its number of elements, and the position of its first element among all parameters."""
+second moment; 0: there is none), its number of elements, the position of its first element among all parameters, and
+the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
+wants it)."""
 NUMBERS: Final = tl.constexpr(9)
 """float32 numbers of a parameter, see ``rules.numbers_of``."""
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
@@ -90,8 +92,9 @@ def _load(pointer, mask, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_upper(pointer, bits, mask):  # type: ignore[no-untyped-def]
-    """Store the upper halves of float32 bits: bf16."""
+    """Store the upper halves of float32 bits: bf16. Return the bits of the stored values, as float32."""
     tl.store(pointer, (bits >> 16).to(tl.int16), mask=mask)
+    return (bits >> 16) << 16
 
 
 @triton.jit
@@ -160,19 +163,22 @@ def _load_master(weight, extra, mask, FORM: tl.constexpr):  # type: ignore[no-un
 def _store_master(  # type: ignore[no-untyped-def]
     weight, extra, x, mask, position, first, seed, step, FORM: tl.constexpr, KIND: tl.constexpr
 ):
-    """Store master and weight."""
+    """Store master and weight; return the bits of the weight, as float32."""
     bits = _bits(x)
     if FORM == "remainder":
-        _store_upper(weight, bits + 0x8000, mask)
+        stored = _store_upper(weight, bits + 0x8000, mask)
         tl.store(extra, bits.to(tl.int16), mask=mask)
     elif FORM == "stochastic":
-        _store_upper(weight, bits + _random(position, first, seed, step), mask)
+        stored = _store_upper(weight, bits + _random(position, first, seed, step), mask)
     else:
         tl.store(extra, x, mask=mask)
         if KIND == "fp16":
-            tl.store(weight, x.to(tl.float16), mask=mask)
+            half = x.to(tl.float16)
+            tl.store(weight, half, mask=mask)
+            stored = _bits(half.to(tl.float32))
         else:  # to the nearest, ties to even
-            _store_upper(weight, tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits), mask)
+            stored = _store_upper(weight, tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits), mask)
+    return stored
 
 
 @triton.jit
@@ -181,7 +187,7 @@ def _block(  # type: ignore[no-untyped-def]
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     ALIGN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Step some elements of a parameter."""
+    """Step some elements of a parameter; return the bits of their new weights, as float32."""
     table += row * COLUMNS
     numbers += row * NUMBERS
     weight = _pointer(table, 0, WEIGHT, ALIGN) + offsets
@@ -209,14 +215,14 @@ def _block(  # type: ignore[no-untyped-def]
             _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
             g = g + tl.load(numbers + 3) * m if RULE == "nesterov" else m
         x = x + tl.load(numbers + 6) * g
-    _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
+    return _store_master(weight, extra, x, mask, position, first, seed, step, FORM, WEIGHT)
 
 
 @triton.jit(do_not_specialize=("seed", "step"))
 def step_parameters(  # type: ignore[no-untyped-def]
     tiles, table, numbers, factor, seed, step,
     RULE: tl.constexpr, FORM: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    ALIGN: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, GROUP: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
     """Step all parameters of a table once; a program steps one tile."""
     seed = seed.to(tl.int64)
@@ -227,12 +233,19 @@ def step_parameters(  # type: ignore[no-untyped-def]
     size = tl.load(table + row * COLUMNS + 7)
     position = tl.load(table + row * COLUMNS + 8) + begin
     scale = tl.load(factor)
+    largest = tl.full((BLOCK,), 0, tl.int32)
     for offset in range(0, TILE, BLOCK):
         inside = offset + tl.arange(0, BLOCK)
         offsets = begin + inside
         if begin + offset + BLOCK <= size:  # without a mask, loads and stores are as wide as the hardware's
-            _block(row, begin + offset, offsets, None, size, position + inside, position + offset, table, numbers,
-                   scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
+            new = _block(row, begin + offset, offsets, None, size, position + inside, position + offset, table, numbers,
+                         scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
+            largest = tl.maximum(largest, new & 0x7FFFFFFF)
         elif begin + offset < size:
-            _block(row, begin + offset, offsets, offsets < size, size, position + inside, position + offset, table,
-                   numbers, scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
+            new = _block(row, begin + offset, offsets, offsets < size, size, position + inside, position + offset,
+                         table, numbers, scale, seed, step, RULE, FORM, WEIGHT, GRAD, MOMENT, ALIGN, GROUP)  # fmt: skip
+            largest = tl.maximum(largest, tl.where(offsets < size, new & 0x7FFFFFFF, 0))
+    if MEASURE:  # numbers that are not negative are in the order of their bits, and a NaN is the largest
+        address = tl.load(table + row * COLUMNS + 9)
+        if address != 0:
+            tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(largest, 0))

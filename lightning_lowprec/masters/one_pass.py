@@ -26,8 +26,9 @@ from lightning_lowprec.masters.rules import NUMBERS, Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.largest import Largest, asked
 from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
-from lightning_lowprec.private.torch import add_to_all_, increment_versions
+from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
 NOTE_WRITTEN: Final = "note_written"
@@ -62,6 +63,8 @@ class Row:
     step: Tensor | None
     param: Tensor
     master: Tensor
+    largest: Largest | None
+    """Where the largest absolute value of the new weight is wanted."""
 
 
 @torch.no_grad()
@@ -123,7 +126,7 @@ def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Stor
     )
     filled = [*tensors, None, None][:5]
     step = optimizer.state.get(param, {}).get("step")
-    return Row(variant, (*filled, *moments.exponents), store.position(index), step, param, master)
+    return Row(variant, (*filled, *moments.exponents), store.position(index), step, param, master, asked(param))
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -152,6 +155,9 @@ def _step_rows(
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
     numbers = torch.zeros(len(rows), NUMBERS) if is_simulated() else numbers_of(rule, plain, group, steps, len(rows))
     factor = factor if rows[0].master.grad is None else 1.0
+    hints = [(row.largest, row.param) for row in rows if row.largest is not None]
+    if hints:
+        copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
     launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:
@@ -159,6 +165,8 @@ def _step_rows(
         if hasattr(weight, NOTE_WRITTEN):
             weight.note_written()  # type: ignore[union-attr]
     increment_versions([*written, *(row.param for row in rows)])
+    for hint, param in hints:
+        hint.note(param)
 
 
 def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
@@ -178,14 +186,19 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
     weights = [row.tensors[0] for row in rows]
     sizes = tuple(weight.numel() for weight in weights if weight is not None)
     pointers = [[_address(t) for t in (*row.tensors, None, None)][:7] for row in rows]
-    table = [number for p, size, row in zip(pointers, sizes, rows, strict=True) for number in (*p, size, row.position)]
+    hints = [_address(None if row.largest is None else row.largest.value) for row in rows]
+    table = [
+        number
+        for p, size, row, hint in zip(pointers, sizes, rows, hints, strict=True)
+        for number in (*p, size, row.position, hint)
+    ]
     variant, device = rows[0].variant, numbers.device
     tiles = _tiles(sizes, device, kernel.TILE.value)
     with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
         kernel.step_parameters[(len(tiles),)](
             tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
             FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
-            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group, num_warps=8,
+            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group, MEASURE=any(hints), num_warps=8,
         )  # fmt: skip
 
 

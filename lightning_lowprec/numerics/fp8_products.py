@@ -6,17 +6,21 @@ are multiples of 16. So a matrix that is a factor of two products is stored twic
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
+from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.numerics.one_pass import in_one_pass, rows_in_one_pass
 from lightning_lowprec.numerics.scaling import encode, power_of_two_scale
+from lightning_lowprec.numerics.weight_codes import kernel_encodes, weight_codes
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_mm
 
 
@@ -38,6 +42,10 @@ class Codes:
 
         values: (M, N) any float; NaN and inf become NaN or the format's limits, and their scale is 1.
         """
+        if isinstance(values, Parameter) and format == E4M3 and kernel_encodes(values):
+            scale_of = functools.partial(power_of_two_scale, format=E4M3)
+            rows, columns, scale = weight_codes(values.detach(), scale_of, largest(values))
+            return cls(rows=rows, columns=columns, inv_scale=scale.reciprocal())
         (amax,) = largest_absolute_values([values])
         scale = power_of_two_scale(amax, format)
         rows = padded(in_one_pass(encode, values, scale, format.dtype))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,21 +59,23 @@ def test_a_group_that_was_there_stays():
 
 
 def test_fsdp2_by_hand_computes_what_our_strategy_computes():
-    """So that the difference of their host times is the wrapper's and that of the layers: one step sends the same."""
+    """So that the difference of their host times is the wrapper's: one step sends the same, and writes no more."""
     with left_as_found():
         loops = {"ours": sharded_loop.ours(), "by hand": sharded_loop.by_hand()}
-        counts = {}
+        counts, writes = {}, {}
         for name, loop in loops.items():
             loop()  # lazy set-up
             loop()
             with hook_overhead.Ops() as ops:
                 loop()
-            counts[name] = ops.counts
+            counts[name], writes[name] = ops.counts, Counter(hook_overhead.count(loop).aten)
     depth = hook_overhead.DEPTH
     assert counts["by hand"]["aten.mm.default"] >= 3 * depth, "the FP8 GEMMs were not counted"
     assert counts["by hand"]["fsdp.chunk_cat.default"] == depth, "gradients of every layer by themselves"
     sent = [{k: n for k, n in c.items() if "c10d" in k or k.startswith("fsdp.")} for c in counts.values()]
     assert sent[0] == sent[1]
+    assert not writes["ours"] - writes["by hand"]
+    assert writes["ours"]["aten::mm"] >= 3 * depth - 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to do it")

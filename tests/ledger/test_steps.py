@@ -33,8 +33,11 @@ TORCHAO = {
 
 @pytest.mark.parametrize("name", TORCHAO)
 def test_our_products_ask_for_no_more_than_raw_torchao(name):
-    """No more kernels, products, FLOPs or bytes in a step."""
+    """The same products by shape, format, layout and flags, in order; no more kernels, FLOPs or bytes in a step."""
     ours, by_hand = entry(name), entry(TORCHAO[name])
+    of_ours, of_theirs = ([k for k in e.kernels if k.startswith("cublasLt")] for e in (ours, by_hand))
+    assert of_ours == of_theirs
+    assert len(of_ours) >= 3 * 7 * STACK.layers, "the products were not found"
     assert len(ours.kernels) <= len(by_hand.kernels)
     assert ours.whole().product_flops == by_hand.whole().product_flops
     assert ours.whole().products == by_hand.whole().products
@@ -111,8 +114,8 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 @pytest.mark.parametrize(
     ("ours", "over", "least"),
     [
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.47),
-        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.35),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled", 1.48),
+        ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled", 1.36),
         ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled", 1.39),
     ],
 )

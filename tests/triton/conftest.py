@@ -15,6 +15,7 @@ KERNELS = (
     "lightning_lowprec.numerics.encode_columns_kernel",
     "lightning_lowprec.numerics.fp8_blocks_kernel",
     "lightning_lowprec.numerics.multiply_kernel",
+    "lightning_lowprec.numerics.weight_codes_kernel",
 )
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 

@@ -12,6 +12,7 @@ from lightning_lowprec import HalfMixed
 from lightning_lowprec.masters import deferred, one_pass
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
+from lightning_lowprec.numerics.largest import asked, largest
 from tests.masters.master_loops import equal, through_file
 from tests.precision.weights_left import as_trained
 
@@ -121,14 +122,38 @@ def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
         flat = torch.zeros(start - before + n)
         flat[start - before :] = w.float() + g.float() * -0.001
         stochastic_round_(flat, seed=seed, step=step, start=before)
-        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, 0, 0, n, start])
+        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, 0, 0, n, start, 0])
         numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
         tiles = torch.tensor([0, 0], dtype=torch.int32)
         kernel.step_parameters[(1,)](
             tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
-            GRAD="bf16", MOMENT="fp32", ALIGN=1, GROUP=1,
+            GRAD="bf16", MOMENT="fp32", ALIGN=1, GROUP=1, MEASURE=False,
         )  # fmt: skip
         assert torch.equal(w.float(), flat[start - before :])
+
+
+@pytest.mark.parametrize(("form", "dtype"), [*((form, torch.bfloat16) for form in FORMS), ("fp32", torch.float16)])
+def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype):
+    """The value is that of the weight as it is stored, also if it is negative, NaN, or in the last block."""
+    params = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)) for n in (5000, 7, 64)]
+    assert [largest(p) for p in params[:2]] == [None, None]
+    optimizer = add_masters(optim.SGD(params, lr=1e-2), FORMS[form])
+    with torch.no_grad():
+        params[0][4998] = -9.0
+        params[1][2] = torch.nan
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        noted = torch.stack([largest(p) for p in params[:2]])
+        expected = torch.stack([p.detach().float().abs().max() for p in params[:2]])
+        torch.testing.assert_close(noted, expected, rtol=0, atol=0, equal_nan=True)
+        assert asked(params[2]) is None
+        params[0].data.mul_(0.5)  # the next note is not the largest of two steps
+    with torch.no_grad():
+        params[0].mul_(2)
+    assert largest(params[0]) is None, "a write that torch saw"
+    assert largest(params[1]) is not None
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
