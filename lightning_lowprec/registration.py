@@ -64,7 +64,7 @@ from lightning_lowprec.strategies import (
     is_fsdp2,
     resolve_strategy,
 )
-from lightning_lowprec.zero.bind import DEEPSPEED, bind
+from lightning_lowprec.zero.engine import DEEPSPEED, bind
 
 STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
 """The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""

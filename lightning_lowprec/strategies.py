@@ -17,8 +17,8 @@ from lightning_lowprec.fsdp2.from_fsdp import FSDP1
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
-from lightning_lowprec.zero.bind import DEEPSPEED
-from lightning_lowprec.zero.choice import check_plugin
+from lightning_lowprec.zero.config import check_plugin
+from lightning_lowprec.zero.engine import DEEPSPEED
 
 OURS: Final = (FabricFSDP2Strategy, FSDP2Strategy)
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")

@@ -1,19 +1,18 @@
-"""The choice of a plugin as fields of a DeepSpeed config; DeepSpeed itself is not needed."""
+"""The options of a plugin as fields of a DeepSpeed config; DeepSpeed itself is not needed."""
 
 import pytest
 import torch
 
 import lightning_lowprec as lp
-from lightning_lowprec.zero.choice import Choice
-from lightning_lowprec.zero.config import SCALE_FIELDS, scale_fields, translated
+from lightning_lowprec.zero.config import SCALE_FIELDS, ZeroOptions, scale_fields, translated
 
 
-def choice_of(plugin):
-    return Choice.of(plugin)
+def options_of(plugin):
+    return ZeroOptions.of(plugin)
 
 
-BF16 = choice_of(lp.HalfMixed("bf16", master_weights=True))
-FP16 = choice_of(lp.HalfMixed("fp16", master_weights=True))
+BF16 = options_of(lp.HalfMixed("bf16", master_weights=True))
+FP16 = options_of(lp.HalfMixed("fp16", master_weights=True))
 
 
 def test_bf16():
@@ -35,7 +34,7 @@ def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     ids=["dynamic", "static"],
 )
 def test_loss_scales(scale, expected):
-    section = translated({}, choice_of(lp.HalfMixed("fp16", loss_scale=scale)), SCALE_FIELDS)["fp16"]
+    section = translated({}, options_of(lp.HalfMixed("fp16", loss_scale=scale)), SCALE_FIELDS)["fp16"]
     assert tuple(section.get(field) for field in SCALE_FIELDS) == expected
 
 
@@ -58,9 +57,9 @@ def test_scales_that_deepspeed_does_not_have(field, value, expected):
 
 def test_skipped_steps():
     plugin = lp.HalfMixed("bf16", skip_nonfinite=True)
-    assert translated({}, choice_of(plugin), SCALE_FIELDS)["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert translated({}, options_of(plugin), SCALE_FIELDS)["bf16"] == {"enabled": True, "check_grad_overflow": True}
     with pytest.raises(ValueError, match=r"`bf16.check_grad_overflow=True`, and the DeepSpeed config has `.*=False`"):
-        translated({"bf16": {"check_grad_overflow": False}}, choice_of(plugin), SCALE_FIELDS)
+        translated({"bf16": {"check_grad_overflow": False}}, options_of(plugin), SCALE_FIELDS)
 
 
 def test_dtypes_of_gradients_and_buffers():
@@ -71,13 +70,13 @@ def test_dtypes_of_gradients_and_buffers():
         grad_reduce_dtype=torch.float32,
         buffer_dtype=torch.bfloat16,
     )
-    assert translated({}, choice_of(plugin), SCALE_FIELDS) == {
+    assert translated({}, options_of(plugin), SCALE_FIELDS) == {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
         "communication_data_type": "fp32",
     }
     with pytest.raises(ValueError, match=r"`communication_data_type='fp32'`, and the DeepSpeed config has `.*='bf16'`"):
-        translated({"communication_data_type": "bf16"}, choice_of(plugin), SCALE_FIELDS)
+        translated({"communication_data_type": "bf16"}, options_of(plugin), SCALE_FIELDS)
 
 
 @pytest.mark.parametrize(
