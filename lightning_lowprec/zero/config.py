@@ -114,8 +114,8 @@ def _other_masters(config: MasterConfig) -> str | None:
     return None if config.update == "step" else f"`update={config.update!r}`"
 
 
-def translated(config: Mapping[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, Any]:
-    """Return a copy of the user's or the strategy's config with the plugin's options in it.
+def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, Any]:
+    """Return a copy of ``source``, the config of the user or the strategy, with the plugin's options in it.
 
     ``arguments`` are :data:`SCALE_FIELDS` as the strategy was given them.
 
@@ -123,7 +123,7 @@ def translated(config: Mapping[str, Any], options: ZeroOptions, arguments: Mappi
         ValueError: a field of the config, or an argument, has another value than the plugin (the message has both), or
             DeepSpeed cannot scale the loss as the plugin would.
     """
-    config = copy.deepcopy(dict(config))
+    config = copy.deepcopy(dict(source))
     if "bfloat16" in config:  # DeepSpeed's own older name
         config.setdefault("bf16", config.pop("bfloat16"))
     half = _SECTIONS[options.dtype]

@@ -159,7 +159,12 @@ def bind(plugin: LowPrecision, strategy: Any) -> None:
     arguments = {field: getattr(strategy, field) for field in SCALE_FIELDS}
     strategy.config = translated(strategy.config, options, arguments)
     plugin.bind_engine(engine)
-    if isinstance(strategy, TrainerStrategy):
+    _wrap(plugin, engine, strategy)
+
+
+def _wrap(plugin: LowPrecision, engine: ZeroEngine, strategy: Any) -> None:
+    for_trainer = isinstance(strategy, TrainerStrategy)
+    if for_trainer:
         private.before_initialize(strategy, partial(_check_optimizer, plugin))
         strategy.init_deepspeed = partial(_initialize, engine, strategy, strategy.init_deepspeed)
     else:
