@@ -96,6 +96,9 @@ OPTIONS: Final[Mapping[str, str]] = {
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
     "fuse": "It is gone: compile the blocks of the model, or write `te.LayerNormLinear` and `te.LayerNormMLP`"
     " into the model, which `FP8TE` runs in FP8. For experts in FP8 use 'fp8-hybrid'.",
+    "ladder": "It is gone: a bad layer goes to bf16 at once. For a scale per row write the recipe of the layer:"
+    " `FP8TorchAO({'*.o_proj': 'rowwise', '*': 'tensorwise'})`.",
+    "on-readings": "It is gone: read `monitor.readings` after a step, or the Trainer's loggers.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
 """Names of options of other stacks, and of those that are gone."""

@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from lightning.fabric import is_wrapped
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.private.torch_modules import whole
 
 _WRAPPERS: Final = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of what ``fabric.setup`` or DDP has made of it."""
-    if is_wrapped(model) or isinstance(model, DistributedDataParallel):
-        inner = model.module
-        assert isinstance(inner, nn.Module)
-        return unwrapped(inner)
-    return model
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

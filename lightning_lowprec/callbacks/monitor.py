@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -15,25 +15,27 @@ from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
 from lightning_lowprec.callbacks.demotion import Demoter, Demotion
-from lightning_lowprec.callbacks.layers import unwrapped
 from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
 from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.callbacks.shadow_loss import shadow_loss
-from lightning_lowprec.checks import Count, Rule, check_types
+from lightning_lowprec.checks import Count, Rule
+from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.precision.plain import unwrapped
 
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
 
 
 @final
+@shows()
 class NumericsMonitor(Callback):
     """Sample the casts of every converted layer; between two samplings nothing runs.
 
     A sampling looks at the first micro-batch of a step: for input, weight and output gradient of every layer, the
     largest value, the share of values that become 0, the share beyond the format's range, and the scale; and the signal
     to noise of the layer's output. Ranks agree on the numbers. They go to the Trainer's loggers
-    (``fp8/<layer>/<tensor>/underflow``), to a file that ``lowprec monitor`` draws, and to ``on_readings``.
+    (``fp8/<layer>/<tensor>/underflow``), to a file that ``lowprec monitor`` draws, and to :attr:`readings`.
 
     In a Trainer, ``callbacks=[NumericsMonitor()]``. In Fabric, call :meth:`step` before the forward of every optimizer
     step, and :meth:`finish` after the last one.
@@ -45,13 +47,11 @@ class NumericsMonitor(Callback):
         folder: where to write ``numerics.jsonl``; a file that exists is continued. None: the Trainer's
             ``default_root_dir``; in Fabric no file is written.
         log: whether to send the numbers to the Trainer's loggers.
-        on_readings: called with the readings of every sampling, on every rank, with the same numbers.
         shadow_loss: Trainer: at each sampling, also compute the loss of the batch with converted layers in high
             precision, and log it as ``fp8/shadow_loss`` beside ``fp8/loss``. ``training_step`` then runs twice: it must
             change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
-        demote: give layers whose readings are bad several times in a row another precision: one scale, then a scale
-            per row, then bf16. Kept in the Trainer's checkpoints; in Fabric save :meth:`state_dict`. The end of the run
-            says how the next run begins so.
+        demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
+            Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
         trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
             finite. Costs a pass over each output, one host read per step, and the compiler.
 
@@ -61,23 +61,17 @@ class NumericsMonitor(Callback):
 
     def __init__(
         self,
-        every: int = 100,
+        every: Count = 100,
         *,
-        rows: float = 1 / 16,
+        rows: Share = 1 / 16,
         folder: str | Path | None = None,
         log: bool = True,
-        on_readings: Callable[[list[Reading]], object] | None = None,
         shadow_loss: bool = False,
         demote: Demotion | None = None,
         trace_nonfinite: bool = False,
     ) -> None:
-        switches = {"log": log, "shadow_loss": shadow_loss, "trace_nonfinite": trace_nonfinite}
-        check_types({"every": every, "rows": rows}, {"every": Count, "rows": Share})
-        check_types(switches, dict.fromkeys(switches, bool))
         self.every, self.rows, self.log = every, rows, log
         self.folder = None if folder is None else Path(folder)
-        self.on_readings = on_readings
-        check_types({"demote": demote}, {"demote": Demotion | None})
         self.demoter = None if demote is None else Demoter(demote)
         """What was demoted so far."""
         self.trace_nonfinite = trace_nonfinite
@@ -93,7 +87,8 @@ class NumericsMonitor(Callback):
         self._compiler = PausedCompiler()
         self._compiles = False
         """Whether code around the model was found to be compiled."""
-        self._nonfinite: dict[Direction, Nonfinite] = {}
+        self.nonfinite: dict[Direction, Nonfinite] = {}
+        """The first module with a value that is not finite, by direction; for ``trace_nonfinite``."""
         self._model: nn.Module | None = None
         self._shadow: Tensor | None = None
         self._last: int | None = None
@@ -126,12 +121,6 @@ class NumericsMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a run."""
         self._last = None
-        base = getattr(trainer.precision_plugin, "base", "bf16")
-        if self.demoter is not None and base == "fp16" and "rowwise" in self.demoter.rules.ladder:
-            raise ValueError(
-                f"`demote=` with 'rowwise' in its ladder is not possible with `base={base!r}`, which has no scales per"
-                " row. Use `Demotion(ladder=('bf16',))`."
-            )
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -216,7 +205,7 @@ class NumericsMonitor(Callback):
         self._compiler.resume()
         if self._tracer is not None:
             self._tracer.end()
-            self._nonfinite = self._tracer.found
+            self.nonfinite = self._tracer.found
         sampler = self._sampler
         if sampler is None or not sampler.is_armed:
             return False
@@ -229,8 +218,6 @@ class NumericsMonitor(Callback):
             rank_zero_info(_report(self.readings, self.missing))
         if folder is not None and _is_rank_zero():
             files.append(folder / FILE, self._sampled, self.readings)
-        if self.on_readings is not None:
-            self.on_readings(self.readings)
         if self.demoter is not None and self._model is not None:
             self.demoter.see(self._model, self.readings)
         return True
@@ -245,11 +232,6 @@ class NumericsMonitor(Callback):
                 part.disarm()
         self._compiler.resume()
         self._sampler = self._tracer = self._model = None
-
-    @property
-    def nonfinite(self) -> dict[Direction, Nonfinite]:
-        """The first module with a value that is not finite, by direction; for ``trace_nonfinite``."""
-        return self._nonfinite
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model and its hooks, which stay in their process."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
@@ -45,29 +45,6 @@ class Reading:
     """The number by which values are multiplied, of several the smallest; None: not known, or not one number."""
     output_db: float | None
     """Signal to noise of the layer's output against the same product in high precision, dB; None: not known."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """The limits beyond which a layer is better kept in high precision."""
-
-    underflow: float = 0.3
-    """The largest share of values of one tensor that may become 0."""
-    output_db: float = 20.0
-    """The smallest signal to noise of the output, dB."""
-    patience: int = 3
-    """The number of readings in a row that must be beyond a limit."""
-
-    def reason(self, layer: Sequence[Reading]) -> str | None:
-        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
-        for reading in layer:
-            if math.isnan(reading.amax):
-                return f"{reading.tensor} is not finite"
-            if reading.underflow is not None and reading.underflow > self.underflow:
-                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
-        found = layer[0].output_db if layer else None
-        return None if found is None or found >= self.output_db else f"output has {found:.1f} dB"
 
 
 def append(path: Path, step: int, readings: Iterable[Reading]) -> None:

@@ -1,4 +1,4 @@
-"""Layers that lose too much in FP8 get another precision, decided by readings, kept on resume, and said at the end."""
+"""Layers that lose too much in FP8 go to bf16, decided by readings, kept on resume, and said at the end."""
 
 import ast
 import copy
@@ -17,16 +17,14 @@ from tests.precision.weights_left import as_trained
 
 WIDTH, STEPS = 64, 8
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(many workers|isinstance.treespec|useless when run on CPU|runs in (rowwise|bf16) from here on).*"
+    "ignore:.*(many workers|isinstance.treespec|useless when run on CPU|runs in bf16 from here on).*"
 )
 
 
 def data(kind):
-    """Values of about 1; a large one in one row, or one in each row: then all others become 0 with one scale."""
+    """Values of about 1; or a large one in each row: then all others become 0 with one scale."""
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
-    if kind == "one row":
-        x[0, 0] = 1e6
-    elif kind == "all rows":
+    if kind == "all rows":
         x[:, 0] = 1e6
     return x
 
@@ -34,7 +32,7 @@ def data(kind):
 class Net(L.LightningModule):
     """Two layers that see the input, and one behind a norm."""
 
-    def __init__(self, kind="one row", base=None):
+    def __init__(self, kind="all rows"):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
@@ -61,24 +59,24 @@ def fit(net, folder, plugin=None, steps=STEPS, ckpt=None, monitor=None, **demoti
     return trainer, monitor
 
 
-@pytest.mark.parametrize(("kind", "rungs"), [("none", {}), ("one row", "rowwise"), ("all rows", "bf16")])
-def test_bad_layers_go_down_the_ladder_as_far_as_they_must(kind, rungs, tmp_path):
+@pytest.mark.parametrize(("kind", "layers"), [("none", []), ("all rows", ["first", "second"])])
+def test_bad_layers_go_to_bf16(kind, layers, tmp_path):
     _, monitor = fit(Net(kind), tmp_path)
-    assert monitor.demoter.demoted == ({} if not rungs else dict.fromkeys(["first", "second"], rungs))
+    assert monitor.demoter.demoted == dict.fromkeys(layers, "bf16")
 
 
 def test_a_demotion_is_a_switch_by_hand_at_the_same_step(tmp_path):
-    """Patience 2: bad at steps 0 and 1, rowwise from step 2; bad at 2 and 3, bf16 from step 4."""
-    net = Net("all rows")
+    """Patience 2: bad at steps 0 and 1, bf16 from step 2."""
+    net = Net()
     fit(net, tmp_path)
-    by_hand = Net("all rows")
+    by_hand = Net()
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO())
     wrapped, optimizer = fabric.setup(by_hand, by_hand.configure_optimizers())
     wrapped.mark_forward_method("training_step")
     for step in range(STEPS):
-        for rung in {2: ["rowwise"], 4: ["bf16"]}.get(step, []):
-            backends.reconfigure(by_hand.first, rung)
-            backends.reconfigure(by_hand.second, rung)
+        if step == 2:
+            backends.reconfigure(by_hand.first, "bf16")
+            backends.reconfigure(by_hand.second, "bf16")
         with fabric.autocast():  # the Trainer does not cast the batch
             loss = by_hand.training_step(data("all rows"), step)
         loss.backward()
@@ -102,16 +100,15 @@ def test_a_resumed_run_goes_on_with_what_was_counted_and_demoted(steps, tmp_path
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("kind", ["one row", "all rows"])
-def test_the_end_says_how_the_next_run_begins_so(kind, tmp_path):
-    net = Net(kind)
+def test_the_end_says_how_the_next_run_begins_so(tmp_path):
+    net = Net()
     _, monitor = fit(net, tmp_path)
-    option, value = re.search(r"with `(\w+)=(.*)`\.$", monitor.demoter.report()).groups()
-    plugin = FP8TorchAO(**{option: ast.literal_eval(value)})
+    (keep,) = re.search(r"with `keep=(.*)`\.$", monitor.demoter.report()).groups()
+    plugin = FP8TorchAO(keep=ast.literal_eval(keep))
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-    again = fabric.setup(Net(kind))
+    again = fabric.setup(Net())
     again.load_state_dict(net.state_dict())
-    x = data(kind)
+    x = data("all rows")
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         for name in ("first", "second", "third"):
             assert torch.equal(getattr(again, name)(x), getattr(net, name)(x)), name
@@ -149,10 +146,13 @@ def test_fabric_saves_and_restores_the_state():
 def test_what_cannot_be_demoted_raises(tmp_path):
     with pytest.raises(ValueError, match=r"`demote=` is not possible with MS-AMP.*use FP8TorchAO"):
         fit(Net(), tmp_path, MSAMP("O2"))
-    with pytest.raises(ValueError, match=r"Use `Demotion\(ladder=\('bf16',\)\)`"):
-        fit(Net(), tmp_path, FP8TorchAO(base="fp16"))
-    _, monitor = fit(Net("none"), tmp_path, FP8TorchAO(base="fp16"), ladder=("bf16",))
-    assert monitor.demoter.demoted == {}
-    for wrong in ({"ladder": ("bf16", "rowwise")}, {"patience": 0}, {"underflow": "much"}):
-        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+    for wrong in ({"patience": 0}, {"underflow": "much"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             Demotion(**wrong)
+
+
+def test_what_is_gone_says_the_remedy():
+    with pytest.raises(TypeError, match=r"'ladder'. It is gone: a bad layer goes to bf16 at once.*'rowwise'"):
+        Demotion(ladder=("rowwise", "bf16"))
+    with pytest.raises(TypeError, match=r"'on_readings'. It is gone: read `monitor.readings`"):
+        NumericsMonitor(on_readings=print)

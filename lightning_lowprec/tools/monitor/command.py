@@ -10,7 +10,8 @@ from typing import Any, Final, final
 
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.callbacks.readings import FILE, Reading, Thresholds, by_layer, read
+from lightning_lowprec.callbacks.demotion import Demotion
+from lightning_lowprec.callbacks.readings import FILE, Reading, by_layer, read
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.monitor.page import page
 from lightning_lowprec.tools.table import format_table
@@ -48,9 +49,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--keep", action="store_true", help="print `keep=[...]`: the layers beyond a limit; no page")
     parser.add_argument("--json", action="store_true", help="print JSON, with every layer; with --keep a list of names")
     parser.add_argument("--top", type=int, default=10, help="the number of layers in the table")
-    parser.add_class_arguments(Thresholds, as_group=False)
+    parser.add_class_arguments(Demotion, as_group=False)
     args = parser.parse_args(argv)
-    limits = Thresholds(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
+    limits = Demotion(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
     path = args.run / FILE if args.run.is_dir() else args.run
     if not path.is_file():
         raise ValueError(
@@ -77,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def worst(samplings: Samplings, limits: Thresholds) -> list[Worst]:
+def worst(samplings: Samplings, limits: Demotion) -> list[Worst]:
     """Return the layers of a run, those first that are beyond a limit for longest, then by signal to noise."""
     last: dict[str, list[Reading]] = {}
     beyond: dict[str, int] = {}
@@ -98,7 +99,7 @@ def worst(samplings: Samplings, limits: Thresholds) -> list[Worst]:
     return sorted(found, key=lambda layer: (-layer.beyond, math.inf if layer.output_db is None else layer.output_db))
 
 
-def keep(layers: Sequence[Worst], limits: Thresholds) -> str:
+def keep(layers: Sequence[Worst], limits: Demotion) -> str:
     """Return the argument of a plugin that keeps the layers beyond a limit in high precision, with a reason each."""
     bad = [layer for layer in layers if layer.beyond >= limits.patience]
     if not bad:
@@ -106,11 +107,11 @@ def keep(layers: Sequence[Worst], limits: Thresholds) -> str:
     return "keep=[\n" + "".join(f'    "{layer.fqn}",  # {layer.reason}\n' for layer in bad) + "]"
 
 
-def _kept(layers: Sequence[Worst], limits: Thresholds) -> list[str]:
+def _kept(layers: Sequence[Worst], limits: Demotion) -> list[str]:
     return [layer.fqn for layer in layers if layer.beyond >= limits.patience]
 
 
-def _as_json(samplings: Samplings, layers: Sequence[Worst], limits: Thresholds, out: Path) -> dict[str, Any]:
+def _as_json(samplings: Samplings, layers: Sequence[Worst], limits: Demotion, out: Path) -> dict[str, Any]:
     return {
         "page": str(out),
         "steps": list(samplings),
