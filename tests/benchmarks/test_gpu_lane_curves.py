@@ -153,7 +153,7 @@ def test_predictions_come_from_the_committed_counts():
         amounts = [amount for phase in entry["stretches"].values() for amount in phase.values()]
         assert sum(sum(amount["product_flops"].values()) for amount in amounts) == flops, entry["contender"]
     assert "assumed" in label
-    page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    page = " ".join((ROOT / "docs/speed.md").read_text().split())
     assert f"takes {found[BASELINE]:.0f} ms with bf16-mixed and {found[MAIN]:.0f} ms with `fp8-tensorwise`" in page
     assert predictions.predicted_ms(DATA, "124m", 16)[0] == {}
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own config class reads what docs/migration/deepspeed.md quotes."""
+"""DeepSpeed's own config class reads what docs/migration.md quotes."""
 
 import json
 import re
@@ -9,9 +9,9 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
-from tests.migration.quoted import ROOT, SOURCES, absent
+from tests.migration.quoted import SOURCES, absent, sections
 
-PAGE = (ROOT / "docs" / "migration" / "deepspeed.md").read_text()
+PAGE = sections()["deepspeed"]
 BATCH = {"train_batch_size": 1}
 EVERY_FIELD_OF_FP16 = {
     "enabled": True, "loss_scale": 0, "initial_scale_power": 17, "loss_scale_window": 500, "hysteresis": 3,

@@ -13,9 +13,27 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
+PAGES = [ROOT / "docs" / "migration.md", *sorted((ROOT / "docs" / "migration").glob("*.md"))]
+STACKS = {
+    "From NeMo and Megatron": "nemo-megatron",
+    "From torchtitan": "torchtitan",
+    "From SageMaker SMP v2": "smp",
+    "From Accelerate": "accelerate",
+    "From the Trainer of transformers": "transformers-trainer",
+    "From Axolotl": "axolotl",
+    "From plain Lightning": "lightning",
+    "From MS-AMP": "ms-amp",
+    "From DeepSpeed": "deepspeed",
+}
+"""The headings of the sections, and the stacks in ``sources.yaml``."""
 SOURCES: dict[str, list[dict]] = yaml.safe_load((Path(__file__).parent / "sources.yaml").read_text())
 NAME = r"[A-Za-z_][\w-]*"
+
+
+def sections() -> dict[str, str]:
+    """Return the text of the section of every stack."""
+    parts = [part for page in PAGES for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]]
+    return {STACKS[part.partition("\n")[0]]: part for part in parts}
 
 
 def quoted(page: str) -> set[str]:

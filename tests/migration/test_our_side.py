@@ -12,7 +12,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.private.lightning import precision_names
-from tests.migration.quoted import PAGES, ROOT, SOURCES, known
+from tests.migration.quoted import PAGES, ROOT, SOURCES, known, sections
 
 TEXT = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES)
 OURS = {
@@ -23,17 +23,6 @@ CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", spa
 MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith("FP8TE(")]
 """Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
 THEIRS = {name for stack in SOURCES for name in known(stack)}
-PEERS = {
-    "NeMo and Megatron": "nemo-megatron",
-    "SageMaker SMP v2": "smp",
-    "Accelerate": "accelerate",
-    "MS-AMP": "ms-amp",
-    "Axolotl": "axolotl",
-    "Trainer of transformers": "transformers-trainer",
-    "DeepSpeed": "deepspeed",
-    "torchtitan": "torchtitan",
-    "plain Lightning": "lightning",
-}
 
 
 def rows():
@@ -82,15 +71,13 @@ def test_names_and_recipes_exist():
         assert {part for part in name if part} <= set(precision_names()), name
 
 
-def test_every_peer_has_a_page_with_a_table_and_their_config_beside_ours():
-    listed = re.findall(
-        r"^\* \[(.+)\]\(migration/(.+)\.md\)$", (ROOT / "docs" / "migration.md").read_text(), flags=re.M
-    )
-    assert dict(listed) == PEERS
-    assert {page.stem for page in PAGES} == set(PEERS.values())
-    for page in PAGES:
-        assert page.read_text().count("\n| there | here |\n") == 1
-        assert re.findall(r"^```(\w+)$", page.read_text(), flags=re.MULTILINE)[:2] == ["text", "python"]
+def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():
+    index = (ROOT / "docs" / "migration.md").read_text()
+    listed = re.findall(r"^\* \[.+\]\((.*)#from-(.+)\)$", index, flags=re.MULTILINE)
+    assert len(listed) == len(sections()) == len(SOURCES)
+    for section in sections().values():
+        assert section.count("\n| there | here |\n") == 1
+        assert re.findall(r"^```(\w+)$", section, flags=re.MULTILINE)[:2] == ["text", "python"]
     assert all(len(row) == 2 and all(row) for row in rows() if not row[0].startswith("---"))
 
 

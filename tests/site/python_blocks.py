@@ -35,14 +35,14 @@ OURS: dict[str, Any] = {
 READ = {
     "deepspeed-1": "tests/deepspeed/test_zero_runs.py",
     "deepspeed-2": "tests/deepspeed/trainer_runs.py",
-    "many-machines-3": "tests/fsdp2/test_expert_parallel.py",
-    "many-machines-6": "tests/fsdp2/test_parallelisms.py",
-    "many-machines-7": "tests/fsdp2/test_parallelisms.py",
+    "parallelism-3": "tests/fsdp2/test_expert_parallel.py",
+    "parallelism-4": "tests/fsdp2/test_parallelisms.py",
+    "parallelism-5": "tests/fsdp2/test_parallelisms.py",
     "serving-1": "tests/tools/test_export_serving.py",
     "serving-2": "tests/serving/test_formats.py",
     "serving-4": "tests/serving/test_evaluation.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
-    "what-fits-1": "tests/tools/test_plan_fits.py",
+    "memory-2": "tests/tools/test_plan_fits.py",
 }
 """Blocks that need several processes, DeepSpeed, a checkpoint, Transformer Engine or much time, each with the test that
 runs the same calls. The signatures of our own calls in them are checked."""
@@ -129,10 +129,9 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
     "head-and-loss-2": _with_a_head,
-    "many-machines-9": _with_ddp,
+    "many-machines-2": _with_ddp,
     "monitor-2": _in_fabric,
-    "schedule-3": _with_schedule,
-    "schedule-4": _with_schedule,
+    "torchao-6": _with_schedule,
 }
 """What single blocks find beside that."""
 

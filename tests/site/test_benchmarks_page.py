@@ -1,4 +1,4 @@
-"""docs/benchmarks.md shows the committed figures."""
+"""docs/speed.md shows the committed figures."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from tests.site.pages import DOCS, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = (DOCS / "benchmarks.md").read_text()
+PAGE = (DOCS / "speed.md").read_text()
 
 
 def shown() -> dict[str, tuple[str, str]]:

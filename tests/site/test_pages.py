@@ -10,6 +10,7 @@ import yaml
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
 from lightning_lowprec.fsdp2.options import ShardOptions
 from tests.site.pages import DOCS, PAGES, ROOT
+from tools.site import hooks
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,6 +51,17 @@ def test_every_link_leads_somewhere(page: str):
             assert anchor in anchors(found.read_text()), f"{page}: {target}#{anchor}"
 
 
+def test_one_page_says_what_has_run_and_the_others_show_its_box():
+    saying = r"(?i)no gpu has|not run on a gpu|kernels have not run|nccl has not run|has been (?:timed|measured)"
+    pages = {page: (ROOT / page).read_text() for page in PAGES if page != "README.md"}
+    assert [page for page, text in pages.items() if re.search(saying, text)] == ["docs/what-runs-where.md"]
+    boxes = [text for text in pages.values() if "<!-- status -->" in text]
+    line = "<!-- status -->\n[What has run](what-runs-where.md#what-has-run).\n<!-- /status -->\n"
+    assert len(boxes) >= 8
+    assert all(text.count("<!-- status -->") == text.count(line) == 1 for text in boxes)
+    assert "    No GPU has run this package yet" in hooks.on_page_markdown(boxes[0], page=None)
+
+
 def test_the_table_of_fsdp2_lists_every_option_with_its_default():
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (DOCS / "fsdp2.md").read_text(), flags=re.MULTILINE)
     listed = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
@@ -62,7 +74,7 @@ def test_the_table_of_fsdp2_lists_every_option_with_its_default():
 
 
 def test_the_table_of_torchao_has_true_defaults():
-    text = (DOCS / "torchao.md").read_text().split("## Options")[1]
+    text = (DOCS / "torchao.md").read_text().split("## Options")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", text, flags=re.MULTILINE)
     parameters = signature(FP8TorchAO).parameters
     for names, defaults in rows:

@@ -116,7 +116,7 @@ def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
 
 
 def test_the_page_of_the_notebook_has_every_cell_and_output():
-    written = hooks.on_page_markdown((DOCS / "first-steps.md").read_text(), page=None)
+    written = hooks.on_page_markdown((DOCS / "getting-started.md").read_text(), page=None)
     cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
     for cell in cells[1:]:
         source = "".join(cell["source"])
@@ -128,5 +128,5 @@ def test_the_page_of_the_notebook_has_every_cell_and_output():
     )
     assert len([line for line in html if 'src="data:image/png;base64,' in line]) == 1
     assert all(line.endswith("</div>") for line in html), "Markdown leaves a line of HTML alone"
-    assert re.findall("^# .*", written, flags=re.MULTILINE)[0] == "# First steps"
+    assert re.findall("^# .*", written, flags=re.MULTILINE)[0] == "# Getting started"
     assert "](../" not in written

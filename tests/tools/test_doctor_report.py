@@ -84,7 +84,7 @@ def test_it_does_not_name_the_host_the_user_or_a_folder(report):
         ("ImportError('/opt/my lab/x.so')", "ImportError('.../x.so')"),
         (r"C:\Users\ann\x.dll is missing", r".../x.dll is missing"),
         ("~/code/train.py", ".../train.py"),
-        ("fp16/bf16, `pip install 'a[b]>=2,<3'`, 16 / 4, docs/security.md", None),
+        ("fp16/bf16, `pip install 'a[b]>=2,<3'`, 16 / 4, docs/memory.md", None),
     ],
     ids=["posix", "quoted", "windows", "home", "no-path"],
 )

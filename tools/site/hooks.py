@@ -1,8 +1,10 @@
-"""Hooks of mkdocs: write the list of names, the list of messages, and the page of the notebook."""
+"""Hooks of mkdocs: write the list of names, the list of messages, the notebook, and the box that says what has run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tools.site import messages, notebook
@@ -28,7 +30,16 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{key}={entry!r}' for key, entry in chosen.items())})"
 
 
-WRITTEN: Mapping[str, Callable[[], str]] = {"names": names_table, "messages": messages.page, "notebook": notebook.page}
+def status() -> str:
+    """Return the box that says what has run: the paragraph of docs/what-runs-where.md, the only place that says it."""
+    page = (Path(__file__).parents[2] / "docs" / "what-runs-where.md").read_text(encoding="utf-8")
+    text = page.partition("\n## What has run\n\n")[2].partition("\n\n")[0]
+    return '!!! note "What has run"\n' + re.sub("^", "    ", text, flags=re.MULTILINE)
+
+
+WRITTEN: Mapping[str, Callable[[], str]] = {
+    "names": names_table, "messages": messages.page, "notebook": notebook.page, "status": status,
+}  # fmt: skip
 """What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
 
 
