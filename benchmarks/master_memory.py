@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec import HalfMixed, recipes
-from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec import recipes
 
 WIDTH, DEPTH = 256, 8
 PLUGINS = {
@@ -32,9 +31,6 @@ PLUGINS = {
     "bf16-master, float32 gradients": {"plugins": recipes.bf16_mixed()},
     "bf16-remainder": {"precision": "bf16-remainder"},
     "bf16-sr": {"precision": "bf16-sr"},
-    "bf16-sr, bf16 moments": {
-        "plugins": HalfMixed("bf16", master_weights=MasterConfig(form="stochastic", moments="stochastic"))
-    },
     "fp16-master": {"precision": "fp16-master"},
 }
 

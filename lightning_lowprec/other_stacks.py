@@ -99,6 +99,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "ladder": "It is gone: a bad layer goes to bf16 at once. For a scale per row write the recipe of the layer:"
     " `FP8TorchAO({'*.o_proj': 'rowwise', '*': 'tensorwise'})`.",
     "on-readings": "It is gone: read `monitor.readings` after a step, or the Trainer's loggers.",
+    "bucket-bytes": "It is gone: a step that no kernel does loads 256 MB of float32 masters at a time. Leave it out.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
 """Names of options of other stacks, and of those that are gone."""

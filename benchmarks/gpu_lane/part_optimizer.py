@@ -24,7 +24,6 @@ FORMS = {
     "fp32": MasterConfig(form="fp32"),
     "remainder": MasterConfig(form="remainder"),
     "stochastic": MasterConfig(form="stochastic"),
-    "stochastic, bf16 moments": MasterConfig(form="stochastic", moments="stochastic"),
 }
 KINDS = ("fused", "foreach")
 CALLS = "calls"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.ledger.recorder import position
 from lightning_lowprec.masters import one_pass
-from lightning_lowprec.numerics import multiply, weight_codes
+from lightning_lowprec.numerics import fp8_matrices, multiply
 
 Seen = Callable[[str, int, int, int], None]
 GRADIENT = 2
@@ -27,7 +27,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
         _watch(one_pass, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
-        _watch(weight_codes, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
+        _watch(fp8_matrices, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
         _watch(multiply, "multiply", lambda *_: 0, seen),
     ]
 

@@ -30,7 +30,7 @@ from lightning_lowprec.checkpoints.folder import EntryPath, ShardFolder
 from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_parameters, rows_of_blocks, unpacked
 from lightning_lowprec.checkpoints.placement import empty, place
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.coded_state import MASTER_REMAINDER, decoded_entry, joined
+from lightning_lowprec.masters.moments import MASTER_REMAINDER, decoded_entry, joined
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile

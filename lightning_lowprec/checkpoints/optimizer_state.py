@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import torchao_optimizers
 from lightning_lowprec.checkpoints.placement import is_placed_like, place, whole
-from lightning_lowprec.masters.block_moments import EXPONENTS
+from lightning_lowprec.masters.moments import EXPONENTS
 from lightning_lowprec.private.torch import local_tensor, tree_map_only, with_local_tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -17,7 +17,7 @@ from lightning_lowprec.checkpoints.load import StoredFile, StoredFolder, load, o
 from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
 from lightning_lowprec.fsdp2.shard import is_sharded
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
-from lightning_lowprec.numerics.several_meshes import clip_grad_norm
+from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.base import LowPrecision
 
 

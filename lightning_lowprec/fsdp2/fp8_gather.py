@@ -54,7 +54,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.fsdp2.kept_codes import KeptCodes
-from lightning_lowprec.numerics.several_meshes import by_mesh
+from lightning_lowprec.numerics.parameters import by_mesh
 from lightning_lowprec.numerics.wire_format import (
     WiredWeight,
     WireFormat,

@@ -32,7 +32,7 @@ from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
 from lightning_lowprec.masters.kept_float32 import kept_float32
-from lightning_lowprec.numerics.several_meshes import disable_foreach
+from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import lightning as names

@@ -21,7 +21,7 @@ from lightning_lowprec.checkpoints import atomic, optimizer_state
 from lightning_lowprec.checkpoints.load import load, open_checkpoint
 from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
-from lightning_lowprec.numerics.several_meshes import clip_grad_norm
+from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private.lightning import note_sigterm, set_names
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from lightning_lowprec.checks import Count, PositiveOrNone, check_fields
+from lightning_lowprec.checks import PositiveOrNone
+from lightning_lowprec.conversion.options import shows
 
 MasterForm = Literal["fp32", "remainder", "stochastic"]
-MomentForm = Literal["fp32", "stochastic", "8bit", "fp8"]
+MomentForm = Literal["fp32", "8bit"]
 Update = Literal["step", "backward"]
 
 
+@shows()
 @dataclass(frozen=True, kw_only=True)
 class MasterConfig:
     """The form of the masters between steps; :mod:`~lightning_lowprec.masters.stores` explains the forms."""
@@ -24,11 +26,9 @@ class MasterConfig:
     moments: MomentForm = "fp32"
     """How the optimizer's state of half-precision parameters is kept between steps.
 
-    ``"fp32"``: as it is, 4 bytes per number. ``"stochastic"``: bf16, rounded stochastically; with
-    ``form="stochastic"`` only. ``"8bit"``: 1 byte, and an exponent per 32 to 256 numbers, rounded stochastically: first
-    moments in float8_e4m3fn, second moments in 5 bits of exponent and 3 of mantissa. ``"fp8"``: the same with
-    float8_e5m2 for second moments. Parameters of one dimension, of less than 4,096 numbers, or with rows that are not
-    multiples of 32 keep float32 state.
+    ``"fp32"``: as it is, 4 bytes per number. ``"8bit"``: 1 byte, and an exponent per 32 to 256 numbers, rounded
+    stochastically: first moments in float8_e4m3fn, second moments in 5 bits of exponent and 3 of mantissa. Parameters
+    of one dimension, of less than 4,096 numbers, or with rows that are not multiples of 32 keep float32 state.
     """
     update: Update = "step"
     """``"backward"`` updates a parameter as soon as its gradient is complete, and frees the gradient.
@@ -45,21 +45,8 @@ class MasterConfig:
     seed: int = 0
     """The seed of stochastic rounding; the same on every rank."""
 
-    bucket_bytes: Count = 256 * 2**20
-    """The bytes of float32 masters that a step loads at a time; a larger parameter is loaded alone.
-
-    It does not matter where a kernel steps in one pass (see docs/speed.md), and for optimizers that need all
-    parameters at once.
-    """
-
     def __post_init__(self) -> None:
-        """Check every field."""
-        check_fields(self)
-        if self.moments == "stochastic" and self.form != "stochastic":
-            raise ValueError(
-                f"`moments='stochastic'` goes with `form='stochastic'` only, got `form={self.form!r}`. With other forms"
-                " use `moments='8bit'`, which takes 1 byte per number."
-            )
+        """Check that the fields go together; the constructor has checked each."""
         clips = [name for name in ("clip_tensor", "clip_last_norm") if getattr(self, name) is not None]
         if clips and self.update == "step":
             raise ValueError(

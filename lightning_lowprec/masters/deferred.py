@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.gradients import multiply, over_ranks, together
+from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.optimizer import MasterOptimizer, plain_class
 from lightning_lowprec.masters.registry import all_registries
-from lightning_lowprec.masters.rules import steps_alone
+from lightning_lowprec.numerics.parameters import over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
+from lightning_lowprec.private.torch_optimizers import steps_alone
 
 DEVICES = {"cuda"}
 
@@ -28,7 +29,7 @@ def defers(optimizer: Optimizer) -> bool:
     """Return whether the gradients of ``optimizer`` may stay at the parameters until its step.
 
     They may if all parameters with masters are on a GPU, no gradient was moved to a master, and the optimizer may step
-    some of its parameters at a time (see :func:`~lightning_lowprec.masters.rules.steps_alone`).
+    some of its parameters at a time (see `steps_alone`).
     """
     if not isinstance(optimizer, MasterOptimizer) or not steps_alone(optimizer, plain_class(optimizer)):
         return False

@@ -11,11 +11,10 @@ Two places:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
@@ -145,27 +144,3 @@ def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
 def is_one(factor: float | Tensor) -> bool:
     """Return whether nothing needs to be multiplied; the value of a tensor is not read: that waits for the GPU."""
     return not isinstance(factor, Tensor) and factor == 1.0
-
-
-def over_ranks(norms: Iterable[Tensor]) -> list[Tensor]:
-    """Return norms as plain tensors, by a collective per DTensor."""
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-
-
-def together(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norm of all elements whose norms are given, on the device of the first one."""
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
-    return total
-
-
-def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all elements whose 2-norms are given, over all ranks: a collective per mesh and placement.
-
-    Args:
-        norms: scalars; of sharded tensors, DTensors that are not yet summed over the ranks.
-    """
-    groups: dict[Any, list[Tensor]] = {}
-    for norm in norms:
-        mesh = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
-        groups.setdefault((norm.device, mesh), []).append(norm)
-    return together(over_ranks(torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()))

@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import IN_THE_STEP
-from lightning_lowprec.masters.gradients import norm_of_norms
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.stepped_copies import refuse_copies
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import norm_of_norms, parameters_of
+from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 LAST_NORM: Final = "last_gradient_norm"  # in param_groups[0], where state dicts and pickles carry it along
 _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove their hook

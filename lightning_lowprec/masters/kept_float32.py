@@ -8,21 +8,26 @@ A router's bias, a decay ``A_log`` or a rotary table has few values, and each de
 * tensors of a known name, and the biases of routers;
 * the tensors that the option ``keep_fp32`` names.
 
-Weights that are computed with float32 buffers: see :mod:`~lightning_lowprec.masters.coupled`.
+Beside them, :func:`coupled` finds parameters that are computed with buffers, and so must have the buffers' dtype.
+Autocast does not help such a parameter: batch norm refuses weights and running statistics of two dtypes, and the power
+iteration of spectral_norm multiplies the weight by buffers outside of the operations that autocast knows.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_lowprec.conversion.selection import matches, router
 from lightning_lowprec.private import transformers
+from lightning_lowprec.private.torch_modules import is_batch_norm
 
 KNOWN: Final = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias", "inv_freq", "original_inv_freq")
 """Last components of the fqns of tensors that every reference implementation keeps in float32."""
@@ -93,3 +98,30 @@ def _declarations(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, C
 def _enclosing(fqn: str) -> Iterator[str]:
     """Yield ``"a"``, ``"a.b"`` and ``"a.b.c"`` for ``"a.b.c"``."""
     return accumulate(fqn.split("."), "{}.{}".format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupled:
+    """Parameters and floating-point buffers of one module that must have one dtype."""
+
+    params: list[nn.Parameter]
+    buffers: list[Tensor]
+    is_batch_norm: bool
+
+
+def coupled(module: nn.Module) -> Iterator[Coupled]:
+    """Yield the parameters of batch norms and of both kinds of spectral_norm in ``module``, with their buffers."""
+    for part in module.modules():
+        if is_batch_norm(part):
+            yield _coupled(list(part.parameters(recurse=False)), list(part.buffers(recurse=False)), is_batch_norm=True)
+        elif isinstance(part, ParametrizationList):
+            yield _coupled(list(part.parameters(recurse=False)), list(part.buffers()))
+        params, buffers = dict(part.named_parameters(recurse=False)), dict(part.named_buffers(recurse=False))
+        for name in [name.removesuffix("_orig") for name in params if name.endswith("_orig")]:
+            if {f"{name}_u", f"{name}_v"} <= buffers.keys():  # `torch.nn.utils.spectral_norm`, which is a hook
+                yield _coupled([params[f"{name}_orig"]], [buffers[f"{name}_u"], buffers[f"{name}_v"]])
+
+
+def _coupled(params: list[nn.Parameter], buffers: list[Tensor], *, is_batch_norm: bool = False) -> Coupled:
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    return Coupled(params=params, buffers=floating, is_batch_norm=is_batch_norm)

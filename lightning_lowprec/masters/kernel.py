@@ -17,7 +17,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from lightning_lowprec.numerics.block_floats_kernel import decoded, encoded
+from lightning_lowprec.numerics.kernels import decoded, encoded
 
 TILE: Final = tl.constexpr(1 << 16)
 """Elements of a parameter that one program steps."""
@@ -29,7 +29,7 @@ second moment; 0: there is none), its number of elements, the position of its fi
 the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
 wants it)."""
 NUMBERS: Final = tl.constexpr(9)
-"""float32 numbers of a parameter, see ``rules.numbers_of``."""
+"""float32 numbers of a parameter, see ``one_pass.numbers_of``."""
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
 
 
@@ -103,14 +103,11 @@ def _load_moment(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Return a moment of the elements at ``offsets``, float32: the first one, or the second one, never negative."""
-    if KIND == "8bit" or KIND == "fp8":
+    if KIND == "8bit":
         codes = tl.load(_pointer(table, 3 + SECOND, "uint8", ALIGN) + offsets, mask=mask)
         exponents, blocks, inside = _exponents(table, first, size, GROUP, SECOND)
         shared = tl.load(exponents + blocks, mask=inside, other=0)
-        if SECOND:
-            x = decoded(codes, shared, GROUP, 3 if KIND == "8bit" else 2, 31 if KIND == "8bit" else 30, False)
-        else:
-            x = decoded(codes, shared, GROUP, 3, 15, True)
+        x = decoded(codes, shared, GROUP, 3, 31 if SECOND else 15, SECOND == 0)
     else:
         x = _load(_pointer(table, 3 + SECOND, KIND, ALIGN) + offsets, mask, KIND)
     return x
@@ -129,20 +126,12 @@ def _store_moment(  # type: ignore[no-untyped-def]
     table, first, offsets, x, mask, size, position, start, seed, step,
     KIND: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    seed += (1 + SECOND) << 32
-    if KIND == "8bit" or KIND == "fp8":
-        random = _random(position, start, seed, step)
-        if SECOND:
-            codes, shared = encoded(x, random, GROUP, 3 if KIND == "8bit" else 2, 31 if KIND == "8bit" else 30,
-                                    7 if KIND == "8bit" else 3, False)  # fmt: skip
-        else:
-            codes, shared = encoded(x, random, GROUP, 3, 15, 6, True)
+    if KIND == "8bit":
+        random = _random(position, start, seed + ((1 + SECOND) << 32), step)
+        codes, shared = encoded(x, random, GROUP, 3, 31 if SECOND else 15, 7 if SECOND else 6, SECOND == 0)
         tl.store(_pointer(table, 3 + SECOND, "uint8", ALIGN) + offsets, codes, mask=mask)
         exponents, blocks, inside = _exponents(table, first, size, GROUP, SECOND)
         tl.store(exponents + blocks, shared, mask=inside)
-    elif KIND == "bf16":
-        pointer = _pointer(table, 3 + SECOND, KIND, ALIGN) + offsets
-        _store_upper(pointer, _bits(x) + _random(position, start, seed, step), mask)
     else:
         tl.store(_pointer(table, 3 + SECOND, KIND, ALIGN) + offsets, x, mask=mask)
 

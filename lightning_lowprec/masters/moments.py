@@ -1,94 +1,300 @@
-"""Keep optimizer state in bf16 with stochastic rounding, for parameters without stored masters.
+"""Optimizer state in 8 bits between steps: codes and exponents of blocks, see ``numerics/block_floats.py``.
 
-Plain bf16 state does not work: bf16 ``exp_avg_sq`` times 0.999 rounds back to itself and never decays. With stochastic
-rounding it decays on average, and a moment is an average anyway. Moments are stored as weights are in stochastic form:
-bf16 tensors, which a :class:`~lightning_lowprec.masters.stores.StochasticStore` makes float32 for a step.
+The state of a parameter under the name of, for example, ``exp_avg`` is two plain tensors between steps:
+``exp_avg_codes``, of the parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded
+like the parameter; blocks lie inside rows, so that codes do not depend on the number of ranks. Within a step
+``exp_avg`` is float32, unless a kernel steps the parameter.
+
+Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
+
+A state dict has what is in memory: codes and exponents, and the remainders of masters under ``master_remainder``.
+Float32 masters and moments of all parameters would take 12 bytes per parameter of memory where the run holds 6. Loading
+decodes for an optimizer that has other masters or moments, or none.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
-from lightning_lowprec.masters.stores import StochasticStore
-from lightning_lowprec.numerics.flat import FlatBuffer, local
-from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.masters.stores import Store
+from lightning_lowprec.numerics import block_floats
+from lightning_lowprec.numerics.block_floats import BlockFormat
+from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.rounding import bits_of_positions, join_
+from lightning_lowprec.private.torch import dtensor, tree_map_only
 
-SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
-OptimizerState = MutableMapping[Any, Any]
-Kind = tuple[str, torch.device]  # the name of a state, for example exp_avg, and its device
+CODES: Final = "_codes"
+EXPONENTS: Final = "_exponents"
+MASTER_REMAINDER: Final = "master_remainder"
+LEAST: Final = 4096
+"""Numbers of the smallest parameter whose state is coded."""
+NEVER_NEGATIVE: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
+"""State of torch's optimizers that cannot be negative."""
+NO_MOMENTS: Final = ("ax", "prev", "step_size")
+"""State of ASGD and Rprop that is no average of gradients: averaged weights, signs and step sizes stay float32."""
+_SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
+_OPTIONAL: Final = "momentum_buffer"  # state that torch's SGD takes for new where it is missing
+_HOOKED: Final = "_lowprec_decodes"
+State = MutableMapping[str, Any]
+
+
+def float32_state(entry: Any) -> Any:
+    """Return the state of one parameter with its half-precision tensors in float32."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
+
+
+# ---- between steps
+
+
+def format_of(name: str) -> BlockFormat:
+    """Return the format of the state that is called ``name``."""
+    return block_floats.E5M3 if name in NEVER_NEGATIVE else block_floats.E4M3
+
+
+def block_of(param: Tensor) -> int:
+    """Return how many numbers of ``param`` share an exponent, or 0 if its state stays float32."""
+    shard = local(param)
+    if param.dim() < 2 or param.numel() < LEAST or not is_dense(shard):
+        return 0
+    row = _row(param)
+    return block_floats.block_size(row) if row else 0
+
+
+def coded(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the state that is coded."""
+    names = [name.removesuffix(CODES) for name in state if name.endswith(CODES)]
+    return [name for name in names if f"{name}{EXPONENTS}" in state]
+
+
+@torch.no_grad()
+def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
+    """Return the float32 values of coded state, of the shape of ``param``."""
+    whole = state[f"{name}{CODES}"], state[f"{name}{EXPONENTS}"]
+    block = whole[0].numel() // whole[1].numel()
+    codes, exponents = map(local, whole)
+    row = _row(param)
+    if not row or row % block:  # on all ranks, or on none
+        raise ValueError(
+            f"the codes of {name!r} of a parameter of shape {tuple(param.shape)} share an exponent per {block} numbers,"
+            " and the ranks of a tensor-parallel group have parts of such blocks now. Load the checkpoint with the"
+            " `tensor_parallel_size` that it was saved with."
+        )
+    flat = block_floats.decode(_flat(codes), exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
+    return _like(param, flat.as_strided(codes.shape, codes.stride()))
+
+
+def set_zeros(state: State, name: str, param: Tensor) -> None:
+    """Set coded state of zeros."""
+    shard = local(param)
+    codes = torch.zeros_like(shard, dtype=torch.uint8).view(format_of(name).dtype)
+    exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
+    _set(state, name, param, codes, exponents)
+
+
+def decode_state(state: Mapping[Any, State], params: Sequence[Tensor]) -> None:
+    """Make the state of ``params`` float32, in place."""
+    for param in params:
+        entry = state.get(param, {})
+        for name in coded(entry):
+            values = decode(entry, name, param)
+            del entry[f"{name}{CODES}"], entry[f"{name}{EXPONENTS}"]
+            entry[name] = values
+
+
+@torch.no_grad()
+def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
+    """Encode the float32 state of a store's parameters, in place; ``step`` counts the steps before."""
+    for index, param in enumerate(store.params):
+        entry = state.get(param, {})
+        if entry and (block := block_of(param)):
+            names = [name for name, value in entry.items() if name not in NO_MOMENTS and _is_moment(value, param)]
+            for number, name in enumerate(sorted(names), start=1):
+                values = local(entry.pop(name))
+                seed = store.seed + number * _SEED_STEP
+                bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
+                codes, exponents = block_floats.encode(_flat(values), bits, block, format_of(name))
+                _set(entry, name, param, codes.as_strided(values.shape, values.stride()), exponents)
+
+
+def _is_moment(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0 and value.shape == param.shape
+
+
+def _set(state: State, name: str, param: Tensor, codes: Tensor, exponents: Tensor) -> None:
+    state[f"{name}{CODES}"] = _like(param, codes)
+    per_row = _row(param) // block_of(param)
+    columns = param.numel() // param.shape[0] // block_of(param)
+    state[f"{name}{EXPONENTS}"] = _like(param, exponents.view(codes.shape[0], per_row), columns)
+
+
+def _like(param: Tensor, shard: Tensor, columns: int = 0) -> Tensor:
+    """Return ``shard`` as a DTensor if ``param`` is one, of its shape or with ``columns`` numbers per row of it."""
+    if not isinstance(param, DTensor):
+        return shard
+    shape, stride = param.shape, param.stride()
+    if columns:
+        shape, stride = torch.Size([param.shape[0], columns]), (columns, 1)
+    return dtensor(shard, param.device_mesh, param.placements, shape, stride)
+
+
+def _row(param: Tensor) -> int:
+    """Return how many numbers of a row are on this rank; 0 if ranks have unequal parts of rows, or no whole parts."""
+    parts = 1
+    for dim, placement in enumerate(param.placements if isinstance(param, DTensor) else ()):
+        if isinstance(placement, Shard) and placement.dim > 0:
+            parts *= param.device_mesh.size(dim) if placement.dim == 1 else 0  # type: ignore[attr-defined]
+    return 0 if not parts or (parts > 1 and param.shape[1] % parts) else param.numel() // param.shape[0] // parts
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in the order of the memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether every element of the tensor's memory is an element of the tensor, once."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+# ---- in state dicts
 
 
 @final
-class StochasticMoments:
-    """Optimizer state that is float32 inside a step and bf16 between steps, if it has the shape of its parameter.
+@dataclass(frozen=True)
+class CodedState:
+    """What :func:`without_codes` has taken out of a state dict, by the key of the parameter there."""
 
-    State tensors without dimensions stay float32: they are counters and running products, and need no memory.
+    moments: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
+    """Codes and exponents by their names."""
+    remainders: dict[Any, Tensor] = field(default_factory=dict)
+    """int16, of the parameter's shape."""
 
-    Args:
-        seed: the seed of the run.
-        start: the position of the first element of the parameters among all parameters, for the random bits.
+
+def without_codes(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CodedState]:
+    """Return a state dict without codes and remainders, which torch would cast, and what was taken out."""
+    taken, state = CodedState(), {}
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, Mapping):
+            moments = coded(entry)
+            names = [name + end for name in moments for end in (CODES, EXPONENTS)]
+            if names:
+                taken.moments[key] = {name: entry[name] for name in names}
+                names += moments  # of `guarded`
+            if MASTER_REMAINDER in entry:
+                taken.remainders[key] = entry[MASTER_REMAINDER]
+            entry = {name: value for name, value in entry.items() if name not in (*names, MASTER_REMAINDER)}
+        state[key] = entry
+    return {**state_dict, "state": state}, taken
+
+
+def guarded(entry: Any) -> Any:
+    """Return the state of one parameter with which torch's SGD fails, instead of starting a new momentum.
+
+    An empty ``momentum_buffer`` has the effect. Other optimizers of torch raise ``KeyError`` without our help. What an
+    optimizer keeps under other keys is returned as it is.
     """
-
-    def __init__(self, seed: int, start: int = 0) -> None:
-        self._seed, self._start = seed, start
-        self._stores: dict[Kind, StochasticStore] = {}
-
-    @torch.no_grad()
-    def load(self, state: OptimizerState, params: Iterable[Tensor]) -> None:
-        """Make the state of ``params`` float32."""
-        for kind, entries in _entries_by_kind(state, params).items():
-            store = self._store_of(kind, entries)
-            if not store.buffer.allocated:
-                store.load()
-            _put(kind, entries, store.masters)
-
-    @torch.no_grad()
-    def save(self, state: OptimizerState, params: Iterable[Tensor], step: int) -> None:
-        """Round the state of ``params`` to bf16, also state that is new; ``step`` counts the calls."""
-        found = sorted(_entries_by_kind(state, params).items(), key=lambda item: str(item[0]))
-        for number, (kind, entries) in enumerate(found, start=1):
-            store = self._store_of(kind, entries)
-            store.seed = self._seed + number * SEED_STEP
-            store.save(step)
-            _put(kind, entries, store.params)
-
-    def settle(self, state: OptimizerState, params: Sequence[Tensor], step: int) -> None:
-        """Make float32 state of ``params``, for example from a checkpoint, bf16."""
-        found = _entries_by_kind(state, params).items()
-        if any(entry[name].dtype == torch.float32 for (name, _), entries in found for entry in entries):
-            self.load(state, params)
-            self.save(state, params, step)
-
-    def _store_of(self, kind: Kind, entries: list[OptimizerState]) -> StochasticStore:
-        """Return the store that holds this state; a new, loaded store if the state is new, was loaded or was moved."""
-        tensors = [entry[kind[0]] for entry in entries]
-        store = self._stores.get(kind)
-        if store is not None:
-            held = store.masters if store.buffer.allocated else store.params
-            if len(held) == len(tensors) and all(map(operator.is_, held, tensors)):
-                return store
-        made = FlatBuffer(tensors, torch.bfloat16).tensors
-        store = self._stores[kind] = StochasticStore(made, {}, seed=self._seed, start=self._start)
-        store.buffer.allocate()
-        copy_all_(store.buffer.views, [local(t) for t in tensors])
-        return store
+    codes = entry.get(f"{_OPTIONAL}{CODES}") if isinstance(entry, Mapping) else None
+    if codes is None or isinstance(codes, DTensor):
+        return entry
+    return {**entry, _OPTIONAL: torch.empty(0)}
 
 
-def _put(kind: Kind, entries: list[OptimizerState], tensors: list[Tensor]) -> None:
-    for entry, tensor in zip(entries, tensors, strict=True):
-        entry[kind[0]] = tensor
+def params_by_key(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """Return the parameters of ``optimizer`` by their keys in a state dict, in the order of the groups."""
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    return {key: p for group, saved in groups for p, key in zip(group["params"], saved["params"], strict=True)}
 
 
-def _entries_by_kind(state: OptimizerState, params: Iterable[Tensor]) -> dict[Kind, list[OptimizerState]]:
-    """Return, by kind of state, the entries of ``params`` with a tensor of the parameter's shape under this name."""
-    entries: dict[Kind, list[OptimizerState]] = {}
-    for p in params:
-        for name, value in state[p].items() if p in state else ():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() and value.shape == p.shape:
-                entries.setdefault((name, value.device), []).append(state[p])
-    return entries
+@torch.no_grad()
+def put_moments(optimizer: Optimizer, param: Tensor, moments: Mapping[str, Tensor], *, keep: bool) -> None:
+    """Give a parameter coded state: the codes themselves with ``keep`` and if they are in our format, else values."""
+    here = {name: value.to(param.device, copy=True) for name, value in moments.items()}
+    optimizer.state[param].update(here if keep and _is_our_format(moments, param) else decoded_entry(here, param))
+
+
+def _is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
+    """Return whether the codes are those that :func:`encode_state` would make."""
+    size = block_of(param)
+    return size > 0 and all(
+        local(moments[f"{name}{CODES}"]).dtype == format_of(name).dtype
+        and moments[f"{name}{EXPONENTS}"].numel() * size == param.numel()
+        for name in coded(moments)
+    )
+
+
+def decoded_entry(entry: Any, param: Tensor) -> Any:
+    """Return the state of one parameter with float32 values in the place of codes."""
+    if not isinstance(entry, dict):
+        return entry
+    names = coded(entry)
+    codes = {name + end for name in names for end in (CODES, EXPONENTS)}
+    values = {name: decode(entry, name, param) for name in names}
+    return {**{name: value for name, value in entry.items() if name not in codes}, **values}
+
+
+@torch.no_grad()
+def joined(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 master, of the local shape, of a bf16 parameter and its remainder."""
+    value = local(param).float()
+    join_(value, local(remainder).to(value.device))
+    return value
+
+
+def decode_on_load(optimizer: Optimizer) -> None:
+    """Let an optimizer without masters load codes as float32 values."""
+    if not vars(optimizer).get(_HOOKED):
+        vars(optimizer)[_HOOKED] = True
+        optimizer.register_load_state_dict_pre_hook(_decoded)
+
+
+def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    plain, taken = without_codes(state_dict)
+    if not taken.moments and not taken.remainders:
+        return None
+    for key, param in params_by_key(optimizer, state_dict).items():
+        if key in taken.moments:
+            plain["state"][key] |= decoded_entry(taken.moments[key], param)
+    return plain
+
+
+# ---- in pickles
+
+
+@final
+class Bytes(NamedTuple):
+    """A float8 tensor for ``pickle``, which torch 2.11 reads back with an error; remove this when torch does not."""
+
+    values: Tensor
+    """uint8."""
+    dtype: torch.dtype
+
+
+def for_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer with :class:`Bytes` in the place of float8 tensors."""
+    return {param: _mapped(entry, _to_bytes) for param, entry in state.items()}
+
+
+def from_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Undo :func:`for_pickle`."""
+    return {param: _mapped(entry, _from_bytes) for param, entry in state.items()}
+
+
+def _mapped(entry: Any, function: Callable[[Any], Any]) -> Any:
+    return {name: function(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+
+
+def _to_bytes(value: Any) -> Any:
+    codes = type(value) is Tensor and value.dtype in block_floats.BY_DTYPE and value.dtype.is_floating_point
+    return Bytes(value.view(torch.uint8), value.dtype) if codes else value
+
+
+def _from_bytes(value: Any) -> Any:
+    return value.values.view(value.dtype) if isinstance(value, Bytes) else value

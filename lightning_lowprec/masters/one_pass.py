@@ -6,33 +6,38 @@ rounding, 14 with bf16 moments too. The same step by torch's own code moves grad
 A parameter is stepped in one pass if it is on a GPU and dense, its optimizer is exactly torch's ``AdamW``, ``Adam``
 (without ``amsgrad``) or ``SGD``, and its state exists: torch's own code makes the first step. The rest goes through
 ``registry.stepping_only``.
+
+Operations and names of the update rules are those of ``torch.optim``'s ``_single_tensor_adam`` and
+``_single_tensor_sgd``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.moment_rows import KINDS, moments_of
+from lightning_lowprec.masters.moments import CODES, EXPONENTS, block_of, is_dense, set_zeros
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.rules import NUMBERS, Rule, numbers_of, rule_of
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
-from lightning_lowprec.numerics.from_host import tensor_on
 from lightning_lowprec.numerics.largest import Largest, asked
-from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
+from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device, tensor_on
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
 NOTE_WRITTEN: Final = "note_written"
 """The method of a weight that needs to know of writes."""
+KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The kernel's words for dtypes."""
+NUMBERS: Final = 9
+"""Numbers of a parameter for the kernel, see :func:`numbers_of`."""
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 
 
@@ -67,6 +72,78 @@ class Row:
     """Where the largest absolute value of the new weight is wanted."""
 
 
+@final
+@dataclass(frozen=True)
+class Rule:
+    """An update rule of the kernel."""
+
+    kernel: Literal["adam", "sgd", "momentum", "nesterov"]
+    moments: tuple[str, ...]
+    """The names of the optimizer's state that has the shape of the parameter."""
+    counts: bool = False
+    """Whether the state has a ``step``."""
+
+
+def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
+    """Return the kernel's rule for a parameter group of an optimizer of class ``plain``, or None."""
+    if group.get("differentiable"):
+        return None
+    if plain in (optim.Adam, optim.AdamW):
+        if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return None
+        return Rule("adam", ("exp_avg", "exp_avg_sq"), counts=True)
+    if plain is not optim.SGD or any(isinstance(group[name], Tensor) for name in ("momentum", "dampening")):
+        return None
+    if not group["momentum"]:
+        return Rule("sgd", ())
+    return Rule("nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",))
+
+
+def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequence[Tensor], count: int) -> Tensor:
+    """Return the numbers of ``count`` parameters of a group for the kernel: (count, 9) float32.
+
+    Columns: the factor of the gradient (-1 to maximize), L2 penalty, decay of the weight, share of the gradient in the
+    first moment (momentum), decay of the second moment (share of the gradient in the momentum), share of the squared
+    gradient, minus the step size, eps, square root of the second bias correction.
+
+    ``steps`` are the numbers of steps of each parameter, this one included: (count,) scalars, if the rule counts. The
+    result is on the device of the learning rate, which may be a tensor, and of the steps. Nothing is read from a GPU.
+    """
+    lr, sign = group["lr"], -1.0 if group["maximize"] else 1.0
+    devices = {t.device for t in (lr, *steps) if isinstance(t, Tensor)} - {torch.device("cpu")}
+    device = devices.pop() if devices else torch.device("cpu")
+    rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
+    if rule.kernel != "adam":
+        columns = [sign, group["weight_decay"], 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
+        return _table(columns, count, device)
+    beta1, beta2 = group["betas"]
+    if device.type == "cpu":
+        step: Tensor = torch.tensor([float(s) for s in steps], dtype=torch.float64)
+    else:
+        step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double()
+    decoupled = group.get("decoupled_weight_decay", plain is optim.AdamW)
+    decay = group["weight_decay"]
+    columns = [
+        sign,
+        0.0 if decoupled else decay,
+        1.0 - rate * decay if decoupled else 1.0,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        -rate / (1.0 - beta1**step),
+        group["eps"],
+        (1.0 - beta2**step).sqrt(),
+    ]
+    return _table(columns, count, device)
+
+
+def _table(columns: Sequence[float | Tensor], count: int, device: torch.device) -> Tensor:
+    numbers = [column for column in columns if not isinstance(column, Tensor)]
+    constant = iter(tensor_on(device, numbers, torch.float64))
+    parts = [column if isinstance(column, Tensor) else next(constant) for column in columns]
+    return torch.stack([part.expand(count) for part in parts], dim=1).float()
+
+
 @torch.no_grad()
 def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry) -> None:
     """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
@@ -80,8 +157,10 @@ def step_one(
     param: Tensor, optimizer: Optimizer, plain: type, registry: MasterRegistry, factor: float | Tensor
 ) -> None:
     """Step one parameter, which has a master, with its gradient times ``factor``, if the kernel can step it."""
-    group = next(group for group in optimizer.param_groups if any(p is param for p in group["params"]))
-    _step_places([registry.place_of[id(param)]], optimizer, plain, group, registry, factor)
+    index = registry.group_index(param)
+    if index is not None:
+        group = optimizer.param_groups[index]
+        _step_places([registry.place_of[id(param)]], optimizer, plain, group, registry, factor)
 
 
 def _step_places(
@@ -97,7 +176,7 @@ def _step_places(
         return
     for store in dict.fromkeys(store for store, _ in places):
         registry.settle(store)
-    rows = [row for store, index in places if (row := _row(rule, registry, optimizer, store, index)) is not None]
+    rows = [row for store, index in places if (row := _row(rule, registry, optimizer, group, store, index)) is not None]
     for same in _by_variant(rows):
         _step_rows(same, rule, plain, group, registry, factor)
     for row in rows:
@@ -106,27 +185,52 @@ def _step_places(
         store.note_step()
 
 
-def _row(rule: Rule, registry: MasterRegistry, optimizer: Optimizer, store: Store, index: int) -> Row | None:
+def _row(
+    rule: Rule, registry: MasterRegistry, optimizer: Optimizer, group: Any, store: Store, index: int
+) -> Row | None:
     """Return what the kernel needs of a parameter, or None if the kernel cannot step it."""
     param, master = store.params[index], store.masters[index]
     grad = master.grad if param.grad is None else param.grad
     if grad is None or grad.is_sparse or grad.dtype not in KINDS:
         return None
-    moments = moments_of(rule, registry, optimizer, store, param)
+    block = block_of(param) if registry.config.moments == "8bit" else 0
+    state: Any = optimizer.state.get(param, {})
+    if block and rule.counts and not state:  # torch makes other first states
+        state = optimizer.state[param] = _coded_first_state(rule, param, group)
+    moments = _moments(rule, state, coded=block > 0)
     if moments is None:
         return None
     weight = local(param)
-    tensors = [weight, store.companion(index), local(grad), *moments.tensors]
+    tensors = [weight, store.companion(index), local(grad), *moments]
     fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
-    if not _is_plain(weight) or not fits or not _is_dense(weight):
+    if not _is_plain(weight) or not fits or not weight.numel() or not is_dense(weight):
         return None
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
-    variant = Variant(
-        rule.kernel, store.form, KINDS[weight.dtype], KINDS[grad.dtype], moments.kind, aligned, moments.group
-    )
+    kind = "8bit" if block and moments else "fp32"
+    variant = Variant(rule.kernel, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
     filled = [*tensors, None, None][:5]
-    step = optimizer.state.get(param, {}).get("step")
-    return Row(variant, (*filled, *moments.exponents), store.position(index), step, param, master, asked(param))
+    exponents = [local(state[f"{name}{EXPONENTS}"]) for name in rule.moments] if block else []
+    return Row(variant, (*filled, *exponents), store.position(index), state.get("step"), param, master, asked(param))
+
+
+def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tensor] | None:
+    """Return the moments, or their codes; None if the kernel cannot step them, because they do not exist yet."""
+    names = [f"{name}{CODES}" if coded else name for name in rule.moments]
+    if any(state.get(name) is None for name in names) or (rule.counts and "step" not in state):
+        return None
+    moments = [state[name] for name in names]
+    if not coded and any(moment.dtype != torch.float32 for moment in moments):
+        return None
+    return [local(moment) for moment in moments]
+
+
+def _coded_first_state(rule: Rule, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that counts no step yet, as torch's Adam makes it, with moments in 8 bits."""
+    on_device = group.get("capturable") or group.get("fused")
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
+    for name in rule.moments:
+        set_zeros(state, name, param)
+    return state
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -134,16 +238,11 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether every element of the tensor's memory is an element of the tensor, once."""
-    return tensor.numel() > 0 and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-
-
 def _by_variant(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    found: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.variant, row.tensors[0].device), []).append(row)  # type: ignore[union-attr]
-    yield from found.values()
+        groups.setdefault((row.variant, row.tensors[0].device), []).append(row)  # type: ignore[union-attr]
+    yield from groups.values()
 
 
 def _step_rows(
@@ -172,12 +271,8 @@ def _step_rows(
 def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
     """Run the kernel once for all ``rows``, which are of one variant and on one device.
 
-    Args:
-        rows: the parameters.
-        numbers: (len(rows), 9) float32 on the device, see `rules.py`.
-        factor: a float32 scalar on the device, which multiplies the gradients.
-        seed: the seed of the run, for stochastic rounding.
-        step: the number of steps before this one.
+    ``numbers``, (len(rows), 9) float32, are those of :func:`numbers_of`. ``factor``, a float32 scalar, multiplies the
+    gradients. ``seed``, and ``step``, the number of steps before this one, are for stochastic rounding.
     """
     if is_simulated():
         return
@@ -194,7 +289,7 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
     ]
     variant, device = rows[0].variant, numbers.device
     tiles = _tiles(sizes, device, kernel.TILE.value)
-    with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
+    with on_device(device):
         kernel.step_parameters[(len(tiles),)](
             tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
             FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,

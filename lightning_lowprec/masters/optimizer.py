@@ -24,7 +24,6 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
@@ -32,25 +31,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
-from lightning_lowprec.masters.coded_state import (
+from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
+from lightning_lowprec.masters.moments import (
     MASTER_REMAINDER,
     decoded_entry,
+    float32_state,
     for_pickle,
     from_pickle,
     guarded,
     params_by_key,
-    taken_out,
+    without_codes,
 )
-from lightning_lowprec.masters.config import MasterConfig, MasterForm
-from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.rules import steps_alone
-from lightning_lowprec.masters.stepped_copies import refuse_copies
-from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MASTERS, check, tree_map_only
-from lightning_lowprec.private.torch_optimizers import check_step, noted_by_schedulers, without_own_hooks
+from lightning_lowprec.private.torch import MASTERS, check
+from lightning_lowprec.private.torch_optimizers import (
+    check_step,
+    noted_by_schedulers,
+    refuse_copies,
+    steps_alone,
+    without_own_hooks,
+)
 
 T = TypeVar("T", bound=Optimizer)
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
@@ -120,11 +123,6 @@ def remove_masters(optimizer: Optimizer) -> None:
         optimizer.state[param] = decoded_entry(float32_state(entry), param)
 
 
-def float32_state(entry: Any) -> Any:
-    """Return the state of one parameter with its half-precision tensors in float32."""
-    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
-
-
 def plain_class(optimizer: MasterOptimizer) -> type:
     """Return the class that the optimizer had before it got masters."""
     return type(optimizer).__bases__[1]  # see `_master_class`
@@ -158,7 +156,10 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
 
 
 def show_master_grads(optimizer: Optimizer) -> None:
-    """Show the gradients that were moved to masters at the parameters too, until the next ``step`` or ``zero_grad``."""
+    """Show the gradients that were moved to masters at the parameters too, until the next ``step`` or ``zero_grad``.
+
+    The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
+    """
     if isinstance(optimizer, MasterOptimizer):
         optimizer._masters.gradients.show(optimizer._masters.pairs())
 
@@ -193,27 +194,6 @@ def drop_grads(optimizer: Optimizer) -> None:
         optimizer._masters.drop_grads()
 
 
-@contextmanager
-def expose_master_grads(optimizer: Optimizer) -> Iterator[None]:
-    """Make the masters' float32 gradients the ``grad`` of the parameters, for hooks that look at or edit gradients.
-
-    The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
-    """
-    shown = []
-    if isinstance(optimizer, MasterOptimizer):
-        pairs = zip(optimizer._masters.param_of.values(), optimizer._masters.master_of.values(), strict=True)
-        shown = [(p, m, p.grad_dtype) for p, m in pairs if m.grad is not None and p.grad is None]
-    for param, master, _ in shown:
-        param.grad_dtype = torch.float32
-        param.grad = master.grad
-    try:
-        yield
-    finally:
-        for param, master, grad_dtype in shown:
-            master.grad, param.grad = param.grad, None
-            param.grad_dtype = grad_dtype
-
-
 def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
     """Make the masters follow the parameters, after an in-place edit of ``parameter.data``.
 
@@ -246,9 +226,7 @@ class MasterOptimizer(Optimizer):
             return first
         if self._updates is not None:
             raise refuse_together(self)
-        registry.load()
-        registry.move_grads(1.0)
-        with registry.stepping(), registry.showing_masters():
+        with registry.stepping():
             if closure is not None:
                 args = (registry.evaluation(closure, first), *args)
             return super().step(*args, **kwargs)
@@ -313,8 +291,7 @@ class MasterOptimizer(Optimizer):
         name, values = (
             (MASTER_REMAINDER, registry.remainders()) if registry.is_coded else (MASTER_PARAM, registry.values())
         )
-        state = {key: guarded(entry) for key, entry in state_dict["state"].items()} if registry.moments else {}
-        state = {**state_dict["state"], **state}
+        state = {key: guarded(entry) for key, entry in state_dict["state"].items()}
         for key, param in params_by_key(self, state_dict).items():
             if id(param) in values:
                 state[key] = {**state.get(key, {}), name: values[id(param)]}
@@ -323,7 +300,7 @@ class MasterOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
-        plain, coded = taken_out(state_dict)
+        plain, coded = without_codes(state_dict)
         with registry.showing_masters():
             super().load_state_dict(plain)
         values = {key: value.clone() for key, value in self._incoming.items()}  # may share memory with masters

@@ -11,9 +11,8 @@ import torch
 from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
 from lightning_lowprec.conversion.options import Names
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.float32_weights import Float32Weights
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.half_weights import HalfWeights
+from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
 
 Weights = Literal["float32", "keep"]
 MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
@@ -27,7 +26,7 @@ class MasterOptions:
         master_weights: False keeps float32 weights. Otherwise the weights are half precision and the optimizer updates
             float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
             masters in 2 bytes (bf16 only). ``"stochastic"`` stores no masters and rounds the updated weights
-            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments of 16 or 8
+            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments of 8
             bits, for updates during the backward pass, and set the seed.
         buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
             (rotary tables and running statistics need float32).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -13,16 +14,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.block_moments import BlockMoments
-from lightning_lowprec.masters.coded_state import joined, moments_kept, put_moments
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled, unscale_in_place
-from lightning_lowprec.masters.moments import StochasticMoments
-from lightning_lowprec.masters.stores import Fp32Store, RemainderStore, StochasticStore, Store
+from lightning_lowprec.masters.moments import decode_state, encode_state, float32_state, joined, put_moments
+from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
-from lightning_lowprec.private.torch import tree_map_only
 
+BUCKET: Final = 64 * 2**20
+"""Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 _numbers = itertools.count()
 _registries: weakref.WeakValueDictionary[int, MasterRegistry] = weakref.WeakValueDictionary()
@@ -40,11 +40,11 @@ class MasterRegistry:
         self.config = config
         self.master_of: dict[int, Tensor] = {}  # by id(parameter); the stores keep both alive
         self.param_of: dict[int, Tensor] = {}  # by id(master), in the same order
-        self._optimizer = weakref.ref(optimizer)
-        self.stores: list[Store] = []  # of one device and dtype each, and of `bucket_bytes` at most
-        self.moments: dict[Store, StochasticMoments | BlockMoments] = {}  # of the stores whose moments are not float32
+        self.stores: list[Store] = []  # of one device and dtype each, and of one bucket at most
         self.place_of: dict[int, tuple[Store, int]] = {}  # by id(parameter): its store, and its index there
         self.gradients = MasterGradients()
+        self._optimizer = weakref.ref(optimizer)
+        self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
         self._stepping = False
         self.add_missing(values)
         if config.rounds:
@@ -62,39 +62,43 @@ class MasterRegistry:
         """Return the tensors in the optimizer's groups, in order."""
         return parameters_of(self._live())
 
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every parameter that has a master, with its master."""
+        return zip(self.param_of.values(), self.master_of.values(), strict=True)
+
+    def without_master(self) -> list[Tensor]:
+        """Return the parameters that are their own masters."""
+        return [p for p in self.params() if id(p) not in self.master_of]
+
+    def group_index(self, param: Tensor) -> int | None:
+        """Return the index of a parameter's group, or None; all groups are searched only where they have changed."""
+        groups = self._live().param_groups
+        index, place = self._place_in_groups.get(id(param), (0, 0))
+        members = groups[index]["params"] if index < len(groups) else []
+        if place < len(members) and members[place] is param:
+            return index
+        self._place_in_groups = {
+            id(p): (index, place) for index, group in enumerate(groups) for place, p in enumerate(group["params"])
+        }
+        return self._place_in_groups.get(id(param), (None, 0))[0]
+
     def add_missing(self, values: Mapping[int, Tensor]) -> None:
-        """Make masters of the half-precision parameters that have none yet; see ``MasterConfig.bucket_bytes``."""
+        """Make masters of the half-precision parameters that have none yet."""
         new: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for p in self.params():
             if p.dtype in HALF_DTYPES and id(p) not in self.master_of and not is_lazy(p):
                 new.setdefault((p.device, p.dtype), {})[id(p)] = p
         state = self._live().state
-        limit = self.config.bucket_bytes // 4 if self.config.update == "step" else 1  # elements
+        limit = BUCKET if self.config.update == "step" else 1  # elements
         for members in (part for group in new.values() for part in chunks(group.values(), limit)):
-            store = self._new_store(members, values)
+            start = self.stores[-1].start + self.stores[-1].elements if self.stores else 0
+            store = STORES[self.config.form](members, values, seed=self.config.seed, start=start)
             self.stores.append(store)
             for index, (p, master) in enumerate(zip(store.params, store.masters, strict=True)):
                 self.place_of[id(p)] = (store, index)
                 self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
-                if p in state and not isinstance(
-                    self.moments.get(store), StochasticMoments
-                ):  # made before there were masters, in the parameter's dtype
-                    state[p] = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, state[p])
-
-    def _new_store(self, params: list[Tensor], values: Mapping[int, Tensor]) -> Store:
-        config = self.config
-        start = sum(store.elements for store in self.stores)
-        store: Store
-        if config.form == "stochastic":
-            store = StochasticStore(params, values, seed=config.seed, start=start)
-        else:
-            store = Fp32Store(params, values) if config.form == "fp32" else RemainderStore(params, values)
-            store.start = start
-        if config.moments == "stochastic":
-            self.moments[store] = StochasticMoments(config.seed, start)
-        elif config.moments != "fp32":
-            self.moments[store] = BlockMoments(config.moments, store, config.seed)
-        return store
+                if p in state:  # made before there were masters, in the parameter's dtype
+                    state[p] = float32_state(state[p])
 
     def _live(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -113,7 +117,7 @@ class MasterRegistry:
         """Follow parameters that were added or moved to another device since the last step."""
         if any(store.moved() for store in self.stores):
             values = self.values()
-            self.stores, self.moments, self.place_of, self.master_of, self.param_of = [], {}, {}, {}, {}
+            self.stores, self.place_of, self.master_of, self.param_of = [], {}, {}, {}
             self.add_missing(values)
         self.add_missing({})
 
@@ -133,17 +137,17 @@ class MasterRegistry:
 
     @property
     def is_coded(self) -> bool:
-        """Whether state dicts contain remainders instead of float32 masters, see `coded_state.py`."""
+        """Whether state dicts contain remainders instead of float32 masters, see `moments.py`."""
         return self.config.form == "remainder" and self.config.moments != "fp32"
 
     def remainders(self) -> dict[int, Tensor]:
         """Return the remainders by ``id(parameter)``, in remainder form: the tensors themselves, not copies."""
-        found: dict[int, Tensor] = {}
+        remainders: dict[int, Tensor] = {}
         for store in self.stores:
             store.settle(self.step)
             if isinstance(store, RemainderStore):
-                found |= {id(p): t for p, t in zip(store.params, store.remainders(), strict=True)}
-        return found
+                remainders |= {id(p): t for p, t in zip(store.params, store.remainders(), strict=True)}
+        return remainders
 
     def take(self, values: Mapping[int, Tensor], remainders: Mapping[int, Tensor]) -> None:
         """Take the masters of a state dict by ``id(parameter)``: float32 values, or remainders beside the weights."""
@@ -161,8 +165,7 @@ class MasterRegistry:
 
     def take_moments(self, param: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""
-        keeper = self.moments.get(self.place_of[id(param)][0]) if id(param) in self.place_of else None
-        put_moments(self._live(), param, moments, kept=moments_kept(moments, keeper, param))
+        put_moments(self._live(), param, moments, keep=self.config.moments == "8bit" and id(param) in self.place_of)
 
     # ---- gradients
 
@@ -182,14 +185,6 @@ class MasterRegistry:
         self.gradients.forget_others(grads)
         return grads
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every parameter that has a master, with its master."""
-        return zip(self.param_of.values(), self.master_of.values(), strict=True)
-
-    def without_master(self) -> list[Tensor]:
-        """Return the parameters that are their own masters."""
-        return [p for p in self.params() if id(p) not in self.master_of]
-
     def drop_grads(self) -> None:
         """Drop moved gradients; outside of a step, free the masters' memory too."""
         self.gradients.hide(self.pairs())
@@ -206,16 +201,6 @@ class MasterRegistry:
 
     # ---- a step
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Load the masters; at the end, also after an error, save them and drop the moved gradients."""
-        self.load()
-        try:
-            with self._loaded(self.stores):
-                yield
-        finally:
-            self.count_step()
-
     @property
     def step(self) -> int:
         """The number of steps so far, for the random bits of stochastic rounding."""
@@ -229,54 +214,72 @@ class MasterRegistry:
     def settle(self, store: Store) -> None:
         """Bring a store to the state between steps, with one gradient per parameter: for a kernel."""
         store.settle(self.step)
-        if store in self.moments:
-            self.moments[store].settle(self._live().state, store.params, self.step)
+        self._encode(store)
         if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
             self.gradients.move(store, 1.0)
+
+    def _encode(self, store: Store) -> None:
+        if self.config.moments == "8bit":
+            encode_state(self._live().state, store, self.step)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Show the optimizer all masters; at the end, also after an error, save them and drop the moved gradients."""
+        self.load()
+        self.move_grads(1.0)
+        try:
+            with self._loaded(self.stores), self.showing_masters():
+                yield
+        finally:
+            forget_unscaled(self.params())
+            self.count_step()
 
     @contextmanager
     def stepping_only(self, store: Store) -> Iterator[None]:
         """Load the masters of one store, and show the optimizer nothing else; at the end save them."""
         store.load()  # first, because it takes temporary memory
         self.gradients.move(store, 1.0)
-        with self._loaded([store]), self.showing_masters(), self.showing_only(store.masters):
+        with self._loaded([store]), self.showing_only(store.params):
             yield
 
     @contextmanager
     def showing_only(self, params: Iterable[Tensor]) -> Iterator[None]:
-        """Show the optimizer only these parameters, or masters that it sees now, in its groups."""
+        """Show the optimizer only these parameters, or their masters, in time that grows with their number alone."""
         optimizer = self._live()
-        kept = {id(p) for p in params}
-        groups = optimizer.param_groups
-        before = [list(group["params"]) for group in groups]
-        for group in groups:
-            group["params"][:] = [p for p in group["params"] if id(p) in kept]
-        optimizer.param_groups = [group for group in groups if group["params"]]
+        groups, state = optimizer.param_groups, optimizer.state
+        shown: dict[int, list[Tensor]] = {}  # by the index of the group
+        for p in params:
+            if (index := self.group_index(p)) is not None:
+                shown.setdefault(index, []).append(p)
+        before = {index: groups[index]["params"] for index in shown}
+        members = [p for group in shown.values() for p in group if p in state]
+        optimizer.state = defaultdict(dict, {self.master_of.get(id(p), p): state[p] for p in members})
+        for index, group in shown.items():
+            groups[index]["params"] = [self.master_of.get(id(p), p) for p in group]
+        optimizer.param_groups = [groups[index] for index in sorted(shown)]
         try:
             yield
         finally:
-            optimizer.param_groups = groups
-            for group, members in zip(groups, before, strict=True):
-                group["params"][:] = members
+            state.update((self.param_of.get(id(key), key), entry) for key, entry in optimizer.state.items())
+            optimizer.param_groups, optimizer.state = groups, state
+            for index, group in before.items():
+                groups[index]["params"] = group
 
     @contextmanager
     def _loaded(self, stores: Sequence[Store]) -> Iterator[None]:
-        state = self._live().state
-        for store in stores:
-            if store in self.moments:
-                self.moments[store].load(state, store.params)
+        if self.config.moments == "8bit":
+            for store in stores:
+                decode_state(self._live().state, store.params)
         self._stepping = True
         try:
             yield
         finally:
             self.gradients.hide(self.pairs())
             self._drop_moved(stores)  # first: rounding takes temporary memory too
-            forget_unscaled(self.params())
             self._stepping = False
             for store in stores:
                 store.save(self.step)
-                if store in self.moments:
-                    self.moments[store].save(state, store.params, self.step)
+                self._encode(store)
 
     def evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
         """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
@@ -343,12 +346,12 @@ def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
     masters last counts. A parameter that is not half precision any more has no master here.
     """
     wanted = {id(p): p for p in params}
-    found: dict[int, Tensor] = {}
-    for registry in _registries.values():
+    masters: dict[int, Tensor] = {}
+    for registry in all_registries():
         for store in registry.stores:
-            held = [p for p in store.params if wanted.get(id(p)) is p]
-            if held and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):
+            members = [p for p in store.params if wanted.get(id(p)) is p]
+            if members and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):
                 store.follow_edits()
                 values = {id(p): value for p, value in zip(store.params, store.values(), strict=True)}
-                found |= {id(p): values[id(p)].detach().to(p.device, copy=True) for p in held}
-    return found
+                masters |= {id(p): values[id(p)].detach().to(p.device, copy=True) for p in members}
+    return masters

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class Store(ABC):
     Args:
         params: the parameters; of a DTensor, the local shard.
         values: as in :meth:`set_values`.
+        seed: the seed of the run; random bits depend on the seed, the step and the position only.
+        start: the position of the first element of the first parameter among the elements of all stores of the
+            optimizer. Of DTensors, the whole tensors count, so that positions do not depend on the number of ranks.
 
     Raises:
         ValueError: the store cannot hold masters of this dtype.
@@ -40,15 +43,10 @@ class Store(ABC):
 
     form: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
-    start: int = 0
-    """The position of the first element of the first parameter among the elements of all stores of the optimizer.
-
-    Of DTensors, the whole tensors count, so that positions do not depend on the number of ranks.
-    """
 
     @torch.no_grad()
-    def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor]) -> None:
-        self.params = list(params)
+    def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor], *, seed: int, start: int) -> None:
+        self.params, self.seed, self.start = list(params), seed, start
         self.dtype, self.device = params[0].dtype, params[0].device
         if self.dtype not in self.dtypes:
             raise ValueError(
@@ -63,6 +61,7 @@ class Store(ABC):
         self._in_line = len(gaps) == 1  # the positions follow each other as the memory does
         self._unsaved = False  # whether the buffer has values that are stored nowhere else
         self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
+        self.follow_edits()
         self.set_values(values)
 
     @abstractmethod
@@ -85,7 +84,7 @@ class Store(ABC):
         for p, view in zip(self.params, self.buffer.views, strict=True):
             if id(p) in values:
                 view.copy_(local(values[id(p)]))
-        self._fingerprints = [None] * len(self.params)
+        self.follow_edits()
         self._unsaved = True
 
     def refresh(self) -> None:
@@ -110,7 +109,7 @@ class Store(ABC):
         else:
             self.buffer.allocate()
             self._fill()
-        self._fingerprints = [_fingerprint(p) for p in self.params]
+        self.note_step()
 
     @torch.no_grad()
     def save(self, step: int) -> None:
@@ -123,19 +122,16 @@ class Store(ABC):
     def cast_to_params(self) -> None:
         """Cast the masters into the parameters; the masters stay loaded, for an evaluation inside a step."""
         copy_all_([local(p) for p in self.params], self.buffer.views)
-        self._fingerprints = [_fingerprint(p) for p in self.params]
+        self.note_step()
 
     def settle(self, step: int) -> None:
-        """Make what is stored between steps current, for a kernel that reads and writes it.
-
-        ``step`` is as in :meth:`save`. :meth:`note_step` must follow.
-        """
+        """Make what is stored between steps current, for a kernel that writes it; :meth:`note_step` must follow."""
         if self.buffer.allocated:
             self.load()
             self.save(step)
 
     def note_step(self) -> None:
-        """Note that a kernel has updated parameters, and what is stored of their masters."""
+        """Note that the parameters agree with their masters now, for example after a kernel has updated both."""
         self._fingerprints = [_fingerprint(p) for p in self.params]
 
     def companion(self, index: int) -> Tensor | None:
@@ -214,14 +210,16 @@ class RemainderStore(Store):
 
     form = "remainder"
     remainder: Tensor
+    _remainders: list[Tensor]  # views of `remainder`, one per parameter
 
     def companion(self, index: int) -> Tensor | None:
         """Return the remainder, int16."""
-        return self.buffer.views_on(self.remainder)[index]
+        return self._remainders[index]
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
         self.remainder = torch.zeros(self.buffer.flat.shape, dtype=torch.int16, device=self.device)
+        self._remainders = self.buffer.views_on(self.remainder)
         if values:
             super().set_values(values)
         else:
@@ -235,8 +233,8 @@ class RemainderStore(Store):
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
         """Take the remainder of one parameter, (shape of the parameter) int16."""
-        self.buffer.views_on(self.remainder)[index].copy_(local(remainder))
-        self._fingerprints = [None] * len(self.params)
+        self._remainders[index].copy_(local(remainder))
+        self.follow_edits()
 
     def _fill(self) -> None:
         super()._fill()
@@ -249,20 +247,9 @@ class RemainderStore(Store):
 
 @final
 class StochasticStore(Store):
-    """Store nothing besides the parameters, and round updates stochastically.
-
-    Args:
-        params: bf16 parameters.
-        values: unused, because the weights are the masters.
-        seed: the seed of the run; the random bits depend on the seed, the step and the position only.
-        start: the position of the first element of the first parameter, see :attr:`Store.start`.
-    """
+    """Store nothing besides the parameters, and round updates stochastically."""
 
     form = "stochastic"
-
-    def __init__(self, params: Sequence[Tensor], values: Mapping[int, Tensor], *, seed: int, start: int = 0) -> None:
-        self.seed, self.start = seed, start
-        super().__init__(params, values)
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing: the weights are the masters."""
@@ -272,6 +259,13 @@ class StochasticStore(Store):
         parts = [self.buffer.flat] if self._in_line else self.buffer.parts()
         for index, part in enumerate(parts):
             rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
+
+
+STORES: Final[Mapping[str, type[Store]]] = {
+    "fp32": Fp32Store,
+    "remainder": RemainderStore,
+    "stochastic": StochasticStore,
+}
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

@@ -29,7 +29,6 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
-from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options, keys_of
 from lightning_lowprec.msamp.step import Flats
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
@@ -37,7 +36,7 @@ from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MSAMP
-from lightning_lowprec.private.torch_optimizers import check_step
+from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 
 _ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
 _BUFFER: Final = "momentum_buffer"

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
-from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
 from lightning_lowprec.references import alive

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.msamp.matmul import ScaledMatmul
 from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
-from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 from lightning_lowprec.products.transforms import KEEP, check_call
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.masters.coded_state import decoded_entry
+from lightning_lowprec.masters.moments import decoded_entry
 from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
@@ -29,7 +29,7 @@ from lightning_lowprec.msamp.weight import (
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.flat import aligned, local
 from lightning_lowprec.numerics.formats import E4M3, Format
-from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits

@@ -25,7 +25,7 @@ from lightning_lowprec.msamp.weight import record_writes, required_state_of
 from lightning_lowprec.msamp.weight_state import MsampWeightState, Shards
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
-from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 

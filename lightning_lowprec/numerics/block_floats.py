@@ -8,12 +8,11 @@ numbers.
 |---|---|---|---|---|
 | ``E4M3``, any sign | yes | 4, 3; codes are float8_e4m3fn | 2**-17 | 1/8 to 1/16 |
 | ``E5M3``, not negative | no | 5, 3; codes are uint8 | 2**-33 | 1/8 to 1/16 |
-| ``E5M2``, not negative | unused | 5, 2; codes are float8_e5m2 | 2**-31 | 1/4 to 1/8 |
 
 Adam divides by the root of its second moment, so that the second moment needs the square of the range of the first.
 
 Numbers are rounded stochastically: to nearest, a moment that decays by 0.1 % per step would round back to itself for
-ever. A positive number never becomes zero in the formats of second moments, because Adam would divide by zero.
+ever. A positive second moment never becomes zero, because Adam would divide by zero.
 
 Encoding what was decoded gives the same numbers. Inf and NaN make a block NaN.
 """
@@ -59,8 +58,7 @@ class BlockFormat:
 
 E4M3: Final = BlockFormat(torch.float8_e4m3fn, 3, 15, 6, signed=True)
 E5M3: Final = BlockFormat(torch.uint8, 3, 31, 7, signed=False)
-E5M2: Final = BlockFormat(torch.float8_e5m2, 2, 30, 3, signed=False)
-BY_DTYPE: Final = {format.dtype: format for format in (E4M3, E5M3, E5M2)}
+BY_DTYPE: Final = {format.dtype: format for format in (E4M3, E5M3)}
 
 
 def block_size(row: int) -> int:

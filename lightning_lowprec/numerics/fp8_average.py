@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
-from lightning_lowprec.numerics.from_host import tensor_on
+from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import largest_absolute_values
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.scaling import encode
-from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
 
 BLOCK: Final = 128
 """Values that share a scale."""
@@ -48,7 +48,7 @@ def to_bytes(values: Tensor) -> Tensor:
     rows, n = values.shape
     sent = values.new_empty(rows, row_bytes(n), dtype=torch.uint8)
     if _by_kernel(values):
-        _launch("encode", values, sent)
+        _launch("encode_blocks", values, sent)
     elif values.numel():
         _to_bytes(values, sent)
     return sent
@@ -57,10 +57,8 @@ def to_bytes(values: Tensor) -> Tensor:
 def decode_sum_(total: Tensor, sent: Tensor, factor: float = 1.0) -> None:
     """Write the sum over ranks, computed in float32 in the order of the ranks, times ``factor``.
 
-    Args:
-        total: (rows, n) float32, bfloat16 or float16, contiguous; overwritten.
-        sent: (ranks, rows, row_bytes(n)) uint8, contiguous.
-        factor: 1 for a sum, 1 / ranks for a mean.
+    ``total``: (rows, n) float32, bfloat16 or float16, contiguous; overwritten. ``sent``: (ranks, rows, row_bytes(n))
+    uint8, contiguous. ``factor``: 1 / ranks for a mean.
     """
     if _by_kernel(total):
         _launch("decode_sum", total, sent, factor)
@@ -77,19 +75,18 @@ def _by_kernel(values: Tensor) -> bool:
 
 
 def _launch(name: str, values: Tensor, sent: Tensor, *factor: float) -> None:
-    """Launch a kernel of ``fp8_blocks_kernel`` for ``values``, (rows, n), and the bytes of them."""
+    """Launch a kernel for ``values``, (rows, n), and the bytes of them."""
     if is_simulated():
         return
-    from lightning_lowprec.numerics import fp8_blocks_kernel
+    from lightning_lowprec.numerics import kernels
 
     rows, n = values.shape
     bf16 = values.dtype == torch.bfloat16
-    grid = (-(-n // (BLOCK * fp8_blocks_kernel.BLOCKS.value)), rows)
+    grid = (-(-n // (BLOCK * kernels.BLOCKS.value)), rows)
     bits = values.view(torch.int16) if bf16 else values
-    ranks = {} if name == "encode" else {"RANKS": sent.shape[0]}
-    with torch.cuda.device(values.device) if values.is_cuda else torch.device(values.device):
-        kernel = getattr(fp8_blocks_kernel, name)
-        kernel[grid](
+    ranks = {} if name == "encode_blocks" else {"RANKS": sent.shape[0]}
+    with on_device(values.device):
+        getattr(kernels, name)[grid](
             bits, sent, sent.view(torch.float32), n, sent.shape[-1], *factor, **ranks, BF16=bf16,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
+from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.private.torch import increment_versions
 
 DEVICES = {"cuda"}
@@ -14,11 +14,7 @@ DEVICES = {"cuda"}
 def multiply_(values: Tensor, factor: Tensor) -> Tensor:
     """``values *= factor``, computed in float32 and rounded once; returns ``values``.
 
-    On a GPU nothing is read or written if the factor is 1: the gradient of a loss mostly begins with 1.
-
-    Args:
-        values: changed in place; float32, bfloat16 or float16.
-        factor: () float32, on the same device.
+    On a GPU nothing is read or written if the factor, () float32, is 1: the gradient of a loss mostly begins with 1.
     """
     fits = values.device.type in DEVICES and not torch.compiler.is_compiling() and values.is_contiguous()
     if not fits or not values.numel() or not kernels_run():
@@ -32,11 +28,11 @@ def launch(tensors: list[Tensor], factor: Tensor) -> None:
     """Launch the kernel for each of ``tensors``, which are contiguous and on the device of ``factor``."""
     if is_simulated():
         return
-    from lightning_lowprec.numerics import multiply_kernel
+    from lightning_lowprec.numerics import kernels
 
-    with torch.cuda.device(factor.device) if factor.is_cuda else torch.device(factor.device):
+    with on_device(factor.device):
         for tensor in tensors:
-            programs = -(-tensor.numel() // multiply_kernel.BLOCK.value)
+            programs = -(-tensor.numel() // kernels.FACTOR_BLOCK.value)
             bf16 = tensor.dtype == torch.bfloat16
             bits = tensor.view(torch.int16) if bf16 else tensor
-            multiply_kernel.multiply[(programs,)](bits, factor, tensor.numel(), BF16=bf16)
+            kernels.multiply[(programs,)](bits, factor, tensor.numel(), BF16=bf16)

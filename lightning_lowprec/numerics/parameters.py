@@ -1,10 +1,19 @@
-"""The parameters of an optimizer, and lists of parameters that are handled at once."""
+"""The parameters of an optimizer, and lists of parameters that are handled at once, on one or several device meshes.
+
+With tensor parallelism some parameters are sharded twice and the others once; with expert parallelism only the experts
+are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 
@@ -25,3 +34,70 @@ def chunks(parameters: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
         room -= p.numel()
     if chunk:
         yield chunk
+
+
+def on_several_meshes(tensors: Iterable[Tensor]) -> bool:
+    """Return whether there are DTensors of several meshes, or DTensors and other tensors."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return len({getattr(tensor, "device_mesh", None) for tensor in tensors}) > 1
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by their mesh; tensors without a mesh are one group."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
+    groups = by_mesh(p for p in parameters if p.grad is not None)
+    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
+    if not norms:
+        return torch.tensor(0.0)
+    total = together(over_ranks(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped."
+        )
+    for group in groups:
+        clip_grads_with_norm_(group, max_norm, total, foreach=False)
+    return total
+
+
+def disable_foreach(optimizer: Optimizer) -> bool:
+    """Set ``foreach=False`` if the parameters lie on several meshes and ``foreach`` was not set; return whether."""
+    if not on_several_meshes(parameters_of(optimizer)):
+        return False
+    undecided = [g for g in optimizer.param_groups if g.get("foreach", False) is None and not g.get("fused")]
+    for group in undecided:
+        group["foreach"] = False
+    return bool(undecided)
+
+
+def over_ranks(norms: Iterable[Tensor]) -> list[Tensor]:
+    """Return norms as plain tensors, by a collective per DTensor."""
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+def together(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of all elements whose norms are given, on the device of the first one."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+    return total
+
+
+def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all elements whose 2-norms are given, over all ranks: a collective per mesh and placement.
+
+    Norms of sharded tensors are DTensors that are not yet summed over the ranks.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for norm in norms:
+        mesh = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
+        groups.setdefault((norm.device, mesh), []).append(norm)
+    return together(over_ranks(torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()))

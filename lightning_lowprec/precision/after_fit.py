@@ -23,10 +23,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.float32_weights import Float32Weights
-from lightning_lowprec.masters.half_weights import is_marked
 from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.masters.registry import existing_masters
+from lightning_lowprec.masters.weights import Float32Weights, is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile, upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding

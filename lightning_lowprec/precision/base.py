@@ -34,9 +34,9 @@ from typing_extensions import override
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.masters.half_weights import HalfWeights, is_marked
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
+from lightning_lowprec.masters.weights import HalfWeights, is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision import first_step, float32_products, frozen_writes, left_over, refusals, state, step

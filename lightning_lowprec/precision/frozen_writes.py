@@ -19,7 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_lowprec.masters.half_weights import is_marked
+from lightning_lowprec.masters.weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import local_tensor, version_of

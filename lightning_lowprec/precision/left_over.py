@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
-from lightning_lowprec.masters.half_weights import is_marked
 from lightning_lowprec.masters.in_backward import forget_updates
+from lightning_lowprec.masters.weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch_modules import is_compiled
 

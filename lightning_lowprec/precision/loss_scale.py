@@ -34,9 +34,9 @@ from lightning_lowprec.masters.optimizer import (
     move_grads_to_masters,
     without_masters,
 )
-from lightning_lowprec.masters.stepped_copies import refuse_copies
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
+from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 LossScaleInput = Literal["dynamic"] | float
 StaticScale = Annotated[float, Rule("a number above 0 (a static scale)", lambda scale: scale > 0)]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.membership import check_converted
-from lightning_lowprec.numerics.several_meshes import disable_foreach
+from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.frozen_writes import FrozenWrites
 from lightning_lowprec.precision.modules import Modules
 from lightning_lowprec.references import alive

@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.float32_weights import Float32Weights
-from lightning_lowprec.masters.half_weights import is_marked, mark, unmark
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
+from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import left_over

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
-from lightning_lowprec.masters.half_weights import HalfWeights
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.masters.kept_float32 import kept_float32
+from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree

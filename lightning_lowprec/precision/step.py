@@ -25,13 +25,12 @@ from torch.optim import LBFGS, Optimizer
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.in_backward import refuse_clipping
 from lightning_lowprec.masters.optimizer import (
-    expose_master_grads,
     has_masters,
     main_params,
     move_grads_to_masters,
     show_master_grads,
 )
-from lightning_lowprec.numerics.several_meshes import clip_grad_norm, on_several_meshes
+from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
@@ -132,8 +131,8 @@ def scaled_step(
     no_gradients = result is None and model.automatic_optimization  # training_step returned None
     if not no_gradients:
         scaler.unscale(optimizer, defer=not sees_gradients(model))
-    with expose_master_grads(optimizer):
-        after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
+    show_master_grads(optimizer)
+    after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
     if no_gradients:
         return result
     output = scaler.step(optimizer, **kwargs)

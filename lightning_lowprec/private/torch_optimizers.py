@@ -1,4 +1,4 @@
-"""How torch's optimizers, their step hooks and schedulers notice steps; `torch.py` has the list of these names."""
+"""What optimizers allow, and how their step hooks and schedulers notice steps; `torch.py` lists the private names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from torch import optim
 from torch.optim import Optimizer
+
+from lightning_lowprec.private.torchao import parameters_of_copies
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SEES_NO_MASTERS: Final = "lowprec_sees_no_masters"
+_ALONE: Final = tuple(
+    getattr(optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD", "SparseAdam",
+    )
+    if hasattr(optim, name)
+)  # fmt: skip
+ALONE: Final = "independent_parameters"
+"""An attribute by which the class of an optimizer says that it updates each parameter without looking at others."""
 
 
 def check_step(optimizer: Optimizer, part: str) -> None:
@@ -44,12 +57,20 @@ def without_own_hooks(step: F) -> F:
     return step
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
+def steps_alone(optimizer: Optimizer, plain: type) -> bool:
+    """Return whether ``optimizer``, of class ``plain``, may step its parameters in several calls, some at a time.
+
+    True for the classes of ``torch.optim`` except LBFGS, and for classes that say so (:data:`ALONE`). Step hooks must
+    see all masters at once.
+    """
+    return (plain in _ALONE or vars(plain).get(ALONE) is True) and not _has_step_hooks(optimizer)
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
     """Return whether a hook runs before or after the steps of ``optimizer``, or of every optimizer."""
     from torch.optim import optimizer as module
 
-    own: Any = optimizer
-    hooks = (own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
     return any(hooks) or any(not hasattr(hook, _SEES_NO_MASTERS) for group in of_all for hook in group.values())
 
@@ -58,3 +79,21 @@ def sees_no_masters(hook: F) -> F:
     """Decorate a step hook that does not look at the optimizer's parameters."""
     setattr(hook, _SEES_NO_MASTERS, True)
     return hook
+
+
+def refuse_copies(optimizer: Optimizer, what: str) -> None:
+    """Raise if ``optimizer`` is torchao's ``CPUOffloadOptimizer``, which steps copies of the parameters in CPU memory.
+
+    It goes with float32 weights that are stepped with the gradients of the backward pass as they are. Masters, loss
+    scaling and clipping would see the copies, or change gradients that were copied before. FSDP2 offloads too, on one
+    device as well, and goes with all of them. ``what`` is the middle of the message.
+
+    Raises:
+        TypeError: ``optimizer`` steps copies.
+    """
+    if parameters_of_copies(optimizer) is not None:
+        raise TypeError(
+            f"`{type(optimizer).__name__}` of torchao does not go with {what}. Use"
+            " `strategy=FSDP2Strategy(cpu_offload=True)`, on one device too, or a precision with float32 weights and"
+            " without loss scaling, such as 'bf16-mixed', 'half-auto' or 'fp8-hybrid'."
+        )

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.products.arithmetic import Arithmetic, OneScale, Operand, Products, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.shared_input import Entry, codes_of, forget

@@ -46,7 +46,7 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.steps import Seen, seen, watch
-from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.numerics.wire_format import WireFormat
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import (

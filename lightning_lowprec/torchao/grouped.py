@@ -19,8 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.conversion.gemms import Gemm
-from lightning_lowprec.numerics.grouped_codes import encode_columns, encode_rows, encode_weight, encode_whole
-from lightning_lowprec.numerics.grouped_products import product, product_of_groups
+from lightning_lowprec.numerics.grouped_fp8 import (
+    encode_columns,
+    encode_rows,
+    encode_weight,
+    encode_whole,
+    product,
+    product_of_groups,
+)
 from lightning_lowprec.private.torchao import codes_of
 from lightning_lowprec.products.transforms import check_backward
 from lightning_lowprec.torchao.gathered_weight import GatheredWeight

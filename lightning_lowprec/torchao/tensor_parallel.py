@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from lightning_lowprec.numerics.padding import cut_rows, pad_rows
+from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.transforms import check_backward

@@ -12,7 +12,6 @@ AT_REST = {  # weights + gradients + masters + two moments
     "bf16-master, float32 gradients": 2 + 4 + 4 + 8,
     "bf16-remainder": 2 + 2 + 2 + 8,
     "bf16-sr": 2 + 2 + 0 + 8,
-    "bf16-sr, bf16 moments": 2 + 2 + 0 + 4,
     "fp16-master": 2 + 2 + 4 + 8,
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters import block_moments
+from lightning_lowprec.masters import moments
 from tests.toy_backend import BACKEND
 
 pytest.register_assert_rewrite("contract_models")
@@ -37,7 +37,7 @@ def reference_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def small_moments_are_coded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments of 8 bits are for large weights; the models here are small."""
-    monkeypatch.setattr(block_moments, "LEAST", 1)
+    monkeypatch.setattr(moments, "LEAST", 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from contract_models import Net, assert_same_tensors, fabric_with, net, random_b
 from plugins_under_test import every_plugin, make, weight_dtype
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.masters import block_moments
+from lightning_lowprec.masters import moments
 from tests.precision.weights_left import as_trained
 
 REPRESENTATIVES: dict[str, Callable[[], Any]] = {
@@ -60,7 +60,7 @@ def test_trainer_checkpoint_needs_no_pickle_and_has_the_plain_state_dict(name: s
             remainders = [entry.pop("master_remainder", None) for entry in state["state"].values()]
             assert all(r is None or r.dtype is torch.int16 for r in remainders)
             for entry in state["state"].values():  # moments of 8 bits stand for those of AdamW
-                for moment in list(block_moments.coded(entry)):
+                for moment in list(moments.coded(entry)):
                     assert entry.pop(f"{moment}_exponents").dtype is torch.uint8
                     entry[moment] = torch.empty(entry.pop(f"{moment}_codes").shape)
     if make(name).keeps_codes:  # at level O3 there are masters

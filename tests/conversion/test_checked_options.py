@@ -136,13 +136,12 @@ MSAMP_LEVEL = [
 ]
 CONFIG = [
     ("form", "fp23", "one of: fp32, remainder, stochastic"),
-    ("moments", None, "one of: fp32, stochastic, 8bit, fp8"),
+    ("moments", None, "one of: fp32, 8bit"),
     ("update", "forward", "one of: step, backward"),
     ("clip_tensor", 0.0, "None, or a number above 0"),
     ("clip_last_norm", -1.0, "None, or a number above 0"),
     ("seed", "abc", "an integer"),
     ("seed", True, "an integer"),
-    ("bucket_bytes", 0, "an integer of at least 1"),
 ]
 COMPARE = [
     ("max_steps", 0, "an integer of at least 1"),

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.coded_state import decoded_entry
 from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
 from lightning_lowprec.masters.in_backward import LAST_NORM
+from lightning_lowprec.masters.moments import decoded_entry
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.numerics.parameters import parameters_of
 from tests.fsdp2.test_resume_fabric import state

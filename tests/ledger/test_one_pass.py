@@ -8,17 +8,15 @@ from torch import nn, optim
 
 from benchmarks.ledger import own_moved
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec.masters import deferred
-from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters import deferred, registry
 from lightning_lowprec.masters.optimizer import add_masters
 
-ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
-FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
+FORMS = ("fp32", "remainder", "stochastic")
 SHAPES = [(64 * i, 512) for i in range(1, 11)] + [(512,), (1000,)]
 COUNT = 200
-AT_REST = {"fp32": 16, "remainder": 14, "stochastic": 12, "all-bf16": 8}
+AT_REST = {"fp32": 16, "remainder": 14, "stochastic": 12}
 """Weight, gradient, master and two moments: bytes per parameter."""
-BYTES = {"fp32": 28, "remainder": 26, "stochastic": 22, "all-bf16": 14}
+BYTES = {"fp32": 28, "remainder": 26, "stochastic": 22}
 """AdamW: the weight is read and written (written only beside a float32 master), the gradient read, the rest both."""
 
 
@@ -75,7 +73,7 @@ def recorded_step(optimizer, before=lambda: None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_launches_and_no_wait(form, kind):
-    parameters, optimizer = stepped(KINDS[kind], FORMS[form])
+    parameters, optimizer = stepped(KINDS[kind], form)
     log, moved = recorded_step(optimizer)
     names = [record.name for record in log.of("kernel")]
     assert names.count("step_parameters") == 1
@@ -89,7 +87,7 @@ def test_few_launches_and_no_wait(form, kind):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_clipping_reads_the_gradients_once(form):
-    parameters, optimizer = stepped(KINDS["fused"], FORMS[form])
+    parameters, optimizer = stepped(KINDS["fused"], form)
 
     def clip():
         assert deferred.defers(optimizer)
@@ -109,14 +107,14 @@ def test_clipping_reads_the_gradients_once(form):
 def test_a_step_takes_no_memory(form):
     gc.collect()
     before = torch.cuda.memory_allocated()  # of other tests
-    parameters, optimizer = stepped(KINDS["fused"], FORMS[form])
+    parameters, optimizer = stepped(KINDS["fused"], form)
     total = sum(p.numel() for p in parameters)
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * AT_REST[form] * total
 
 
-def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
+def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket(monkeypatch):
     """The bucket here is a tenth of the model; all masters and gradients at once would be 8 bytes per parameter."""
     for make in (lambda p: optim.AdamW(p, foreach=True), lambda p: optim.Adamax(p, foreach=True)):
         gc.collect()
@@ -124,7 +122,8 @@ def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket():
         before = torch.cuda.memory_allocated()
         parameters = params()
         total = sum(p.numel() for p in parameters)
-        optimizer = add_masters(make(parameters), MasterConfig(form="remainder", bucket_bytes=4 * total // 10))
+        monkeypatch.setattr(registry, "BUCKET", total // 10)
+        optimizer = add_masters(make(parameters), "remainder")
         give_gradients(parameters)
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()

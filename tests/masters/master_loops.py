@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters
+from lightning_lowprec.masters.weights import cast_parameters
 
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
@@ -88,13 +88,11 @@ def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def buffers_of(optimizer: Any) -> list[torch.Tensor]:
-    """The flat tensors that hold masters and moments, of which some have no memory between steps."""
+    """The flat tensors that hold masters, of which some have no memory between steps."""
     if not hasattr(optimizer, "_masters"):
         return []
-    stores, moments = optimizer._masters.stores, optimizer._masters.moments
-    remainders = [store.remainder for store in stores if hasattr(store, "remainder")]
-    moment_stores = [store for found in moments.values() for store in getattr(found, "_stores", {}).values()]
-    return [*remainders, *(store.buffer.flat for store in (*stores, *moment_stores))]
+    stores = optimizer._masters.stores
+    return [*(store.remainder for store in stores if hasattr(store, "remainder")), *(s.buffer.flat for s in stores)]
 
 
 def through_file(state: Any) -> Any:

@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, remove_masters
+from lightning_lowprec.masters.weights import cast_parameters
 from tests.masters.master_loops import equal, through_file
 
-FORMS, MOMENTS, UPDATES = (
-    ("fp32", "remainder", "stochastic"),
-    ("fp32", "stochastic", "8bit", "fp8"),
-    ("step", "backward"),
-)
-ALL = [c for c in itertools.product(FORMS, MOMENTS, UPDATES) if c[1] != "stochastic" or c[0] == "stochastic"]
+FORMS, MOMENTS, UPDATES = ("fp32", "remainder", "stochastic"), ("fp32", "8bit"), ("step", "backward")
+ALL = list(itertools.product(FORMS, MOMENTS, UPDATES))
 
 
 def net():
@@ -101,19 +97,17 @@ def test_a_parameter_that_thaws_in_the_middle_is_hooked_from_the_next_step_on():
     assert model[0].weight.grad is None
 
 
-@pytest.mark.parametrize("moments", ["8bit", "fp8"])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_state_between_steps_is_what_it_says(form, moments):
-    model, optimizer = wrapped(form=form, moments=moments, update="backward")
+def test_the_state_between_steps_is_what_it_says(form):
+    model, optimizer = wrapped(form=form, moments="8bit", update="backward")
     model(batch(0)).float().square().mean().backward()
     assert all(p.grad is None for p in model.parameters()), "freed"
     optimizer.step()
-    second = torch.uint8 if moments == "8bit" else torch.float8_e5m2
     state = optimizer.state[model[0].weight]
     assert {name: value.dtype for name, value in state.items()} == {
         "step": torch.float32,
         "exp_avg_codes": torch.float8_e4m3fn, "exp_avg_exponents": torch.uint8,
-        "exp_avg_sq_codes": second, "exp_avg_sq_exponents": torch.uint8,
+        "exp_avg_sq_codes": torch.uint8, "exp_avg_sq_exponents": torch.uint8,
     }  # fmt: skip
     assert state["exp_avg_codes"].shape == (64, 64)
     assert state["exp_avg_exponents"].shape == (64, 1)
@@ -124,13 +118,12 @@ def test_the_state_between_steps_is_what_it_says(form, moments):
     assert extra == (2 * sum(p.numel() for p in model.parameters()) if form == "remainder" else 0)
 
 
-@pytest.mark.parametrize("moments", ["8bit", "fp8"])
-def test_moments_of_8_bits_follow_adams(moments):
+def test_moments_of_8_bits_follow_adams():
     """Both moments after 40 steps against float32 ones on the same gradients; the second decays, too."""
     torch.manual_seed(0)
     coded, exact = nn.Parameter(torch.zeros(64, 64).bfloat16()), nn.Parameter(torch.zeros(64, 64))
     make = lambda p: torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.95))  # noqa: E731
-    ours, stock = add_masters(make(coded), MasterConfig(moments=moments)), make(exact)
+    ours, stock = add_masters(make(coded), MasterConfig(moments="8bit")), make(exact)
     for step in range(40):
         grad = torch.randn(64, 64) * torch.logspace(-3, 0, 64) * (1.0 if step < 5 else 0.01)
         coded.grad, exact.grad = grad.bfloat16(), grad.bfloat16().float()
@@ -139,12 +132,12 @@ def test_moments_of_8_bits_follow_adams(moments):
     found = add_masters(make(nn.Parameter(coded.detach().clone())), MasterConfig())
     found.load_state_dict(ours.state_dict())
     state, expected = next(iter(found.state.values())), stock.state[exact]
-    # A step of rounding is 0.09 of a number (e5m2: 0.18) on average, its deviation 0.4 of that: 0.037, or 0.074. The
-    # second moments shrink in 35 steps, which all add to the error: 0.037 * sqrt(35) = 0.22, or 0.44. The first moments
-    # forget an error in 10 steps, but their gradients have changing signs.
-    for name, error in (("exp_avg", 0.3), ("exp_avg_sq", 0.3 if moments == "8bit" else 0.6)):
+    # A step of rounding is 0.09 of a number on average, its deviation 0.4 of that: 0.037. The second moments shrink in
+    # 35 steps, which all add to the error: 0.037 * sqrt(35) = 0.22. The first moments forget an error in 10 steps, but
+    # their gradients have changing signs.
+    for name in ("exp_avg", "exp_avg_sq"):
         relative = (state[name] - expected[name]).norm(dim=0) / expected[name].norm(dim=0)
-        assert relative.median() < error
+        assert relative.median() < 0.3
     assert (state["exp_avg_sq"] / expected["exp_avg_sq"]).mean().item() == pytest.approx(1.0, abs=0.02), "no drift"
     master = next(main_params(ours)).detach()
     assert torch.nn.functional.cosine_similarity(master.flatten(), exact.detach().flatten(), dim=0) > 0.99
@@ -168,7 +161,7 @@ def test_resumes_bit_for_bit_and_is_the_same_every_time(form, moments, update):
     assert equal(whole.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize(("form", "moments"), [("remainder", "8bit"), ("stochastic", "fp8"), ("fp32", "8bit")])
+@pytest.mark.parametrize(("form", "moments"), [("remainder", "8bit"), ("stochastic", "8bit"), ("fp32", "8bit")])
 def test_copies_and_pickles_train_on(form, moments):
     model, optimizer = wrapped(form=form, moments=moments, update="backward")
     train(model, optimizer, range(2))
@@ -185,15 +178,15 @@ def test_copies_and_pickles_train_on(form, moments):
 
 
 @pytest.mark.parametrize(
-    "source", [("remainder", "8bit", "backward"), ("stochastic", "fp8", "step"), ("fp32", "fp8", "step")]
+    "source", [("remainder", "8bit", "backward"), ("stochastic", "8bit", "step"), ("fp32", "8bit", "step")]
 )
 @pytest.mark.parametrize(
     "target",
     [
         ("fp32", "fp32", "step"),
         ("remainder", "fp32", "step"),
-        ("stochastic", "stochastic", "step"),
-        ("remainder", "fp8", "backward"),
+        ("stochastic", "fp32", "step"),
+        ("remainder", "8bit", "backward"),
         ("fp32", "8bit", "backward"),
         ("stochastic", "8bit", "step"),
     ],

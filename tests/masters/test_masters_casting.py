@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
+from lightning_lowprec.masters.weights import cast_parameters
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, held_masters, main_params, refresh_masters
 from lightning_lowprec.masters.stores import Store
 from tests.masters.master_loops import by_hand, equal, loss_of, masters_of, train, wrapped
 
-ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
 EXACT = ["fp32", "remainder"]
-FORMS = [*EXACT, "stochastic", pytest.param(ALL_BF16, id="all-bf16")]
+FORMS = [*EXACT, "stochastic"]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_exact_form = pytest.mark.parametrize("form", EXACT)
 ADAMW = partial(optim.AdamW, lr=1e-3)

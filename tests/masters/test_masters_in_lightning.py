@@ -126,7 +126,7 @@ def test_unfreezing_adds_a_group_with_masters(name):
 @pytest.mark.parametrize(
     "plugin",
     [
-        lambda: HalfMixed("bf16", master_weights=MasterConfig(form="stochastic", moments="stochastic")),
+        lambda: HalfMixed("bf16", master_weights=MasterConfig(form="stochastic", moments="8bit")),
         lambda: FP8TorchAO(master_weights="remainder"),
     ],
 )

@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
-from lightning_lowprec.numerics import rounding
+from lightning_lowprec.masters.optimizer import MASTER_PARAM
 from tests.masters.master_loops import equal, masters_of, net, through_file, train, without_masters, wrapped
 
-ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
-FORMS = ["fp32", "remainder", "stochastic", pytest.param(ALL_BF16, id="all-bf16")]
+FORMS = ["fp32", "remainder", "stochastic"]
 EXACT = FORMS[:2]
 every_form = pytest.mark.parametrize("form", FORMS)
 ADAMW = partial(optim.AdamW, lr=1e-3)
@@ -31,8 +28,7 @@ def test_what_it_holds(form):
     state = through_file(optimizer.state_dict())
     assert list(state["state"]) == [0, 1, 2, 3]
     for p, entry in zip(model.parameters(), state["state"].values(), strict=True):
-        moments = torch.bfloat16 if form is ALL_BF16 else torch.float32
-        assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == moments
+        assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == torch.float32
         assert entry["exp_avg"].shape == p.shape
         assert (MASTER_PARAM in entry) == (form in EXACT)
         if form in EXACT:
@@ -164,55 +160,3 @@ def test_the_wrong_number_of_parameters_is_torchs_error_and_changes_nothing():
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         optimizer.load_state_dict(optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict())
     assert equal(optimizer.state_dict(), before)
-
-
-# ---- moments in bf16
-
-
-def test_bf16_moments_decay_as_float32_ones_do():
-    """1000 zero gradients at beta2 = 0.995; plain bf16 stays near 1.0, where 0.995 times it rounds back."""
-    p = nn.Parameter(torch.ones(4096).bfloat16())
-    optimizer = add_masters(optim.Adam([p], lr=0.0, betas=(0.9, 0.995)), ALL_BF16)
-    p.grad = torch.full_like(p, (1 / 0.005) ** 0.5)
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].dtype == torch.bfloat16
-    for _ in range(1000):
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
-    moment = optimizer.state[p]["exp_avg_sq"].float()
-    assert moment.mean().item() == pytest.approx(0.995**1000, rel=0.05)
-
-
-def test_bf16_moments_that_come_later_or_were_moved_are_taken_in():
-    p, late = nn.Parameter(torch.ones(8).bfloat16()), nn.Parameter(torch.ones(8).bfloat16())
-    optimizer = add_masters(optim.AdamW([p, late], lr=1e-3), ALL_BF16)
-    for params in ([p], [p], [p, late], [late], [p, late]):
-        for q in params:
-            q.grad = torch.ones_like(q)
-        optimizer.step()
-        for entry in optimizer.state.values():  # Lightning does this when it moves an optimizer to a device
-            entry.update({k: v.clone() for k, v in entry.items()})
-    assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [4, 3]
-    for q in (p, late):
-        assert optimizer.state[q]["exp_avg"].dtype == torch.bfloat16
-        assert optimizer.state[q]["exp_avg"].float().mean().item() == pytest.approx(
-            1 - 0.9 ** int(optimizer.state[q]["step"]), rel=0.02
-        )
-
-
-def test_weights_and_every_moment_round_with_bits_of_their_own(monkeypatch):
-    p = nn.Parameter(torch.ones(8).bfloat16())
-    optimizer = add_masters(optim.AdamW([p]), ALL_BF16)
-    seeds = []
-    monkeypatch.setattr(rounding, "stochastic_round_", lambda flat, *, seed, **_: seeds.append(seed))
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert len(set(seeds)) == len(seeds) == 3
-
-
-def test_bf16_moments_of_float32_parameters_stay_float32():
-    p, plain = nn.Parameter(torch.ones(8).bfloat16()), nn.Parameter(torch.ones(8))
-    optimizer = add_masters(optim.AdamW([p, plain]), ALL_BF16)
-    p.grad, plain.grad = torch.ones_like(p), torch.ones_like(plain)
-    optimizer.step()
-    assert optimizer.state[plain]["exp_avg"].dtype == torch.float32

@@ -9,13 +9,12 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.half_weights import cast_parameters
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
+from lightning_lowprec.masters.weights import cast_parameters
 from lightning_lowprec.numerics.flat import FlatBuffer
 from tests.masters.master_loops import buffers_of, masters_of, through_file, train, wrapped
 
-ALL_BF16 = MasterConfig(form="stochastic", moments="stochastic")
-FORMS = {"fp32": "fp32", "remainder": "remainder", "stochastic": "stochastic", "all-bf16": ALL_BF16}
+FORMS = ("fp32", "remainder", "stochastic")
 
 
 # ---- small updates
@@ -74,24 +73,22 @@ def regression(dtype, form):
 
 def test_regression_with_small_updates_learns_as_float32():
     exact = regression(None, None)
-    loss = {name: regression(torch.bfloat16, form) for name, form in FORMS.items()}
+    loss = {form: regression(torch.bfloat16, form) for form in FORMS}
     plain = regression(torch.bfloat16, None)
     print({"float32": exact, **loss, "plain bf16": plain})
     assert loss["fp32"] == loss["remainder"]
     assert loss["fp32"] == pytest.approx(exact, rel=5e-3)
     assert loss["stochastic"] == pytest.approx(exact, rel=5e-3)
-    assert loss["all-bf16"] == pytest.approx(exact, rel=1e-2)
     assert plain > 1.1 * exact
 
 
 # ---- replicas and resume
 
 
-@pytest.mark.parametrize("form", ["stochastic", "all-bf16"])
-def test_replicas_agree_whatever_their_generators(form):
+def test_replicas_agree_whatever_their_generators():
     weights = []
     for seed in (1, 2):
-        model, optimizer = wrapped(partial(optim.AdamW, lr=1e-3), FORMS[form])
+        model, optimizer = wrapped(partial(optim.AdamW, lr=1e-3), "stochastic")
         torch.manual_seed(seed)
         train(model, optimizer, range(8))
         assert torch.initial_seed() == seed
@@ -99,16 +96,15 @@ def test_replicas_agree_whatever_their_generators(form):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("form", ["stochastic", "all-bf16"])
 @pytest.mark.parametrize("model_first", [True, False])
-def test_stochastic_resume_is_exact_without_generator_state(form, model_first):
+def test_stochastic_resume_is_exact_without_generator_state(model_first):
     make = partial(optim.AdamW, lr=1e-3)
-    straight, optimizer = wrapped(make, FORMS[form])
+    straight, optimizer = wrapped(make, "stochastic")
     train(straight, optimizer, range(8))
-    model, optimizer = wrapped(make, FORMS[form])
+    model, optimizer = wrapped(make, "stochastic")
     train(model, optimizer, range(4))
     saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    model, optimizer = wrapped(make, FORMS[form], seed=5)
+    model, optimizer = wrapped(make, "stochastic", seed=5)
     loads = [lambda: model.load_state_dict(saved["model"]), lambda: optimizer.load_state_dict(saved["optimizer"])]
     for load in loads if model_first else reversed(loads):
         load()
@@ -156,14 +152,12 @@ AT_REST = {
     "fp32": 2 + 2 + 4 + 8,
     "remainder": 2 + 2 + 2 + 8,
     "stochastic": 2 + 2 + 0 + 8,
-    "all-bf16": 2 + 2 + 0 + 4,
 }
 #                weight, store, float32 value, float32 gradient, float32 moments, AdamW's own temporary
 AT_PEAK = {
     "fp32": 2 + 0 + 4 + 4 + 8 + 4,
     "remainder": 2 + 2 + 4 + 4 + 8 + 4,
     "stochastic": 2 + 0 + 4 + 4 + 8 + 4,
-    "all-bf16": 2 + 4 + 4 + 4 + 8 + 4,  # the store is the moments at rest
 }
 
 
@@ -172,7 +166,7 @@ def test_bytes_per_parameter(form):
     """At rest (with gradients, before the step), and at the peak of the step."""
     n = 1 << 16
     params = [nn.Parameter(torch.randn(256, n // 512).bfloat16()) for _ in range(2)]
-    optimizer = add_masters(optim.AdamW(params, foreach=True), FORMS[form])
+    optimizer = add_masters(optim.AdamW(params, foreach=True), form)
     for _ in range(2):
         for p in params:
             p.grad = torch.randn_like(p)
@@ -224,7 +218,7 @@ def ops_of_a_step(tensors, form, inv_scale=1.0):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inv_scale", [1.0, 0.5])
 def test_a_step_costs_the_same_number_of_calls_for_any_number_of_parameters(form, inv_scale):
-    few, many = (ops_of_a_step(n, FORMS[form], inv_scale) for n in (2, 40))
+    few, many = (ops_of_a_step(n, form, inv_scale) for n in (2, 40))
     print(form, few)
     assert few == many
     assert few < 100

@@ -22,7 +22,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.half_weights import HalfWeights
+from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.private.torch_modules import is_batch_norm
 from tests.families.tiny import classes, config, families
 

@@ -157,11 +157,10 @@ def test_options_that_exclude_each_other_say_so():
             lambda: HalfMixed("bf16", master_weights=lean, grad_accumulation_dtype=torch.float32),
             "`grad_accumulation_dtype=torch.float32`: no gradient is kept",
         ),
-        (lambda: MasterConfig(moments="stochastic"), "goes with `form='stochastic'` only, got `form='fp32'`"),
         (lambda: MasterConfig(clip_tensor=1.0), "`clip_tensor` goes with `update='backward'` only"),
         (lambda: MasterConfig(update="backward", clip_tensor=1.0, clip_last_norm=1.0), "exclude each other"),
         (lambda: MasterConfig(update="later"), "update='later'.*step, backward"),
-        (lambda: MasterConfig(moments="4bit"), "moments='4bit'.*fp32, stochastic, 8bit, fp8"),
+        (lambda: MasterConfig(moments="4bit"), "moments='4bit'.*fp32, 8bit"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -170,7 +169,7 @@ def test_options_that_exclude_each_other_say_so():
 def test_plugins_made_by_hand_have_the_names():
     for name in ("bf16-lean", "bf16-lean-sr"):
         assert HalfMixed(**TABLE[name].options).precision == name
-    assert plugin("remainder", "fp8").precision == "bf16-remainder"
+    assert plugin("remainder", "fp32").precision == "bf16-remainder"
 
 
 # ---- Fabric

@@ -89,7 +89,6 @@ OF_TE = {"recipe='current'", "recipe='delayed'", "recipe='nvfp4'", "recipe={...}
 WITH = {
     "clip_last_norm=1.0": "update='backward', clip_last_norm=1.0",
     "clip_tensor=1.0": "update='backward', clip_tensor=1.0",
-    "moments='stochastic'": "form='stochastic', moments='stochastic'",
 }
 """Options that need another one, which their messages name."""
 

@@ -8,15 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-KERNELS = (
-    "lightning_lowprec.masters.kernel",
-    "lightning_lowprec.numerics.block_floats_kernel",
-    "lightning_lowprec.numerics.e4m3_kernel",
-    "lightning_lowprec.numerics.encode_columns_kernel",
-    "lightning_lowprec.numerics.fp8_blocks_kernel",
-    "lightning_lowprec.numerics.multiply_kernel",
-    "lightning_lowprec.numerics.weight_codes_kernel",
-)
+KERNELS = ("lightning_lowprec.masters.kernel", "lightning_lowprec.numerics.kernels")
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 

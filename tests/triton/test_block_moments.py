@@ -37,22 +37,21 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
 
 
 @pytest.mark.parametrize(
-    ("form", "moments", "make", "update"),
+    ("form", "make", "update"),
     [
-        ("fp32", "8bit", "adamw", "step"),
-        ("remainder", "8bit", "adamw", "backward"),
-        ("stochastic", "8bit", "adam", "backward"),
-        ("remainder", "fp8", "adamw", "step"),
-        ("stochastic", "fp8", "momentum", "backward"),
-        ("remainder", "8bit", "momentum", "step"),
+        ("fp32", "adamw", "step"),
+        ("remainder", "adamw", "backward"),
+        ("stochastic", "adam", "backward"),
+        ("stochastic", "momentum", "backward"),
+        ("remainder", "momentum", "step"),
     ],
 )
-def test_steps_as_torchs_operations_do(form, moments, make, update, launches, monkeypatch):  # noqa: F811
-    ours, optimizer = train(OPTIMIZERS[make], form=form, moments=moments, update=update)
+def test_steps_as_torchs_operations_do(form, make, update, launches, monkeypatch):  # noqa: F811
+    ours, optimizer = train(OPTIMIZERS[make], form=form, moments="8bit", update=update)
     assert launches
-    assert {row.moment for rows in launches for row in rows} == {moments, "fp32"}, "biases keep float32 moments"
+    assert {row.moment for rows in launches for row in rows} == {"8bit", "fp32"}, "biases keep float32 moments"
     monkeypatch.setattr(one_pass, "DEVICES", set())
-    reference, theirs = train(OPTIMIZERS[make], form=form, moments=moments, update=update)
+    reference, theirs = train(OPTIMIZERS[make], form=form, moments="8bit", update=update)
     for a, b in zip(ours, reference, strict=True):
         assert (a != b).sum() <= 2 + a.numel() // 500  # float32 is rounded in another order, so a code may differ
         state, expected = optimizer.state[a], theirs.state[b]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_lowprec.numerics import grouped_codes
-from lightning_lowprec.numerics.grouped_codes import encode_columns
+from lightning_lowprec.numerics import grouped_fp8
+from lightning_lowprec.numerics.grouped_fp8 import encode_columns
 
 
 def by_hand(rows, ends, power_of_2):
@@ -26,8 +26,8 @@ def by_hand(rows, ends, power_of_2):
 
 @pytest.fixture(params=["kernel", "torch"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(grouped_codes, "DEVICES", {"cpu"} if request.param == "kernel" else set())
-    monkeypatch.setattr(grouped_codes, "kernels_run", lambda: True)
+    monkeypatch.setattr(grouped_fp8, "DEVICES", {"cpu"} if request.param == "kernel" else set())
+    monkeypatch.setattr(grouped_fp8, "kernels_run", lambda: True)
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])

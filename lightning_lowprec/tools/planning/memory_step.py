@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.numerics.triton_runs import simulated
+from lightning_lowprec.numerics.launches import simulated
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
 from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
 from lightning_lowprec.private.transformers import as_with_values

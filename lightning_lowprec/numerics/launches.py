@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be compiled on this machine."""
+"""What a launch of a Triton kernel needs: a compiler on this machine, a current device, numbers on the device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import functools
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import final
+
+import torch
+from torch import Tensor
 
 
 @final
@@ -60,3 +63,18 @@ def _kernels_run() -> bool:
             stacklevel=3,
         )
     return reason is None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a kernel is launched for tensors on ``device``; a CPU is Triton's interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else device
+
+
+def tensor_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return ``numbers`` as a tensor on ``device``: (len(numbers),) of ``dtype``.
+
+    ``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host waits until all work of the
+    stream has ended. This copy is from pinned memory.
+    """
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda" and not is_simulated())
+    return on_host.to(device, non_blocking=True)

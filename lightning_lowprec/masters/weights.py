@@ -1,29 +1,36 @@
-"""Cast the weights of modules to half precision, and give their optimizers float32 masters."""
+"""Cast the weights of modules to half precision and back to float32, and let their optimizers follow.
+
+``transformers`` loads weights in the dtype of the checkpoint, often bf16, and masters leave half-precision weights in a
+model. A precision with float32 weights would train both without masters, and lose updates.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.coupled import coupled
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.in_backward import refuse_second
-from lightning_lowprec.masters.kept_float32 import kept_float32
+from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
+from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, remove_masters
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
+from lightning_lowprec.private.torchao import parameters_of_copies
 from lightning_lowprec.references import alive
 
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
@@ -135,7 +142,7 @@ class HalfWeights:
         refuse_second(optimizer, alive(self._updating))
         add_masters(optimizer, self.config, values=self._originals)
         if self.config.update == "backward":
-            self._updating = [weakref.ref(found) for found in {*alive(self._updating), optimizer}]
+            self._updating = [weakref.ref(updating) for updating in {*alive(self._updating), optimizer}]
         params = parameters_of(optimizer)
         self.gradients.prepare(params)
         for p in params:
@@ -154,6 +161,100 @@ class HalfWeights:
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""
         return {**self.__dict__, "_originals": {}, "_counted": set(), "_updating": []}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The parameters that became float32."""
+
+    parameters: int
+    """Their number."""
+    bytes: int
+    """The bytes that they take more than before."""
+    exact: int
+    """The number of them that got the value of a master that an optimizer still had."""
+
+    def __str__(self) -> str:
+        """Return the end of a log line."""
+        rounded = self.parameters - self.exact
+        source = "their rounded values" if not self.exact else "their masters' values"
+        if self.exact and rounded:
+            source += f" ({rounded} of them from rounded values, without masters)"
+        return (
+            f"{self.parameters} trainable half-precision parameters became float32, {self.bytes} bytes more, and start"
+            f" from {source}"
+        )
+
+
+@final
+class Float32Weights:
+    """Makes parameters float32, and lets optimizers follow."""
+
+    def __init__(self) -> None:
+        self._fqns: set[str] = set()
+
+    def make(self, module: Module, *, frozen_too: bool = False) -> Change | None:
+        """Make the trainable half-precision parameters of ``module`` float32, in place; return None if there are none.
+
+        Parameter objects, ties and gradients stay. A parameter gets the value of its master, if an optimizer of an
+        earlier run still has one. Codes, buffers, and frozen parameters that no plugin has cast, stay as they are.
+        Buffers that are computed with a parameter that changes (running statistics of batch norm, vectors of
+        spectral_norm) become float32 too. With ``frozen_too`` all frozen parameters change, to be unfrozen later.
+        """
+        half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and not backends.keeps_master(p)]
+        half = [p for p in half if p.requires_grad or frozen_too or is_marked(p)]
+        if not half:
+            return None
+        return self._make(module, half, existing_masters(half))
+
+    def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> Change | None:
+        """Make the half-precision parameters of ``module`` float32 that a plugin has cast; return None if none are.
+
+        Args:
+            module: changed in place, as by :meth:`make`.
+            masters: float32 values by ``id(parameter)``; other parameters keep their rounded values.
+        """
+        half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
+        return self._make(module, half, masters) if half else None
+
+    def _make(self, module: Module, half: list[Parameter], masters: Mapping[int, Tensor]) -> Change:
+        more = sum(p.numel() * (4 - p.element_size()) for p in half if not is_lazy(p))
+        for p in half:
+            cast_parameter(p, torch.float32)
+            if id(p) in masters:
+                p.data.copy_(masters[id(p)])
+            mark(p)
+        for group in coupled(module):
+            if any(map(_is_made_float32, group.params)):
+                for buffer in group.buffers:
+                    buffer.data = buffer.data.float()
+        self._fqns.update(fqn for fqn, p in module.named_parameters() if _is_made_float32(p))
+        return Change(parameters=len(half), bytes=more, exact=sum(id(p) in masters for p in half))
+
+    def note_sharded(self, module: Module) -> None:
+        """Note that sharding has replaced the parameters of ``module``."""
+        for fqn, p in module.named_parameters():
+            if fqn in self._fqns:
+                mark(p)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Remove masters that ``optimizer`` has of these parameters, and make its half-precision state float32."""
+        if parameters_of_copies(optimizer) is not None:  # its own optimizers were never any other precision's
+            return
+        params = list(filter(_is_made_float32, parameters_of(optimizer)))
+        if params:
+            remove_masters(optimizer)
+        for p in [p for p in params if p in optimizer.state]:
+            optimizer.state[p] = float32_state(optimizer.state[p])
+        decode_on_load(optimizer)
+
+    def __repr__(self) -> str:
+        """Show the class alone: there are no options."""
+        return f"{type(self).__name__}()"
+
+
+def _is_made_float32(parameter: Tensor) -> bool:
+    return parameter.dtype is torch.float32 and is_marked(parameter)
 
 
 def mark(parameter: Tensor) -> None:

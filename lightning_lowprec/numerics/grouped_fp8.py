@@ -1,4 +1,4 @@
-"""Encode the operands of grouped products as float8_e4m3fn, with a scale for each row of what is multiplied.
+"""Grouped products of float8_e4m3fn codes, with a scale for each row of what is multiplied.
 
     output       [P, N]     = rows [P, K]    @ weight [E, K, N]     one scale per row, and per expert and column
     grad_rows    [P, K]     = grad [P, N]    @ weight.T [E, N, K]   the same
@@ -7,7 +7,7 @@
 All operands lie in memory along the dimension that is summed, as Hopper's kernels need.
 
 The scale is that of torchao, ``448 / max(largest absolute value, 1e-12)``, and what is returned is its reciprocal.
-Rounded down to a power of two, a scale is exact.
+With ``power_of_2`` it is rounded down to a power of two, and so exact.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.kernel_operands import check_grouped
+from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda, compiles, rows_in_one_pass
 from lightning_lowprec.numerics.scaling import encode
-from lightning_lowprec.numerics.triton_runs import is_simulated, kernels_run
+from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
 LEAST: Final = 1e-12
 """The lower bound of a largest absolute value, as in torchao."""
@@ -42,8 +45,8 @@ def encode_rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     traced = torch.compiler.is_compiling() or type(rows) is not Tensor  # the tensors of a compiler
     if traced or not rows.numel() or not compiles(rows.device):
         return _rows(rows, power_of_2)
-    made: tuple[Tensor, Tensor] = rows_in_one_pass(_rows, rows, power_of_2)
-    return made
+    result: tuple[Tensor, Tensor] = rows_in_one_pass(_rows, rows, power_of_2)
+    return result
 
 
 def encode_weight(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -51,14 +54,14 @@ def encode_weight(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     if weight.is_contiguous():
         codes, inverse = encode_rows(weight.view(-1, weight.shape[-1]), power_of_2)
         return codes.view(weight.shape), inverse.view(weight.shape[:-1])
-    made: tuple[Tensor, Tensor] = _across(weight, power_of_2)
-    return made
+    result: tuple[Tensor, Tensor] = _across(weight, power_of_2)
+    return result
 
 
 def encode_whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(E, A, C) any float -> codes (E, A, C), contiguous, of one scale, and its reciprocal, () float32."""
-    made: tuple[Tensor, Tensor] = _whole(weight, power_of_2)
-    return made
+    result: tuple[Tensor, Tensor] = _whole(weight, power_of_2)
+    return result
 
 
 def _rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -80,16 +83,10 @@ def _whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lightning_lowprec::encode_columns", mutates_args=())
 def encode_columns(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """Encode rows along the rows of each group: one scale per group and column.
+    """Encode rows along the rows of each group: (P, C) any float, (E,) int32 -> codes (C, P), inverse scales (E, C).
 
-    Args:
-        rows: (P, C) any float, contiguous.
-        ends: (E,) int32: the row behind each group; groups begin at multiples of 16. Codes of rows behind the last
-            group have no meaning.
-        power_of_2: whether scales are rounded down to powers of two.
-
-    Returns:
-        Codes (C, P), contiguous, and the reciprocals of the scales, (E, C) float32.
+    ``ends`` are the rows behind each group; groups begin at multiples of 16. Codes of rows behind the last group have
+    no meaning.
     """
     if rows.device.type in DEVICES and kernels_run():
         return _by_kernel(rows, ends, power_of_2)
@@ -112,10 +109,72 @@ def _by_kernel(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor, Te
     inverse = torch.empty(ends.shape[0], width, device=rows.device)
     if is_simulated():
         return codes, inverse
-    from lightning_lowprec.numerics import encode_columns_kernel as kernel
+    from lightning_lowprec.numerics import kernels
 
-    grid = (ends.shape[0], -(-width // kernel.WIDTH.value))
+    grid = (ends.shape[0], -(-width // kernels.WIDTH.value))
     arguments: tuple[Any, ...] = (rows, ends, codes.view(torch.uint8), inverse, count, width)
-    with torch.cuda.device(rows.device) if rows.is_cuda else torch.device(rows.device):
-        kernel.encode_columns[grid](*arguments, POWER_OF_2=power_of_2, num_warps=4)
+    with on_device(rows.device):
+        kernels.encode_columns[grid](*arguments, POWER_OF_2=power_of_2, num_warps=4)
     return codes, inverse
+
+
+# ---- products
+
+
+def product(
+    left: Tensor, right: Tensor, inverse: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, emulate: bool
+) -> Tensor:
+    """Multiply the rows of each group by its matrix: [P, A] codes @ [E, A, C] codes -> [P, C] of ``dtype``.
+
+    ``right`` is contiguous along A. ``inverse``: reciprocals of scales, [P] and [E, C] float32. Kernels round to
+    bfloat16 before the cast to ``dtype``; ``emulate`` multiplies in float32.
+    """
+    if emulate:
+        check_grouped(left, right)
+    multiply = emulated_product if emulate else scaled_grouped_mm
+    result: Tensor = multiply(left, right, *inverse, ends)
+    return result.to(dtype)
+
+
+def product_of_groups(
+    left: Tensor, right: Tensor, inverse: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, emulate: bool
+) -> Tensor:
+    """Multiply the columns of each group by its rows: [A, P] codes @ [P, C] codes -> [E, A, C] of ``dtype``.
+
+    ``right`` is contiguous along P. ``inverse``: reciprocals of scales, [E, A] and [E, C] float32.
+    """
+    if emulate:
+        check_grouped(left, right)
+        result: Tensor = emulated_product_of_groups(left, right, *inverse, ends)
+    else:
+        result = scaled_grouped_mm(left, right, inverse[0].flatten(), inverse[1].flatten(), ends)
+    return result.to(dtype)
+
+
+# custom operations, since torch's compiler takes no grouped product of float32
+
+
+@torch.library.custom_op("lightning_lowprec::grouped_product", mutates_args=())
+def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
+    """[P, A], [E, A, C] codes -> [P, C] bfloat16, summed in float32."""
+    scaled = left.float() * of_left.unsqueeze(1), right.float() * of_right.unsqueeze(1)
+    return F.grouped_mm(*scaled, offs=ends).bfloat16()
+
+
+@emulated_product.register_fake
+def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[2], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("lightning_lowprec::product_of_groups", mutates_args=())
+def emulated_product_of_groups(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
+    """[A, P], [P, C] codes -> [E, A, C] bfloat16, summed in float32."""
+    group = torch.searchsorted(ends, torch.arange(left.shape[1], device=ends.device), right=True)
+    group = group.clamp(max=ends.shape[0] - 1)  # rows behind the last group are not multiplied
+    scaled = left.float() * of_left[group].t(), right.float() * of_right[group]
+    return F.grouped_mm(*scaled, offs=ends).bfloat16()
+
+
+@emulated_product_of_groups.register_fake
+def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[0], right.shape[1], dtype=torch.bfloat16)
