@@ -19,13 +19,14 @@ LANE := smoke linear step8b tests step1b overhead memory optimizer accumulation 
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test test-benchmarks check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
-	@echo "make test        run the tests of the package"
-	@echo "make test-benchmarks  the GPU lane, the evidence and the other benchmarks, in toy sizes"
+	@echo "make test        run the tests that show a fault soon (at most 4 minutes on 2 quiet cores)"
+	@echo "make test-more   every name, more processes, examples, the benchmarks in toy sizes (at most 11 minutes on 2 quiet cores)"
+	@echo "make test-all    both"
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
@@ -83,10 +84,12 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare --force
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest -n 2 --dist loadfile --ignore tests/benchmarks
+	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 1
 
-test-benchmarks: $(VENV)/.installed
-	$(RUN)/python -m pytest -n 2 --dist loadfile tests/benchmarks
+test-more: $(VENV)/.installed
+	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 2
+
+test-all: test test-more
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -1,11 +1,35 @@
-"""What one test leaves behind must not reach the next."""
+"""What one test leaves behind must not reach the next; which tests are in which tier; how long they took."""
 
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests import tiers
+from tests.cpu_time import ClosingLine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", type=int, choices=(1, 2), help="run the tests of this tier only: see tests/tiers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ClosingLine())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files of the second tier for a run of the first."""
+    return True if config.option.tier == 1 and tiers.of_file(collection_path) == 2 else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.tier:
+        others = [item for item in items if tiers.of_test(item) != config.option.tier]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,24 @@
+"""The plugins of which `make test` runs the contract stand for all plugins."""
+
+from plugins_under_test import DISTINCT, make
+
+from tests import tiers
+
+
+def traits(plugin):
+    """What a contract can see of a plugin."""
+    return {
+        "scales the loss": plugin.scaler is not None,
+        "masters": plugin.masters and plugin.masters.config.form,
+        "codes": plugin.keeps_codes,
+        "dtype": plugin.autocast_dtype,
+        "backend": plugin.backend,
+    }
+
+
+def test_they_have_every_trait_of_the_others():
+    def seen(names):
+        return {trait for name in names for trait in traits(make(name)).items()}
+
+    assert set(tiers.CONTRACT) <= set(DISTINCT)
+    assert seen(name for name in DISTINCT if not name.startswith("FP8TE")) == seen(tiers.CONTRACT)

@@ -1,0 +1,130 @@
+"""Which tests ``make test`` leaves to ``make test-all``.
+
+``make test`` (``pytest --tier 1``) runs after every change: at most 4 minutes on two quiet cores, 7 CPU-minutes. The
+tests below take seconds, and show for every name, world or compiler what a faster test shows once; ``--tier 2`` runs
+them. A new test is in the first tier until it stands here. ``tests/test_tiers.py`` looks for entries without a test.
+"""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+FILES = (
+    # what runs programs, notebooks and pages
+    "benchmarks/test_[!h]*.py",  # the costs of the hooks are counted in the first tier
+    "site/test_python_blocks.py",
+    "test_notebook.py",
+    "tools/test_compare_seeds.py",
+    "tools/test_plan_fits.py",
+    # models of other people, tools of other people
+    "families/test_*.py",
+    "precision/test_plain_tools.py",
+    # several processes; of them golden/, checkpoints/ and four files of fsdp2/ are in the first tier
+    "checkpoints/test_killed_saves.py",
+    "checkpoints/test_torchao_optimizers.py",
+    "fsdp2/test_ended_runs.py",
+    "fsdp2/test_expert_parallel.py",
+    "fsdp2/test_float32_kept.py",
+    "fsdp2/test_fp8_reduce.py",
+    "fsdp2/test_fsdp2_experts.py",
+    "fsdp2/test_fsdp2_life.py",
+    "fsdp2/test_fsdp2_meshes.py",
+    "fsdp2/test_fsdp2_numerics.py",
+    "fsdp2/test_fsdp2_review.py",
+    "fsdp2/test_fsdp2_trainer.py",
+    "fsdp2/test_fsdp_objects.py",
+    "fsdp2/test_lean_fsdp2.py",
+    "fsdp2/test_parallelisms.py",
+    "fsdp2/test_precisions_crossed.py",
+    "fsdp2/test_resume_*.py",
+    "fsdp2/test_volume.py",
+    "masters/test_float32_reduction.py",
+    "msamp/test_msamp_ddp.py",
+    "msamp/test_msamp_fsdp2.py",
+    "msamp/test_scaled_fsdp.py",
+    "precision/test_heads_sharded.py",
+    "serving/test_ranks.py",
+    "serving/test_sharded.py",
+)
+"""Patterns of files below ``tests/`` that are in the second tier with all of their tests."""
+
+TESTS = {
+    "checkpoints/test_atomic.py": ("test_killed_at_every_step",),
+    "checkpoints/test_foreign_checkpoints.py": ("test_under_fsdp2",),
+    "contract/test_contract_orders.py": ("test_every_order_of_three",),
+    "conversion/test_head.py": ("test_a_compiler_traces_the_whole_model",),
+    "masters/test_stores.py": ("test_regression_with_small_updates_learns_as_float32",),
+    "msamp/test_msamp_checkpoints.py": ("test_checkpoints_load_into_every_other_precision",),
+    "numerics/test_fp8_average.py": ("test_the_hook_does_the_arithmetic_on_every_rank",),
+    "precision/test_main_job.py": (
+        "test_ddp_on_two_processes",
+        "test_fp8_stays_within_one_percent_of_fp32_after_200_steps",
+    ),
+    "registration/test_cli.py": (
+        "test_importing_the_package_loads_nothing_heavy",
+        "test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise",
+        "test_lowprec_run_launches_a_console_command_with_fabric_and_trainer_and_its_precision_wins",
+        "test_stock_fabric_launcher_with_lt_precision",
+        "test_stock_lightning_cli_configures_fsdp2_by_flags_and_by_yaml",
+        "test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name",
+        "test_stock_lightning_cli_takes_the_plugin_by_class_path",
+        "test_stock_lightning_cli_yaml_written_by_print_config",
+    ),
+    "tools/test_command_line.py": ("test_json_is_all_of_stdout[plan --fits]",),
+    "tools/test_compare.py": ("test_the_command_trains_the_demo", "test_what_fails_is_shown_and_leaves_the_others"),
+    "tools/test_doctor.py": ("test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed",),
+    "tools/test_export_serving.py": ("test_memory_is_that_of_some_rows_and_not_of_a_tensor",),
+    "torchao/test_experts.py": ("test_losses_stay_within_one_percent_of_bf16",),
+    "torchao/test_fp8_torchao.py": ("test_with_a_broken_torchao", "test_without_torchao"),
+    "torchao/test_new_format.py": ("test_it_is_sharded",),
+    "torchao/test_prototypes.py": ("test_names_train_a_gpt_within_one_percent_of_bf16",),
+    "torchao/test_saved_inputs.py": (
+        "test_losses_and_weights_are_those_of_kept_values[plain-{'compile': {'backend': 'aot_eager'}}]",
+    ),
+}
+"""Tests of the second tier in files of the first; a name without brackets stands for all of its cases."""
+
+CASES = {
+    "callbacks/test_monitor_runs.py": {"test_every_way_to_compile_is_seen": ["model"]},
+    "msamp/test_scaled_compiled.py": {
+        "test_a_compiled_step_has_the_bits_of_an_eager_one": ["O3-adamw-True"],
+        "test_compiled_blocks_have_the_bits_of_eager_ones": ["O3-options2-ScaledGradient"],
+    },
+    "test_examples.py": {"test_example_runs": ["trainer_script.py"]},
+}
+"""Tests of which the first tier runs these cases only."""
+
+CONTRACT = (
+    "half-auto",
+    "fp16-master",
+    "bf16-remainder",
+    "fp8-hybrid",
+    "fp8-hybrid-fp16",
+    "fp8-rowwise-gw-hp-sr",
+    "msamp-o2",
+    "fp8-toy",
+)
+"""The plugins of which the first tier runs the contract. They have each value of what a contract can see."""
+
+
+def of_file(path: Path) -> int:
+    """Return the tier of a file; a file of the first tier may have tests of the second."""
+    if ROOT not in path.parents:
+        return 1
+    return 2 if any(fnmatchcase(path.relative_to(ROOT).as_posix(), pattern) for pattern in FILES) else 1
+
+
+def of_test(item: pytest.Item) -> int:
+    """Return the tier of a collected test."""
+    if ROOT not in item.path.parents or of_file(item.path) == 2:
+        return of_file(item.path)
+    file = item.path.relative_to(ROOT).as_posix()
+    function, _, case = item.name.partition("[")
+    named = TESTS.get(file, ())
+    kept = CASES.get(file, {}).get(function, [case[:-1]])
+    plugin = item.callspec.params.get("name") if hasattr(item, "callspec") and file.startswith("contract/") else None
+    first = function not in named and item.name not in named and case[:-1] in kept and plugin in (None, *CONTRACT)
+    return 1 if first else 2
