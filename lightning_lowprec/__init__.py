@@ -28,8 +28,7 @@ from lightning_lowprec.serving.export import export
 from lightning_lowprec.serving.state import fp8_state
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.fp8 import FP8TorchAO
-from lightning_lowprec.torchao.int8 import Int8TorchAO
-from lightning_lowprec.torchao.mxfp8 import MXFP8TorchAO
+from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.version import __version__
 
 if TYPE_CHECKING:

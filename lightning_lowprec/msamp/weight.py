@@ -27,6 +27,7 @@ from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.private import torch as private
+from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.alias.default}
@@ -36,7 +37,7 @@ _CUTS: Final = {_aten.empty_like.default, _aten.new_zeros.default, _aten.clone.d
 
 
 @final
-class MsampWeight(Tensor):
+class MsampWeight(CodedWeight):
     """Codes and scale, shown as a tensor of values of ``dtype``, which is that of the gradient too."""
 
     msamp_state: MsampWeightState
@@ -44,10 +45,7 @@ class MsampWeight(Tensor):
     @staticmethod
     def __new__(cls, state: MsampWeightState, dtype: torch.dtype = torch.float32) -> MsampWeight:
         """Make a tensor without memory for values, shaped and strided like the codes."""
-        codes = state.codes
-        like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
-        with private.inference_mode_of(codes):
-            weight: MsampWeight = private.make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
+        weight = cls.showing(state.codes, dtype)
         weight.msamp_state = state
         return weight
 
@@ -56,16 +54,21 @@ class MsampWeight(Tensor):
     master = property(lambda self: self.msamp_state.master)
     master_scale = property(lambda self: self.msamp_state.master_scale)
 
-    __torch_function__ = private.disabled_torch_function
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, float16 or float8, and their scale."""
+        return self.msamp_state.codes, self.msamp_state.scale
+
+    def decode(self) -> Tensor:
+        """Return the values, (...) in the dtype that the weight shows."""
+        return self.msamp_state.values().to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Keep codes for views, encode what is written, and let all else read the values."""
-        kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # shows operations that are made of others, such as aten.to.dtype
-            result = func.decompose(*args, **kwargs)
+            result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if func.namespace == "c10d":
@@ -74,27 +77,54 @@ class MsampWeight(Tensor):
                 " state dicts; under DDP use `lightning_lowprec.msamp.ddp.prepare_for_ddp`; or keep the layer in high"
                 " precision: `MSAMP(..., keep=[...])`."
             )
-        written = private.tree_leaves(private.written_arguments(func, args, kwargs))
-        targets = [target for target in written if isinstance(target, MsampWeight)]
-        if targets:
-            return _write(func, args, kwargs, targets)
-        first = args[0]
-        if isinstance(first, MsampWeight):
-            if func in _ALIASES:
-                return MsampWeight(first.msamp_state, first.dtype)
-            if func.is_view and func is not _aten.view.dtype:
-                return _view(func, args, kwargs)
-            if first.msamp_state.cutting and func in _CUTS:
-                return _view(func, args, {k: v for k, v in kwargs.items() if k != "dtype"})
-        values = private.tree_map_only(MsampWeight, MsampWeight.decode, (args, kwargs))
-        if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
-            like = values[0][0]
-            values = private.tree_map_only(Tensor, lambda t: t.to(like.dtype) if t.is_floating_point() else t, values)
-        return func(*values[0], **values[1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def decode(self) -> Tensor:
-        """Return the values, (...) in the dtype that the weight shows."""
-        return self.msamp_state.values().to(self.dtype)
+    @classmethod
+    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep codes for views, and for what FSDP2 does to cut a weight."""
+        if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
+            values = private.tree_map_only(MsampWeight, MsampWeight.decode, args)
+            like = values[0]
+            return func(
+                *private.tree_map_only(Tensor, lambda t: t.to(like.dtype) if t.is_floating_point() else t, values),
+                **kwargs,
+            )
+        weight = args[0]
+        if not isinstance(weight, MsampWeight):
+            return NotImplemented
+        if func in _ALIASES:
+            return MsampWeight(weight.msamp_state, weight.dtype)
+        if func.is_view and func is not _aten.view.dtype:
+            return _view(func, args, kwargs)
+        if weight.msamp_state.cutting and func in _CUTS:
+            return _view(func, args, {name: value for name, value in kwargs.items() if name != "dtype"})
+        return NotImplemented
+
+    @classmethod
+    @torch.no_grad()
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
+        """Run an operation that writes to weights: on their values, which are encoded again."""
+        _check_write(func, targets)
+        if func is _aten.copy_.default and _copy_codes_(targets[0].msamp_state, args[1]):
+            return targets[0]
+        changed: dict[int, tuple[MsampWeightState, Tensor]] = {}
+
+        def plain(weight: MsampWeight) -> Tensor:
+            if not any(weight is target for target in targets):
+                return weight.decode()
+            part = weight.msamp_state
+            whole = part.whole or part
+            if id(whole) not in changed:  # the memory of the values is laid out as that of the codes
+                values = whole.codes.new_empty_strided(whole.codes.shape, whole.codes.stride(), dtype=torch.float32)
+                changed[id(whole)] = whole, values.copy_(whole.exact_values())
+            offset = part.codes.storage_offset() - whole.codes.storage_offset()
+            return changed[id(whole)][1].as_strided(part.codes.shape, part.codes.stride(), offset)
+
+        arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
+        func(*arguments, **options)
+        for state, values in changed.values():
+            state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
+        return private.returned_in_place(func, args, kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array, for loggers of histograms."""
@@ -161,14 +191,15 @@ class MsampWeight(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy codes, scales and master; as of every Parameter, the gradient is left out."""
         if id(self) not in memo:
-            memo[id(self)] = _like(self, self.msamp_state.copied())
+            memo[id(self)] = in_place_of(self, MsampWeight(self.msamp_state.copied()))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what pickle keeps: codes as bytes, because pickle cannot read a storage of float8."""
         inner = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
         inner["codes"] = inner["codes"].contiguous().view(torch.uint8)
-        return _unpickled, (inner, self.codes.dtype, self.dtype, self.requires_grad, _attributes(self))
+        attributes = {**user_attributes(self), "_is_param": isinstance(self, nn.Parameter)}
+        return _unpickled, (inner, self.codes.dtype, self.dtype, self.requires_grad, attributes)
 
     def data_ptr(self) -> int:
         """Return the address of the codes."""
@@ -194,33 +225,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [MsampWeight(state.part(*part), weight.dtype) for part in zip(codes, masters, strict=True)]
 
 
-@torch.no_grad()
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[MsampWeight]) -> Any:
-    """Run an operation that writes to weights: on their values, which are encoded again."""
-    _check_write(func, targets)
-    if func is _aten.copy_.default and _copy_codes_(targets[0].msamp_state, args[1]):
-        return targets[0]
-    changed: dict[int, tuple[MsampWeightState, Tensor]] = {}
-
-    def plain(weight: MsampWeight) -> Tensor:
-        if not any(weight is target for target in targets):
-            return weight.decode()
-        part = weight.msamp_state
-        whole = part.whole or part
-        if id(whole) not in changed:  # the memory of the values is laid out as that of the codes
-            values = whole.codes.new_empty_strided(whole.codes.shape, whole.codes.stride(), dtype=torch.float32)
-            changed[id(whole)] = whole, values.copy_(whole.exact_values())
-        offset = part.codes.storage_offset() - whole.codes.storage_offset()
-        return changed[id(whole)][1].as_strided(part.codes.shape, part.codes.stride(), offset)
-
-    arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
-    func(*arguments, **options)
-    for state, values in changed.values():
-        state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
-    return private.returned_in_place(func, args, kwargs)
-
-
-def _check_write(func: Any, targets: list[MsampWeight]) -> None:
+def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
     """Refuse writes to gathered weights, and updates of many weights at once by optimizers and averages."""
     shape = tuple(targets[0].shape)
     if any(target.msamp_state.is_gathered for target in targets):
@@ -279,7 +284,7 @@ def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
         raise ValueError(f"the parameter of shape {tuple(param.shape)} holds {present.codes.dtype} codes already.")
     state = MsampWeightState.of(param.detach().float(), level)
     param.grad = None
-    private.swap_data(param, _like(param, state))
+    private.swap_data(param, in_place_of(param, MsampWeight(state)))
     return state
 
 
@@ -287,9 +292,7 @@ def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
 def revert_weight_(param: nn.Parameter) -> None:
     """Make a parameter of codes a plain one, in place: float32, with the values of its master, else its own."""
     gradient, param.grad = param.grad, None
-    plain = nn.Parameter(required_state_of(param).exact_values(), param.requires_grad)
-    plain.__dict__.update({name: value for name, value in _attributes(param).items() if name != "_is_param"})
-    private.swap_data(param, plain)
+    private.swap_data(param, in_place_of(param, required_state_of(param).exact_values()))
     param.grad = gradient.decode() if isinstance(gradient, ScaledGradient) else gradient
 
 
@@ -297,23 +300,9 @@ def revert_weight_(param: nn.Parameter) -> None:
 def move_(param: Tensor, device: torch.device) -> None:
     """Move a weight of codes and its gradient to ``device``; the object stays."""
     gradient, param.grad = param.grad, None
-    private.swap_data(param, _like(param, required_state_of(param).copied(device)))
+    private.swap_data(param, in_place_of(param, MsampWeight(required_state_of(param).copied(device))))
     if gradient is not None and device.type != "meta":
         param.grad = gradient.to(device)
-
-
-def _like(weight: Any, state: MsampWeightState) -> MsampWeight:
-    """Return a weight with other codes that is a Parameter if ``weight`` is one, and has its attributes."""
-    new: Any = MsampWeight(state)
-    new = nn.Parameter(new) if isinstance(weight, nn.Parameter) else new
-    new.__dict__.update(_attributes(weight))
-    new.requires_grad_(weight.requires_grad)
-    return new  # type: ignore[no-any-return]
-
-
-def _attributes(weight: Tensor) -> dict[str, Any]:
-    """Return the user's attributes of a tensor, and whether it is a Parameter."""
-    return {name: value for name, value in vars(weight).items() if name != "msamp_state"}
 
 
 # ---- codes, values and masters of parameters, whole or sharded

@@ -30,7 +30,8 @@ from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import in_one_pass, rows_in_one_pass
 from lightning_lowprec.numerics.scaling import encode, power_of_two_scale
-from lightning_lowprec.private.torch import largest_absolute_values, scaled_mm
+from lightning_lowprec.private.torch import largest_absolute_values
+from lightning_lowprec.private.torch_products import scaled_product
 
 DEVICES = {"cuda"}
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,20 +86,18 @@ def _transpose_into(codes: Tensor, out: Tensor) -> None:
 
 
 def product(
-    a: Tensor, b_columns: Tensor, inv_scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulate: bool
+    a: Tensor, b: Tensor, inv_scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulate: bool
 ) -> Tensor:
-    """(M, K) @ (N, K).T -> (M, N) in ``dtype``, accumulated in float32.
+    """[M, K] @ [K, N] -> [M, N] in ``dtype``, accumulated in float32.
 
-    ``b_columns`` are the transposed codes of the second factor; both are contiguous. ``dtype`` is float32 or bfloat16;
-    where FP8 is emulated, any. ``fast``: whether the kernel may accumulate with fewer bits.
+    ``a`` is contiguous, ``b`` lies in memory column by column. ``dtype`` is float32 or bfloat16; where FP8 is emulated,
+    any. ``fast``: whether the kernel may accumulate with fewer bits.
     """
-    if emulate:
-        check_operands(a, b_columns.t())
-        return ((a.float() @ b_columns.float().t()) * (inv_scales[0] * inv_scales[1])).to(dtype)
-    result: Tensor = scaled_mm(
-        a, b_columns.t(), scale_a=inv_scales[0], scale_b=inv_scales[1], out_dtype=dtype, use_fast_accum=fast
-    )
-    return result
+    if not emulate:
+        return scaled_product(a, b, *inv_scales, dtype, fast=fast)
+    check_operands(a, b)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.float() @ b.float()) * (inv_scales[0] * inv_scales[1])).to(dtype)
 
 
 # ---- a weight in two layouts by one kernel

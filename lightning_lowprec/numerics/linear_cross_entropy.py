@@ -224,7 +224,7 @@ class _Fp8Run:
         """Return the logits of some tokens."""
         made = product(
             self.hidden.rows[part],
-            self.weight.rows,
+            self.weight.rows.t(),
             (self.hidden.inv_scale, self.weight.inv_scale),
             self.dtype,
             fast=True,
@@ -236,7 +236,7 @@ class _Fp8Run:
         """Return the gradient of the hidden states of the tokens that ``codes`` belong to."""
         return product(
             codes,
-            self.weight.columns,
+            self.weight.columns.t(),
             (self.of_codes, self.weight.inv_scale),
             _range_of(self.dtype),
             fast=False,
@@ -250,7 +250,7 @@ class _Fp8Run:
 
         def made(rows: Tensor) -> Tensor:
             scales = self.of_codes, self.hidden.inv_scale
-            return product(rows, hidden, scales, dtype, fast=False, emulate=self.emulate)
+            return product(rows, hidden.t(), scales, dtype, fast=False, emulate=self.emulate)
 
         if total is None:
             return made(columns)

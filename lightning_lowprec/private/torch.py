@@ -359,8 +359,6 @@ def _get(name: str) -> Any:
 make_wrapper_subclass: Any = _get("torch.Tensor._make_wrapper_subclass")
 disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
 """``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
-scaled_mm: Any = _get("torch._scaled_mm")
-"""FP8 matrix product with one scale per operand; keeps the operands' layout checks of the kernel."""
 ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 """The operation of gradient scalers."""
 ENCODER_LAYER: Final[tuple[Any, ...]] = (

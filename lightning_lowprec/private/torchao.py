@@ -62,14 +62,10 @@ def parameters_of_copies(optimizer: Any) -> list[Tensor] | None:
 
 
 def prototype_refusal(kind: str) -> str | None:
-    """Return why the installed torchao does not have a prototype, and the remedy; None if it does.
-
-    Args:
-        kind: ``"int8"`` or ``"mxfp8"``.
-    """
+    """Return why torchao lacks the prototype of ``"int8"`` or ``"mxfp8"``, and the remedy; None for other formats."""
     import torchao
 
-    version, names = _PROTOTYPES[kind]
+    version, names = _PROTOTYPES.get(kind, ("", ()))
     with quiet():
         lacking = missing(names)
     if not lacking:

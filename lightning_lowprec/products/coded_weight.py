@@ -1,17 +1,90 @@
-"""What a tensor tells the products of a layer if it holds codes in place of values."""
+"""Tensors that appear to have values, and hold codes with a scale: what every such class does alike.
+
+    read    F.linear(x, weight), weight.pow(2)      values, computed for this operation
+    view    weight.t(), weight.detach()             codes of the same memory, for operations that the class knows
+    write   weight.copy_(x), weight.mul_(2)         refused, or encoded anew: the class says
+    copy    deepcopy, ``module.to(device)``         codes, with the attributes that a user gave the weight
+
+A layer of the class's own backend takes the codes. The classes: torchao's and Transformer Engine's gathered weights, a
+frozen weight of Transformer Engine, a weight of MS-AMP. (A shard that FSDP2 will gather as float8 is none of them: it
+holds values in high precision, and codes are made of them.)
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_lowprec.private.torch import (
+    disabled_torch_function,
+    inference_mode_of,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
+
+_INNER = ("codes", "inv_scale", "msamp_state", "_is_param")
+"""What torch and these classes keep in the ``__dict__`` of a weight, beside the user's attributes."""
 
 
-class CodedWeight:
-    """Base of tensors that appear to have values, and hold float8 codes with one scale, e.g. after an all-gather."""
-
-    __slots__ = ()
+class CodedWeight(Tensor):
+    """Base of the classes; torchao's has torchao's tensor as its second base."""
 
     @abstractmethod
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """Return the codes, in the layout of the weight, and their scale, [] float32."""
+
+    @abstractmethod
+    def decode(self) -> Tensor:
+        """Return the values, in the dtype that the weight shows."""
+
+    @classmethod
+    @abstractmethod
+    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that runs on codes; NotImplemented: it reads the values."""
+
+    @classmethod
+    @abstractmethod
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
+        """Run an operation that writes to the weights ``targets``, or raise RuntimeError."""
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Write, or run on codes, or let the operation read the values."""
+        kwargs = kwargs or {}
+        written = tree_leaves(written_arguments(func, args, kwargs))
+        if targets := [target for target in written if isinstance(target, CodedWeight)]:
+            return cls.write(func, args, kwargs, targets)
+        result = cls.on_codes(func, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        values = tree_map_only(CodedWeight, lambda weight: weight.decode(), (args, kwargs))
+        return func(*values[0], **values[1])
+
+    @classmethod
+    def showing(cls, codes: Tensor, dtype: Any) -> Self:
+        """Return a tensor of this class without memory, shaped and strided like ``codes``, that shows ``dtype``."""
+        like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
+        with inference_mode_of(codes):
+            weight: Self = make_wrapper_subclass(cls, codes.size(), dtype=dtype, **like_codes)
+        return weight
+
+
+def user_attributes(weight: Any) -> dict[str, Any]:
+    """Return the attributes that a user gave a tensor."""
+    return {name: value for name, value in vars(weight).items() if name not in _INNER}
+
+
+def in_place_of(weight: Any, new: Any) -> Any:
+    """Return ``new`` as a Parameter if ``weight`` is one, with the user's attributes and flags of ``weight``."""
+    new = nn.Parameter(new, weight.requires_grad) if isinstance(weight, nn.Parameter) else new
+    vars(new).update(user_attributes(weight))
+    return new.requires_grad_(weight.requires_grad)

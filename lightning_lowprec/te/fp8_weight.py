@@ -22,19 +22,19 @@ from collections.abc import Sequence
 from typing import Any, Final, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private import torch as private
+from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
 
 _aten: Any = torch.ops.aten
 _ALIASES: Final = {_aten.detach.default, _aten.as_strided.default, _aten.view.default}  # of the whole tensor
-_OWN: Final = ("codes", "inv_scale", "_is_param")  # in the __dict__ of a Parameter that is an Fp8Weight
 
 
-class Fp8Weight(Tensor):
+class Fp8Weight(CodedWeight):
     """A tensor subclass that has codes and a scale, and looks like a tensor of ``dtype``; so do its gradients."""
 
     codes: Tensor
@@ -45,51 +45,49 @@ class Fp8Weight(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
         """Make a tensor without storage, and hang codes and scale at it."""
-        size, strides, device = codes.size(), codes.stride(), codes.device
-        made: Self = private.make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
-        made.codes, made.inv_scale = codes, inv_scale
-        return made
+        weight = cls.showing(codes, dtype)
+        weight.codes, weight.inv_scale = codes, inv_scale
+        return weight
 
-    __torch_function__ = private.disabled_torch_function
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, and their scale."""
+        return self.codes, self.inv_scale.reciprocal().reshape(())
+
+    def decode(self) -> Tensor:
+        """Return the values in the dtype that the weight shows."""
+        return self.values().to(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Keep codes for aliases and copies to a device; call :meth:`write` for writes; compute all else by values."""
-        kwargs = kwargs or {}
+    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep codes for aliases, and for copies to a device; the user's attributes, too, would be lost in a swap."""
         if func in _ALIASES:
-            return args[0].alike(func(args[0].codes, *args[1:], **kwargs), args[0].inv_scale, args[0].dtype)
-        if func is private.MOVING_OPERATIONS[0]:
-            dtype = kwargs.pop("dtype", None) or args[0].dtype
-            return args[0].alike(func(args[0].codes, **kwargs), func(args[0].inv_scale, **kwargs), dtype)
-        for target in private.tree_leaves(private.written_arguments(func, args, kwargs)):
-            if isinstance(target, Fp8Weight):
-                return target.write(func, *args[1:])
-        return func(*private.tree_map_only(Fp8Weight, lambda w: w.values().to(w.dtype), args), **kwargs)
+            weight = args[0]
+            codes, inv_scale, dtype = func(weight.codes, *args[1:], **kwargs), weight.inv_scale, weight.dtype
+        elif func is private.MOVING_OPERATIONS[0]:
+            weight, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
+            codes, inv_scale = func(weight.codes, **kwargs), func(weight.inv_scale, **kwargs)
+        else:
+            return NotImplemented
+        alike = type(weight)(codes, inv_scale, dtype)
+        vars(alike).update(user_attributes(weight))
+        return alike
 
-    def alike(self, codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Self:
-        """Return a weight of the same class, with the user's attributes, which ``module.to`` would lose in a swap."""
-        made = type(self)(codes, inv_scale, dtype)
-        _carry(self, made)
-        return made
-
-    def write(self, func: Any, *args: Any) -> Any:
+    @classmethod
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
         """Refuse an operation that would change the weight."""
         # no TypeError: on a TypeError, torch's `+=` would compute a new tensor instead
         raise RuntimeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
 
     # torch's setter would change the size and the dtype that the weight shows, and leave the codes
-    data = property(lambda self: self.detach(), lambda self, tensor: self.write(_aten.copy_.default, tensor))
+    data = property(
+        lambda self: self.detach(),
+        lambda self, values: self.write(_aten.copy_.default, (self, values), {}, [self]),
+    )
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: Any) -> Any:
         """Copy the codes and the scale; ``clone()`` returns the values instead, which can be written to."""
-        made: Any = self.alike(self.codes.clone(), self.inv_scale.clone(), self.dtype)
-        is_parameter = isinstance(self, nn.Parameter)
-        if is_parameter:
-            made = nn.Parameter(made, requires_grad=self.requires_grad)
-        memo[id(self)] = made
-        return made  # type: ignore[no-any-return]
+        memo[id(self)] = in_place_of(self, type(self)(self.codes.clone(), self.inv_scale.clone(), self.dtype))
+        return memo[id(self)]
 
     def values(self) -> Tensor:
         """Return the exact values: (...) float32."""
@@ -118,8 +116,9 @@ class FrozenWeight(Fp8Weight):
     because e4m3 would round them away.
     """
 
+    @classmethod
     @torch.no_grad()
-    def write(self, func: Any, *args: Any) -> Any:
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
         """Take new values: (...) any float; refuse any operation but a copy."""
         if func is not _aten.copy_.default:
             raise RuntimeError(
@@ -127,10 +126,11 @@ class FrozenWeight(Fp8Weight):
                 " before the model is set up, or set it up without `fp8_params`; new values are taken by `weight.data ="
                 " values`, a state dict, or PEFT's merge with `safe_merge=True`."
             )
-        codes, inv_scale = _with_own_scale(args[0])
-        self.codes.copy_(codes)
-        self.inv_scale.copy_(inv_scale)
-        return self
+        weight, values = args[:2]
+        codes, inv_scale = _with_own_scale(values)
+        weight.codes.copy_(codes)
+        weight.inv_scale.copy_(inv_scale)
+        return weight
 
 
 def encode(values: Tensor, scale: Tensor) -> Tensor:
@@ -163,13 +163,7 @@ def store_in_full(layer: Any) -> None:
 
 def _swap(param: Any, tensor: Tensor) -> None:
     """Give the same Parameter object other data, and keep the user's attributes."""
-    made = nn.Parameter(tensor, requires_grad=param.requires_grad)
-    _carry(param, made)
-    torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
-
-
-def _carry(old: Any, new: Any) -> None:
-    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
+    torch.utils.swap_tensors(param, in_place_of(param, tensor))  # type: ignore[no-untyped-call]
 
 
 @final

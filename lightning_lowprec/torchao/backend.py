@@ -16,8 +16,7 @@ from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision import half_norms
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.fp8 import NAMES, FP8TorchAO, Recipe
-from lightning_lowprec.torchao.int8 import Int8TorchAO
-from lightning_lowprec.torchao.mxfp8 import MXFP8TorchAO
+from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.torchao.plugin import BACKEND as NAME
 
 _SUMMARIES: Final = {

@@ -1,12 +1,23 @@
-"""The stacked experts of a mixture with grouped products in FP8; see :mod:`~lightning_lowprec.conversion.experts`."""
+"""The stacked experts of a mixture with grouped products in FP8; see :mod:`~lightning_lowprec.conversion.experts`.
+
+Rows are sorted by expert, and each expert has one weight:
+
+    output       [P, N]     = rows [P, K]   @ weight [E, K, N]
+    grad_rows    [P, K]     = grad [P, N]   @ weight.T [E, N, K]
+    grad_weight  [E, N, K]  = grad.T [N, P] @ rows [P, K], per group
+
+Everything is e4m3, gradients too: kernels for grouped products take no e5m2. Rows have one scale each. Weights have one
+scale per row of what is multiplied, or one for the whole Parameter: then the codes are the same for both products.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.experts import (
@@ -17,18 +28,41 @@ from lightning_lowprec.conversion.experts import (
     release_experts,
     take_experts,
 )
-from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.numerics.grouped_fp8 import (
+    encode_columns,
+    encode_rows,
+    encode_weight,
+    encode_whole,
+    product,
+    product_of_groups,
+)
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Scaled
-from lightning_lowprec.products.transforms import check_call
-from lightning_lowprec.torchao.grouped import GroupedRecipe, grouped_matmul
+from lightning_lowprec.products.transforms import check_backward, check_call
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
-_ALIGNMENT = 16
+_ALIGNMENT: Final = 16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GroupedRecipe:
+    """How grouped products run."""
+
+    one_scale: bool
+    """Whether a stacked weight has one scale, or one for each row of what is multiplied."""
+    in_bf16: tuple[Gemm, ...] = ()
+    """The products that run in the dtype of the rows."""
+    round_scales_to_power_of_2: bool
+    """Whether scales are rounded down to powers of two."""
+    emulate: bool
+    """Whether FP8 is emulated."""
 
 
 @final
@@ -147,3 +181,101 @@ def revert(model: nn.Module) -> None:
     """Give experts their own class back, in place."""
     for module in fp8_experts(model):
         release_experts(module)
+
+
+# ---- the products
+
+
+def grouped_matmul(
+    rows: Tensor, weight: Tensor, ends: Tensor, recipe: GroupedRecipe, *, transposed: bool, keep: bool = False
+) -> Tensor:
+    """[P, K] -> [P, N] in the dtype of ``rows``.
+
+    Args:
+        rows: sorted by expert; the rows of each expert begin at a multiple of 16.
+        weight: [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16.
+        ends: [E] int32, the row behind each expert's last.
+        recipe: how to multiply.
+        transposed: the layout of the weight.
+        keep: whether the backward reads the codes of a weight with one scale, or makes them again.
+    """
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, keep, recipe)  # type: ignore[no-untyped-call]
+    return output
+
+
+@final
+@torch.compiler.allow_in_graph  # traced by the compiler of torch 2.11, it loses its gradients
+class _GroupedMatmul(torch.autograd.Function):
+    """See :func:`grouped_matmul`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, keep: bool, recipe: GroupedRecipe
+    ) -> Tensor:
+        kept: Sequence[Tensor] = ()
+        in_bf16 = "forward" in recipe.in_bf16
+        if keep and recipe.one_scale and not in_bf16 and not isinstance(weight, CodedWeight):
+            kept = encode_whole(weight, recipe.round_scales_to_power_of_2)
+        ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
+        ctx.transposed, ctx.recipe = transposed, recipe
+        return _times(rows, weight, kept, ends, recipe, in_bf16=in_bf16, across=transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward("FP8 experts")
+        rows, weight, ends, *kept = ctx.saved_tensors
+        grad, high = grad.contiguous(), ctx.recipe.in_bf16
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            across = not ctx.transposed
+            grad_rows = _times(grad, weight, kept, ends, ctx.recipe, in_bf16="grad_input" in high, across=across)
+        if ctx.needs_input_grad[1]:
+            left, right = (rows, grad) if ctx.transposed else (grad, rows)
+            grad_weight = _grad_weight(left, right, ends, ctx.recipe, in_bf16="grad_weight" in high)
+        return grad_rows, grad_weight, *(None,) * 4
+
+
+def _times(
+    rows: Tensor,
+    weight: Tensor,
+    kept: Sequence[Tensor],
+    ends: Tensor,
+    recipe: GroupedRecipe,
+    *,
+    in_bf16: bool,
+    across: bool,
+) -> Tensor:
+    """[P, C], [E, A, C], or ``across`` [E, C, A] -> [P, A]."""
+    if in_bf16:
+        factor = weight.to(rows.dtype)
+        return F.grouped_mm(rows, factor if across else factor.mT, offs=ends)
+    codes, inverse = encode_rows(rows, recipe.round_scales_to_power_of_2)
+    right, of_right = _factor(weight, kept, recipe, across=across)
+    return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+
+
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe, *, in_bf16: bool) -> Tensor:
+    """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
+    if in_bf16:
+        return F.grouped_mm(left.t(), right, offs=ends)
+    power_of_2 = recipe.round_scales_to_power_of_2
+    codes, inverse = encode_columns(left.contiguous(), ends, power_of_2)
+    others, of_others = encode_columns(right.contiguous(), ends, power_of_2)
+    return product_of_groups(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=recipe.emulate)
+
+
+def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, across: bool) -> tuple[Tensor, Tensor]:
+    """Return codes of a weight [E, A, C], or ``across`` of [E, C, A], and reciprocals of scales for all but the last.
+
+    The codes are contiguous along the last dimension.
+    """
+    if isinstance(weight, CodedWeight):
+        codes, scale = weight.codes_and_scale()
+        kept = codes, scale.reciprocal()
+    if kept:
+        codes, inverse = kept
+        codes = codes.mT.contiguous() if across else codes
+    else:
+        encode = encode_whole if recipe.one_scale else encode_weight
+        codes, inverse = encode(weight.mT if across else weight, recipe.round_scales_to_power_of_2)
+    return codes, inverse if inverse.dim() else inverse.expand(codes.shape[:2]).contiguous()

@@ -17,7 +17,9 @@ from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.extras import require
+from lightning_lowprec.hardware import refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.compiled_blocks import Compile
@@ -33,7 +35,6 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import own_config
-from lightning_lowprec.torchao.experts_kept import Experts, experts_kept
 from lightning_lowprec.torchao.plugin import TorchAO
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ RecipePerLayer = Annotated[
 FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 SavedInputs = Literal["values", "codes"]
+Experts = Literal["auto", "fp8", "bf16"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -238,7 +240,7 @@ class FP8TorchAO(TorchAO):
     def plan_options(self, device: torch.device) -> dict[str, Any]:
         """Padding, and experts."""
         of_kernels = None if self.emulates(device) else device
-        kept = experts_kept(self.experts, self.base, self.config, of_kernels)
+        kept = _experts_kept(self.experts, self.base, self.config, of_kernels)
         return {"pads": self.pad_inner_dim, "experts": kept}
 
     @override
@@ -349,3 +351,24 @@ def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_ba
             f"`fp8_format='hybrid'` is not valid with `recipe={rowwise!r}`, which uses e4m3 everywhere; use"
             " `fp8_format='e4m3'` or `recipe='tensorwise'`."
         )
+
+
+def _experts_kept(choice: Experts, base: str, config: Any, device: torch.device | None) -> str | None:
+    """Return why stacked experts stay in the base dtype; None: they convert.
+
+    ``device`` is the one whose kernels run; None if FP8 is emulated.
+    """
+    if choice == "bf16":
+        return "stacked experts (experts='bf16')"
+    reason = None
+    if base == "fp16":
+        reason = GROUPED_ROUND_TO_BF16
+    elif config is not None:
+        reason = "stacked experts (`config` says nothing about grouped products)"
+    elif device is not None and device.type == "cpu":  # which multiplies float8, with `emulate=False`
+        reason = "stacked experts (cpu has no FP8 kernel for grouped products)"
+    elif device is not None and (unable := refusal("experts", device)) is not None:
+        reason = f"stacked experts ({unable})"
+    if reason is not None and choice == "fp8":
+        raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")
+    return reason

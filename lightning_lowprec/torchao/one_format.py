@@ -1,27 +1,39 @@
-"""The base of the plugins whose layers have one format: the user chooses the layers, and products in high precision.
+"""The plugins whose layers have one format: the user chooses the layers, and products in high precision.
 
-A format needs its arithmetic, a file in `products/`, and a class below this one; see "To add a format" in the docs.
+A format needs its arithmetic, a file in `products/`, and a class below this base; see "To add a format" in the docs.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final
 
 import torch
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import SelectionChoices, take
+from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices
+from lightning_lowprec.hardware import describe
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
+from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.compiled_blocks import Compile
-from lightning_lowprec.precision.options import Base, HeadChoices, LossScaleChoices
-from lightning_lowprec.precision.schedule import ScheduleChoices
+from lightning_lowprec.precision.options import (
+    Base,
+    EmulationChoices,
+    FP8Options,
+    HeadChoices,
+    HeadOptions,
+    LossScaleChoices,
+    LossScaleOptions,
+)
+from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
+from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.plugin import TorchAO
 
 if TYPE_CHECKING:
@@ -84,6 +96,11 @@ class OneFormatTorchAO(TorchAO):
         return OneFormat(name=self.kind, arithmetic=self.arithmetic(device))
 
     @override
+    def refusal(self, device: torch.device) -> str | None:
+        """No torchao, or one without the prototype of a format of ours."""
+        return super().refusal(device) or prototype_refusal(self.kind)
+
+    @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
         """The format; no gains are known of it."""
         recipe = self.recipes if isinstance(self.recipes, RecipeMap) else "tensorwise"
@@ -93,3 +110,162 @@ class OneFormatTorchAO(TorchAO):
     def gathers(self, options: Any) -> str | None:
         """FSDP2 gathers values: codes are made at every product, along other dimensions each time."""
         return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
+
+
+@final
+@shows(
+    *(LayerOptions, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
+    without=WITHOUT,
+)
+class Int8TorchAO(OneFormatTorchAO):
+    """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
+
+    Both operands of each GEMM get int8 codes with a scale per row (``torchao.prototype.quantized_training``). Stacked
+    experts stay in the base dtype. FSDP2 gathers weights in the base dtype.
+
+    Args:
+        recipe: ``"int8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
+            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
+            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in the base dtype, the others in int8.
+        base: dtype of every operation outside of int8: ``"bf16"``, or ``"fp16"`` with loss scaling.
+        stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
+            The random numbers are torch's, which no checkpoint of Lightning holds.
+        int8_eval: whether validation, test and prediction run in int8 too.
+        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
+            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
+            one class, of an ``nn.ModuleList`` that holds int8 layers.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
+        RuntimeError: torchao is too old.
+    """
+
+    format: ClassVar[str] = "int8"
+    kind: ClassVar[str] = "int8"
+    name: ClassVar[str] = "int8-mixed"
+
+    def __init__(
+        self,
+        recipe: Literal["int8"] | ProductsPerLayer = "int8",
+        *,
+        base: Base = "bf16",
+        stochastic_rounding: bool = False,
+        int8_eval: bool = True,
+        compile: Compile = "auto",
+        **options: Unpack[OneFormatChoices],
+    ) -> None:
+        self.stochastic_rounding = stochastic_rounding
+        super().__init__(recipe, base=base, low_eval=int8_eval, compile=compile, options=options)
+
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        """Triton's kernel, or ``torch._int_mm``."""
+        return "int8"
+
+    @override
+    def how(self, device: torch.device) -> str:
+        """The kernel."""
+        if device.type == "cuda":
+            return f"int8 GEMMs by torchao's Triton kernel on {describe(device)}"
+        return f"int8 GEMMs by torch._int_mm on {describe(device)}: the codes of a GPU; slow"
+
+    @override
+    def arithmetic(self, device: torch.device) -> Arithmetic:
+        """With or without stochastic rounding."""
+        from lightning_lowprec.products.int8 import Int8
+
+        return Int8(stochastic=self.stochastic_rounding)
+
+    @override
+    def sharded_identity(self) -> tuple[Any, ...]:
+        """The layers, how they compute, and how gradients are rounded."""
+        return *super().sharded_identity(), self.stochastic_rounding
+
+
+class MXFP8Choices(OneFormatChoices, EmulationChoices, total=False):
+    """The options of :class:`MXFP8TorchAO` that other plugins share, for type checkers."""
+
+    fp8_eval: bool
+
+
+@final
+@shows(
+    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
+    without=(*WITHOUT, "base"),
+)
+class MXFP8TorchAO(OneFormatTorchAO):
+    """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
+
+    Codes are e4m3 with a power-of-two scale per 32 values, rounded up, as in torchao's ``MXFP8Linear``. Kernels run on
+    Blackwell; elsewhere MXFP8 can be emulated. Features are multiples of 32. Stacked experts stay in bf16. FSDP2
+    gathers weights in bf16.
+
+    Args:
+        recipe: ``"mxfp8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
+            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
+            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in MXFP8.
+        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
+            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
+            one class, of an ``nn.ModuleList`` that holds MXFP8 layers.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
+        RuntimeError: torchao is too old, or the device has no MXFP8 and ``emulate`` is not set.
+    """
+
+    format: ClassVar[str] = "MXFP8"
+    kind: ClassVar[str] = "mxfp8"
+    name: ClassVar[str] = "mxfp8-torchao"
+    alignment: ClassVar[int] = 32
+
+    def __init__(
+        self,
+        recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8",
+        *,
+        compile: Compile = "auto",
+        **options: Unpack[MXFP8Choices],
+    ) -> None:
+        running = take(FP8Options, options)
+        super().__init__(
+            recipe,
+            base="bf16",
+            low_eval=running.fp8_eval,
+            emulate=running.emulate,
+            compile=compile,
+            options=options,
+        )
+
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey:
+        """torchao's kernels, made for Blackwell."""
+        return "torchao-mxfp8"
+
+    @override
+    def emulates(self, device: torch.device) -> bool:
+        """On CPU unless the user says no; on a GPU only if the user says so."""
+        return fp8.emulates(self.emulate, device)
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        """No torchao, one without the prototype, or a device without MXFP8 that does not emulate."""
+        if (missing := super().refusal(device)) is not None:
+            return missing
+        if device.type == "cpu" and not self.emulates(device):
+            return "cpu has no MXFP8 kernels. Leave `emulate=False` out"
+        return fp8.kernel_refusal("torchao-mxfp8", self.emulate, device, "MXFP8TorchAO(emulate=True)")
+
+    @override
+    def how(self, device: torch.device) -> str:
+        """Kernels, or emulated."""
+        return fp8.how(self.emulate, device)
+
+    @override
+    def arithmetic(self, device: torch.device) -> Arithmetic:
+        """Kernels, or emulated."""
+        from lightning_lowprec.products.mxfp8 import MXFP8
+
+        return MXFP8(emulate=self.emulates(device))

@@ -1,19 +1,79 @@
-"""The format in which FSDP2 gathers weights for torchao's layers as float8. Importing this module imports torchao."""
+"""How FSDP2 gathers weights for torchao's layers as float8, and the tensor that they get.
+
+A layer multiplies by the codes, and all other code reads the values. torchao's own tensor knows the operations of its
+layers and fails at others, such as a model's ``F.linear(x, layer.weight.t())``. Importing this module imports torchao.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, NoReturn, final
 
 import torch
 from torch import Tensor
-from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.scaling import encode
-from lightning_lowprec.private.torchao import set_scale
+from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
+from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
+from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import LEAST_AMAX, Coding
-from lightning_lowprec.torchao.gathered_weight import GatheredWeight
+
+_aten: Any = torch.ops.aten
+_VIEWS: Final = {
+    *(_aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten.as_strided.default),
+    *(_aten.slice.Tensor, _aten.split.Tensor),
+}
+_PRODUCTS: Final = {_aten.mm.default, _aten.addmm.default}
+_HALF: Final = (torch.bfloat16, torch.float16)
+
+
+@final
+class GatheredWeight(CodedWeight, Float8TrainingTensor):
+    """torchao's float8 tensor, which shows its values to operations that torchao does not run on codes."""
+
+    __slots__ = ()
+
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, and their scale."""
+        return codes_of(self)
+
+    def decode(self) -> Tensor:
+        """Return the values."""
+        values: Tensor = self.to_original_precision()  # type: ignore[no-untyped-call]
+        return values
+
+    @classmethod
+    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep codes for views, casts of autocast and products with codes."""
+        casts = func is MOVING_OPERATIONS[0] and kwargs.keys() == {"dtype"} and kwargs["dtype"] in _HALF
+        codes_alone = func in _PRODUCTS and all(isinstance(t, Float8TrainingTensor) for t in args[-2:])
+        if not (casts or codes_alone or func in _VIEWS):
+            values = tree_map_only(Float8TrainingTensor, Float8TrainingTensor.to_original_precision, (args, kwargs))
+            return func(*values[0], **values[1])
+        by_torchao: Any = super(CodedWeight, cls).__torch_dispatch__
+        return tree_map_only(Float8TrainingTensor, cls._of, by_torchao(func, types, args, kwargs))
+
+    @classmethod
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> NoReturn:
+        """Refuse a write, which would be lost when FSDP2 frees the weight."""
+        raise RuntimeError(
+            f"{func} would write to a gathered weight of shape {tuple(args[0].shape)} (FSDP2), which is freed after"
+            " its layer ran. Write to the shards, between steps."
+        )
+
+    @classmethod
+    def _of(cls, tensor: Tensor) -> GatheredWeight:
+        codes, *rest = constructor_arguments(tensor)
+        with inference_mode_of(codes):
+            return cls(codes, *rest)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredWeight:
+        """Build the weight again; called by compilers."""
+        return GatheredWeight._of(Float8TrainingTensor.__tensor_unflatten__(inner, metadata, size, stride))
 
 
 @dataclass(frozen=True)

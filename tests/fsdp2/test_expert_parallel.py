@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.torchao import grouped
+from lightning_lowprec.torchao import experts as grouped
 from tests.conversion.test_sorted_experts import COUNTS, GroupedExperts, Layer, batch
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full

@@ -20,8 +20,7 @@ from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.tools.planning.costs import flops
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.torchao.experts import fp8_experts, recipe_of
-from lightning_lowprec.torchao.grouped import grouped_matmul
+from lightning_lowprec.torchao.experts import fp8_experts, grouped_matmul, recipe_of
 from lightning_lowprec.torchao.settings import Settings
 from tests.quality import sqnr
 
