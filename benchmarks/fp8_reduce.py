@@ -25,7 +25,7 @@ from torch import Tensor, multiprocessing
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_lowprec.fsdp2.fp8_reduce import Fp8ReduceScatter
+from lightning_lowprec.fsdp2.traffic import Fp8ReduceScatter
 from lightning_lowprec.numerics.fp8_blocks import decode_sum_, to_bytes
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 

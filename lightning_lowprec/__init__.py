@@ -24,8 +24,7 @@ from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.plain import plain
 from lightning_lowprec.registration import register, unregister
 from lightning_lowprec.serving.evaluation import LowPrecisionEval
-from lightning_lowprec.serving.export import export
-from lightning_lowprec.serving.state import fp8_state
+from lightning_lowprec.serving.export import export, fp8_state
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.fp8 import FP8TorchAO
 from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pickle import UnpicklingError
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from torch import distributed as dist
 
@@ -37,10 +37,10 @@ def on_rank_zero(action: Callable[[], T]) -> T:
             outcome[1] = error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    value: T = outcome[0]
-    return value
+    value, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast(T, value)
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:

@@ -1,31 +1,61 @@
 """Read a folder of shards (torch.distributed.checkpoint): open and check the folder, then read tensors or rows of them.
 
 A folder of this package has a manifest, and all its files are compared with the manifest before anything is read. A
-folder of Lightning's ModelParallelStrategy or FSDPStrategy has none. In both, torch's table of contents
-(:mod:`~lightning_lowprec.checkpoints.table`) says what is stored, in which pieces, and where each piece lies:
+folder of Lightning's ModelParallelStrategy or FSDPStrategy has none. In both, torch's table of contents says what is
+stored, in which pieces, where each piece lies, and how the saved state was nested:
 
     manifest -> checksums -> meta.pt -> table      :class:`ShardFolder`, on all ranks
     table -> pieces -> given tensors, sharded      :meth:`ShardFolder.fill`, on all ranks
     table -> pieces -> rows of one tensor          :meth:`ShardFolder.rows`, on one rank
+
+The table is a pickle, ``.metadata``, of torch's own :class:`Metadata`. A pickle names the functions and classes that
+build its objects, so a pickle can run any code. :func:`read_table` admits the names of torch's tables and no other
+name. The pickle never sees torch's classes but classes of one pickle, which build torch's objects: a pickle can change
+the attributes of the classes that it sees.
 """
 
 from __future__ import annotations
 
 import io
+import pathlib
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, final
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.checkpoints import manifest, table, torch_file
+from lightning_lowprec.checkpoints import files, manifest
 from lightning_lowprec.checkpoints.agreement import on_all_ranks
 from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.private.torch import local_tensor
 
+TABLE: Final = ".metadata"
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_ENCODING: Final = "_MEM_FORMAT_ENCODING"
+NAMES: Final = frozenset(
+    {
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, _ENCODING),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        (_SHARDED, "TensorProperties"),  # of torch before 2.3
+        (_SHARDED, "MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("collections", "OrderedDict"),
+    }
+)
+"""The classes and functions of a table, beside dtypes, paths and the members of an Enum."""
 EntryPath = tuple[str | int, ...]
 Box = tuple[slice, ...]
 
@@ -34,15 +64,8 @@ Box = tuple[slice, ...]
 class ShardFolder:
     """An open folder. Entries have the names that torch gives them, such as ``model.fc.weight``.
 
-    Args:
-        path: the folder.
-        weights_only: as in :func:`lightning_lowprec.checkpoints.torch_file.read`.
-        verify: compare checksums, if the folder has some, before anything is read.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or belongs to another save.
-        pickle.UnpicklingError: a file holds objects that ``weights_only`` refuses.
+    ``weights_only`` and the errors are those of :func:`lightning_lowprec.checkpoints.files.read`; a file of another
+    save raises ValueError. ``verify`` compares checksums, if the folder has some, before anything is read.
     """
 
     def __init__(self, path: Path, weights_only: bool | None = None, *, verify: bool = True) -> None:
@@ -51,14 +74,15 @@ class ShardFolder:
             stored.check(path, verify=verify)
 
         def read() -> tuple[Metadata, dict[str, Any]]:
-            rest = torch_file.read(path / manifest.META, weights_only)
+            rest = files.read(path / manifest.META, weights_only)
             save = rest.pop(manifest.SAVE, None)
-            contents = table.read(path, weights_only)
+            table = read_table(path, weights_only)
             if stored is not None:
                 manifest.check_save(path / manifest.META, save, stored.save)
-                if table.TABLE in stored.files:  # not in format 1
-                    manifest.check_save(path / table.TABLE, table.save_of(contents), stored.save)
-            return contents, rest
+                if TABLE in stored.files:  # not in format 1
+                    saved = getattr(table.storage_meta, "save_id", None)
+                    manifest.check_save(path / TABLE, saved, stored.save)
+            return table, rest
 
         self._path, self._weights_only = path, weights_only
         self._table, self.rest = on_all_ranks(read)
@@ -81,7 +105,7 @@ class ShardFolder:
         def read() -> None:
             for entry, value in wanted.items():
                 if not isinstance(value, Tensor):
-                    wanted[entry] = self._load(entry, None, torch_file.runs_code(self._weights_only))
+                    wanted[entry] = self._load(entry, None, files.runs_code(self._weights_only))
                     continue
                 offsets = [0] * value.dim()
                 if isinstance(value, DTensor):
@@ -111,10 +135,7 @@ class ShardFolder:
     def _parts(
         self, entry: str, offsets: Sequence[int], size: Sequence[int]
     ) -> Iterator[tuple[ChunkStorageMetadata, Box, Box]]:
-        """Yield the pieces of a tensor that have a part in a box of ``size`` from ``offsets``.
-
-        For each piece: the index of that part in the box, and in the piece.
-        """
+        """Yield the pieces that have a part in a box of ``size`` from ``offsets``; its indices in box and piece."""
         for chunk in self.tensors[entry].chunks:
             first = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
             ends = zip(offsets, size, chunk.offsets, chunk.sizes, strict=True)
@@ -124,7 +145,7 @@ class ShardFolder:
 
     def _load(self, entry: str, chunk: ChunkStorageMetadata | None, runs_code: bool = False) -> Any:
         """Return a piece of a tensor, or a value; an error names the file."""
-        place = table.place(self._table, entry, None if chunk is None else chunk.offsets)
+        place = _place(self._table, entry, None if chunk is None else chunk.offsets)
         path = self._path / place.relative_path
         try:
             with path.open("rb") as stream:
@@ -139,7 +160,7 @@ class ShardFolder:
             ) from None
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise torch_file.refusal(path, error, self._weights_only) or ValueError(
+            raise files.refusal(path, error, self._weights_only) or ValueError(
                 f"{str(path)!r} is damaged, or belongs to another save ({type(error).__name__}: {reason})."
                 " Load another checkpoint."
             ) from error
@@ -149,3 +170,94 @@ class ShardFolder:
 def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> Box:
     """Return the index of a box within what begins at ``offsets``."""
     return tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, offsets, strict=True))
+
+
+# ---- the table
+
+
+def read_table(folder: Path, weights_only: bool | None) -> Metadata:
+    """Return the table of contents of a folder; classes other than those of torch's tables are refused by default."""
+    path = folder / TABLE
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is missing: without it the folder cannot be read.")
+    with path.open("rb") as file:
+        try:
+            return _checked(_Reader(file, files.runs_code(weights_only)).load())
+        except _Refused as error:
+            raise pickle.UnpicklingError(
+                f"{str(path)!r} names {error}, which no table of torch.distributed.checkpoint has; to read such a"
+                f" table can run code. {files.remedy(weights_only)}"
+            ) from None
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise ValueError(
+                f"{str(path)!r} is damaged, or is no table of contents: {reason}. Load another checkpoint."
+            ) from error
+
+
+def _place(table: Metadata, name: str, offsets: Sequence[int] | None = None) -> Any:
+    """Return file, offset and length of a value, or of the piece of a tensor that begins at ``offsets``."""
+    assert table.storage_data is not None
+    return table.storage_data[MetadataIndex(name, offsets)]
+
+
+@final
+class _Refused(Exception):
+    """A name that a table does not have."""
+
+
+@final
+class _Reader(pickle.Unpickler):
+    """Builds the objects of a table; other objects only if the user trusts the pickle."""
+
+    def __init__(self, file: IO[bytes], trusted: bool) -> None:
+        super().__init__(file)
+        self._trusted = trusted
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a dtype, or a class that stands for a class or function of the pickle."""
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) in NAMES:
+            return _stand_in(super().find_class(module, name))
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            return _stand_in(vars(pathlib)[f"Pure{name}"])
+        if (module, name) == ("builtins", "getattr"):  # the members of an Enum, in some versions of Python
+            return _stand_in(lambda _, member: super(_Reader, self).find_class(_METADATA, _ENCODING)[member])
+        if self._trusted:
+            return super().find_class(module, name)
+        raise _Refused(f"{module}.{name}")
+
+
+def _stand_in(build: Any) -> type:
+    """Return a class of one pickle whose instances are what ``build`` returns."""
+
+    def new(_: type, *args: Any) -> Any:
+        return build(*args) if args else build.__new__(build)
+
+    return type("StandIn", (), {"__new__": new})
+
+
+def _checked(table: Any) -> Metadata:
+    """Return a table whose files lie in its folder and whose pieces have a place; its entries know their keys."""
+    keys = table.planner_data
+    if not isinstance(table, Metadata) or not isinstance(keys, dict):
+        raise ValueError("the plan that wrote the folder does not say how entries are nested")
+    table.planner_data = {name: tuple(keys.get(name, (name,))) for name in table.state_dict_metadata}
+    for info in (table.storage_data or {}).values():
+        file = PurePosixPath(info.relative_path)
+        if not file.name or file.is_absolute() or ".." in file.parts or "\\" in info.relative_path:
+            raise ValueError(f"the file {info.relative_path!r} is not in the folder")
+        if info.transform_descriptors:
+            raise ValueError("its tensors are compressed")
+    for name, stored in table.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            _place(table, name)
+            continue
+        if not isinstance(stored.properties.dtype, torch.dtype):
+            raise ValueError(f"{stored.properties.dtype!r} is no dtype")
+        for chunk in stored.chunks:
+            _place(table, name, chunk.offsets)
+            if not len(chunk.offsets) == len(chunk.sizes) == len(stored.size):
+                raise ValueError(f"the pieces of a tensor of shape {tuple(stored.size)} have other dimensions")
+    return table

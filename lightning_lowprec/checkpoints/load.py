@@ -24,11 +24,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.checkpoints import atomic, optimizer_state, torch_file, torchao_optimizers
+from lightning_lowprec.checkpoints import files, optimizer_state
 from lightning_lowprec.checkpoints.agreement import on_all_ranks, on_rank_zero, rank_and_ranks
 from lightning_lowprec.checkpoints.folder import EntryPath, ShardFolder
-from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_parameters, rows_of_blocks, unpacked
-from lightning_lowprec.checkpoints.placement import empty, place
+from lightning_lowprec.checkpoints.optimizer_state import (
+    by_fqn,
+    clean,
+    empty,
+    named_parameters,
+    place,
+    rows_of_blocks,
+    unpacked,
+)
+from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.moments import MASTER_REMAINDER, decoded_entry, joined
 from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
@@ -135,10 +143,10 @@ class StoredFolder(StoredCheckpoint):
         prefix, _, name = entry.rpartition(".")
         if like is None:
             return torch.empty(size, dtype=dtype)
-        if f"{prefix}.{torchao_optimizers.CLASS}" not in self._folder.paths:
+        if f"{prefix}.{optimizer_state.CLASS}" not in self._folder.paths:
             return empty(size, dtype, like, rows_of_blocks(name, like))
         block_size = like.numel() // tensors[f"{prefix}.scale"].size.numel()
-        rows = name != "qmap" and torchao_optimizers.keeps_blocks(block_size, like)
+        rows = name != "qmap" and optimizer_state.keeps_blocks(block_size, like)
         return empty(size, dtype, like, like.placements if rows and isinstance(like, DTensor) else ())
 
 
@@ -146,18 +154,10 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: boo
     """Open the checkpoint that is called ``path`` on rank 0, on all ranks.
 
     If a run was killed while it replaced the checkpoint, the old checkpoint may be used; a log line says so.
-
-    Args:
-        path: a folder or a file.
-        weights_only: as in :func:`lightning_lowprec.checkpoints.torch_file.read`.
-        verify: compare checksums before anything is loaded. What has none is not compared.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint, or a folder lacks a file.
-        ValueError: a file is damaged, or belongs to another save.
-        pickle.UnpicklingError: a file holds objects that ``weights_only`` refuses.
+    ``verify`` compares checksums before anything is loaded; what has none is not compared. ``weights_only`` and the
+    errors are those of :func:`lightning_lowprec.checkpoints.files.read`.
     """
-    complete = on_rank_zero(lambda: atomic.find(path))
+    complete = on_rank_zero(lambda: find(path))
     if complete != path:
         rank_zero_info(f"fsdp2: {str(path)!r} was not completed; loading the one before it, {str(complete)!r}.")
     if not verify:
@@ -165,9 +165,9 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: boo
     if complete.is_dir():
         return StoredFolder(ShardFolder(complete, weights_only, verify=verify))
     # each rank compares the checksums of its part of the file
-    if verify and not on_all_ranks(lambda: torch_file.check_records(complete, *rank_and_ranks())):
+    if verify and not on_all_ranks(lambda: files.check_records(complete, *rank_and_ranks())):
         rank_zero_info(f"fsdp2: {str(complete)!r} was written without checksums; damage to it is not noticed.")
-    return StoredFile(on_all_ranks(lambda: torch_file.read(complete, weights_only)))
+    return StoredFile(on_all_ranks(lambda: files.read(complete, weights_only)))
 
 
 def load(
@@ -205,8 +205,8 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
             state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
         elif master is not None and not has_master and not backends.keeps_master(params[fqn]):
             state[fqn] = {name: value for name, value in state[fqn].items() if name != MASTER_PARAM}
-            if weight is not None and params[fqn].dtype == torch.float32:
-                values[fqn] = _reconciled(master, weight)
+            if weight is not None and weight.dtype in HALF_DTYPES and params[fqn].dtype == torch.float32:
+                values[fqn] = with_local_tensor(reconcile(local_tensor(master), local_tensor(weight)), weight)
         if fqn in state and not state[fqn]:
             del state[fqn]
 
@@ -216,16 +216,8 @@ def _decoded(entry: State, param: Tensor, weight: Tensor | None) -> State:
     entry = decoded_entry(entry, param)
     remainder = entry.pop(MASTER_REMAINDER, None)
     if remainder is not None and weight is not None:
-        master = joined(weight, remainder)
-        entry[MASTER_PARAM] = with_local_tensor(master, weight) if isinstance(weight, DTensor) else master
+        entry[MASTER_PARAM] = with_local_tensor(joined(weight, remainder), weight)
     return entry
-
-
-def _reconciled(master: Tensor, weight: Tensor) -> Tensor:
-    if weight.dtype not in HALF_DTYPES:
-        return weight
-    local = reconcile(local_tensor(master), local_tensor(weight))
-    return with_local_tensor(local, weight) if isinstance(weight, DTensor) else local
 
 
 def _check_shape(name: str, stored: torch.Size, like: Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 import torch
 
 from lightning_lowprec.checkpoints.agreement import on_all_ranks, rank_and_ranks
-from lightning_lowprec.checkpoints.checked_file import FileRecord, crc32_of, writing
+from lightning_lowprec.checkpoints.files import CheckedFile, FileRecord, crc32_of
 
 MANIFEST: Final = "lightning_lowprec.json"
 META: Final = "meta.pt"
@@ -59,8 +59,8 @@ class Manifest:
             "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in self.files.items()},
         }
         text = json.dumps(content).encode().removesuffix(b"}")
-        with writing(folder / MANIFEST) as stream:
-            stream.write(text + CHECKSUM + f'"{zlib.crc32(text):08x}"}}'.encode())
+        with CheckedFile(folder / MANIFEST) as file:
+            file.write(text + CHECKSUM + f'"{zlib.crc32(text):08x}"}}'.encode())
 
     def check(self, folder: Path, *, verify: bool) -> None:
         """Check the files of the folder, each on one rank; all ranks raise if one file is not as it was saved.
@@ -79,9 +79,7 @@ class Manifest:
 def read(folder: Path, *, verify: bool) -> Manifest | None:
     """Return the manifest of a folder; None for a folder that this package did not write, or not by this version.
 
-    Raises:
-        FileNotFoundError: the shards are of this package, and the manifest is missing (``verify``).
-        ValueError: the manifest is damaged, or is of a later version.
+    A damaged manifest, or one of a later version, raises; so does, with ``verify``, one that is missing.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -117,11 +115,7 @@ def header(save: str) -> bytes:
 
 
 def check_save(path: Path, stored: object, save: str) -> None:
-    """Raise if a file names another save than the manifest of its folder.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if a file names another save than the manifest of its folder."""
     if stored != save:
         raise ValueError(
             f"{str(path)!r} belongs to another save ({stored}) than the manifest of its folder ({save}). Files of two"

@@ -3,26 +3,47 @@
 ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` of torch initialise empty state by a step with zero
 gradients and a learning rate of zero. That step has effects: on stochastic rounding, on schedulers and hooks, and with
 optimizers that ignore the learning rate. The functions here load exactly what a checkpoint holds.
+
+The quantised state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) is stored as plain tensors, bit for bit. A quantised
+tensor has codes and one scale per block of consecutive elements. If it is sharded by rows, the codes and scales of all
+ranks follow each other in the whole tensor. So they are stored as tensors that are sharded by their first dimension.
+That needs no pickle, and no resharding by torchao, which supports whole blocks of some classes only. If the shards of
+another number of ranks would cut a block, the state is loaded dequantised. torchao quantises a local shard that has at
+least 4096 elements and whole blocks.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from lightning_lowprec.checkpoints import torchao_optimizers
-from lightning_lowprec.checkpoints.placement import is_placed_like, place, whole
 from lightning_lowprec.masters.moments import EXPONENTS
-from lightning_lowprec.private.torch import local_tensor, tree_map_only, with_local_tensor
+from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.private.torch import (
+    disable_autograd_cache,
+    dtensor,
+    local_tensor,
+    tree_map_only,
+    with_local_tensor,
+)
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
+_SENT_AS: Final = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}
+"""By dtype that gloo does not gather: the dtype as which its bits are gathered."""
+CLASS: Final = "lowbit_class"
+_CLASSES: Final = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -48,7 +69,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     fqn_of = _by_number(state_dict["param_groups"], fqns)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
     state = {
-        fqn_of[key]: {name: torchao_optimizers.pack(tree_map_only(Tensor, _unwrapped, v)) for name, v in entry.items()}
+        fqn_of[key]: {name: packed(tree_map_only(Tensor, _unwrapped, v)) for name, v in entry.items()}
         for key, entry in state_dict["state"].items()
     }
     if not full:
@@ -57,7 +78,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     gathered: StateDict = {}
     for fqn, entry in state.items():
         values = {name: _gathered(value) for name, value in entry.items()}
-        if on_rank_zero:
+        if on_rank_zero:  # other ranks free each value at once
             gathered[fqn] = values
     return {"state": gathered, "param_groups": tree_map_only(Tensor, whole, groups)} if on_rank_zero else {}
 
@@ -88,9 +109,9 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
         state = {fqn_of[number]: entry for number, entry in stored["state"].items()}
         return {"state": state, "param_groups": [{**g, "params": f} for g, f in zip(groups, fqns, strict=True)]}
     group_of = {clean(fqn): group for group in groups for fqn in group["params"]}
-    held = {fqn for group in fqns for fqn in group}
-    if held != group_of.keys():
-        only_here, only_there = sorted(held - group_of.keys()), sorted(group_of.keys() - held)
+    updated = {fqn for group in fqns for fqn in group}
+    if updated != group_of.keys():
+        only_here, only_there = sorted(updated - group_of.keys()), sorted(group_of.keys() - updated)
         raise ValueError(
             f"{key!r} of the checkpoint does not hold the parameters of the optimizer: only in the checkpoint:"
             f" {only_there[:3]}, only in the optimizer: {only_here[:3]}. Build it as it was when the checkpoint was"
@@ -106,7 +127,7 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
             )
         regrouped.append({**next(iter(sources.values()), {}), "params": names})
     by_name = {clean(fqn): entry for fqn, entry in stored["state"].items()}
-    return {"state": {fqn: entry for fqn, entry in by_name.items() if fqn in held}, "param_groups": regrouped}
+    return {"state": {fqn: entry for fqn, entry in by_name.items() if fqn in updated}, "param_groups": regrouped}
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
@@ -120,7 +141,7 @@ def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
                 return place(tensor, like, rows)
             return place(tensor, like) if is_placed_like(tensor.shape, like) else tensor.detach().clone()
 
-        return unpacked(torchao_optimizers.pack(value), like, one)
+        return unpacked(packed(value), like, one)
 
     return {
         fqn: {name: placed_like(name, value, params[fqn]) for name, value in entry.items()}
@@ -135,8 +156,8 @@ def rows_of_blocks(name: str, like: Tensor) -> Sequence[Placement] | None:
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
     """Return quantised state built again, or any other ``value`` with ``one`` applied to every tensor in it."""
-    if isinstance(value, Mapping) and torchao_optimizers.CLASS in value:
-        return torchao_optimizers.unpack(value, like)
+    if isinstance(value, Mapping) and CLASS in value:
+        return _unpack(value, like)
     return tree_map_only(Tensor, one, value)
 
 
@@ -170,14 +191,13 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     inner: Sequence[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else ()
     if len(inner) != 1:
         return tensor
-    values: Tensor = getattr(local, inner[0])
-    return with_local_tensor(values, tensor) if isinstance(tensor, DTensor) else values
+    return with_local_tensor(getattr(local, inner[0]), tensor)
 
 
 def _gathered(value: Any) -> Any:
     gathered = tree_map_only(Tensor, whole, value)
-    if isinstance(gathered, Mapping) and torchao_optimizers.CLASS in gathered:
-        return torchao_optimizers.unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
+    if isinstance(gathered, Mapping) and CLASS in gathered:
+        return _unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
     return gathered
 
 
@@ -197,3 +217,153 @@ def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
                     f" {type(model).__name__}, so a checkpoint cannot name it. Save one model with its optimizers."
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+# ---- whole tensors as the shards of this rank, and back
+
+
+def _placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
+    """Return how to shard a tensor of optimizer state whose parameter is ``like``.
+
+    The tensor is sharded as the parameter is, in the dimensions that both have with the same size. Adafactor's row
+    factors (out, 1) are sharded as the rows of the weight are; its column factors (1, in) are whole on every rank.
+    """
+    return [
+        Replicate() if isinstance(p, Shard) and shape[p.dim : p.dim + 1] != like.shape[p.dim : p.dim + 1] else p
+        for p in like.placements
+    ]
+
+
+def is_placed_like(shape: Sequence[int], like: Tensor) -> bool:
+    """Return whether state of this shape is a DTensor if its parameter ``like`` is one; counters are not."""
+    return isinstance(like, DTensor) and len(shape) > 0 and len(shape) == like.ndim
+
+
+@torch.no_grad()
+def place(whole: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """Return this rank's part of ``whole``, placed as ``like`` is, in new memory and in the dtype of ``whole``."""
+    if not isinstance(like, DTensor):
+        return whole.detach().to(like.device, copy=True)
+    if whole.dtype in _SENT_AS:
+        return _viewed(place(whole.view(_SENT_AS[whole.dtype]), like, placements), whole.dtype)
+    on_device = whole.detach().to(like.device_mesh.device_type)
+    placements = placements or _placements_like(whole.shape, like)
+    placed = distribute_tensor(on_device, like.device_mesh, placements, src_data_rank=None)
+    return placed.to(like.device).clone()
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, like: Tensor, placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return a tensor to be filled: a DTensor if there are placements for it, else a whole tensor on every rank."""
+    if placements is None and is_placed_like(shape, like) and isinstance(like, DTensor):
+        placements = _placements_like(shape, like)
+    if not placements or not isinstance(like, DTensor):
+        return torch.empty(tuple(shape), dtype=dtype)
+    sharded = torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
+    return sharded.to(like.device)
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whole on the CPU, by a collective if it is sharded."""
+    if tensor.dtype in _SENT_AS and isinstance(tensor, DTensor):
+        return whole(_viewed(tensor, _SENT_AS[tensor.dtype])).view(tensor.dtype)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of a tensor as another dtype of the same size."""
+    return with_local_tensor(local_tensor(tensor).view(dtype), tensor)
+
+
+# ---- torchao's quantised state
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused."""
+    cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
+    if cls is None:
+        return
+    # torch's cache looks at the outside of a DTensor only, and would run a kernel on shards of another format
+    # (pytorch#188390)
+    disable_autograd_cache()
+    if cls.__name__.startswith("_"):  # its plain AdamW
+        return
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    for dtype in dtypes.intersection(HALF_DTYPES):
+        raise ValueError(
+            f"`{type(optimizer).__name__}` of torchao does not update sharded {dtype} parameters. Use a"
+            " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
+        )
+
+
+def packed(value: Any) -> Any:
+    """Return quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
+
+    Shards that do not follow each other in the whole tensor are dequantised.
+    """
+    local: Any = local_tensor(value)
+    if type(local).__name__ not in _CLASSES or not type(local).__module__.startswith("torchao."):
+        return value
+    rows = _rows_of(value) if isinstance(value, DTensor) else (0, 1)
+    if rows is None:
+        return with_local_tensor(local.dequantize(), value)
+    names, _ = local.__tensor_flatten__()
+    parts: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
+    if hasattr(local, "signed"):
+        parts["signed"] = local.signed
+    for name in names:
+        inner = getattr(local, name)
+        inner = inner.view(torch.uint8) if name == "codes" else inner  # gloo gathers no float8
+        if name != "qmap" and isinstance(value, DTensor):  # the rows of all ranks follow each other
+            shape = [inner.shape[0] * rows[1], *inner.shape[1:]]
+            inner = dtensor(inner, value.device_mesh, value.placements, shape, inner.stride())
+        parts[name] = inner
+    return parts
+
+
+def _unpack(parts: Mapping[str, Any], like: Tensor) -> Tensor:
+    """Undo :func:`packed` for a parameter ``like``: quantised if the shards have whole blocks, else dequantised."""
+    shape = torch.Size(parts["shape"])
+    codes, scale = parts["codes"], parts["scale"]
+    if not isinstance(like, DTensor):
+        return _build(parts, shape, lambda t: t.detach().to(like.device, copy=True))
+    if isinstance(codes, DTensor):
+        return with_local_tensor(_build(parts, like.to_local().shape, lambda t: local_tensor(t).to(like.device)), like)
+    if not keeps_blocks(shape.numel() // scale.numel(), like):
+        return place(_build(parts, shape, torch.clone).dequantize(), like)
+    rank, ranks = _rows_of(like) or (0, 1)
+
+    def part(tensor: Tensor) -> Tensor:
+        return (tensor if tensor is parts.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
+
+    return with_local_tensor(_build(parts, like.to_local().shape, part), like)
+
+
+def keeps_blocks(block_size: int, like: Tensor) -> bool:
+    """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
+    return isinstance(like, DTensor) and _rows_of(like) is not None and like.to_local().numel() % block_size == 0
+
+
+def _build(parts: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
+    cls = getattr(importlib.import_module(_CLASSES[parts[CLASS]]), parts[CLASS])  # torchao takes seconds to import
+    inner = {name: part(parts[name]) for name in cls.tensor_attrs}
+    if parts[CLASS] == "OptimStateFp8":
+        inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
+    attributes = [parts["signed"]] if "signed" in parts else []
+    attributes += [shape] if parts[CLASS] == "OptimState4bit" else []
+    built: Tensor = cls(*inner.values(), *attributes)  # looks like float32, as in all versions of torchao
+    return built
+
+
+def _rows_of(value: DTensor) -> tuple[int, int] | None:
+    """Return which part of the rows is here, of how many equal parts; None if it is not sharded so."""
+    sharded = [(dim, p) for dim, p in enumerate(value.placements) if not isinstance(p, Replicate)]
+    if not sharded:
+        return 0, 1
+    (dim, placement), *more = sharded
+    ranks = value.device_mesh.size(dim)
+    if more or type(placement) is not Shard or placement.dim > 0 or value.shape[0] % ranks:
+        return None
+    return value.device_mesh.get_local_rank(dim), ranks

@@ -1,29 +1,45 @@
-"""Save a sharded model and its optimizers: a file of whole tensors on rank 0, or a folder of every rank's shards.
+"""Save a sharded model and its optimizers so that a checkpoint is complete or absent, and the old one stays until then.
 
-Both hold a model under the names and in the dtypes of its state dict, and optimizer state by the name (or position) of
-the parameter. A folder has the shards, torch's table of contents, everything else in ``meta.pt``, and the manifest.
+A checkpoint is a file of whole tensors, written by rank 0, or a folder of every rank's shards. Both hold a model under
+the names and in the dtypes of its state dict, and optimizer state by the name (or position) of the parameter. A folder
+has the shards, torch's table of contents, everything else in ``meta.pt``, and the manifest.
+
+    .NAME.saving                      written first, by all ranks
+    NAME -> NAME.kept-while-saving    only for a folder; a file is replaced by one rename
+    .NAME.saving -> NAME
+    NAME.kept-while-saving            deleted last
+
+A run may be killed at any moment: one complete checkpoint is always there, and :func:`find` says where. The next save
+or removal of the same name deletes what a killed run has left. The name of the kept checkpoint begins and ends like
+the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds the kept checkpoint too.
+
+Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one rank fails, the
+incomplete checkpoint is deleted, the old one stays, and all ranks raise.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, NoReturn, final
 from uuid import uuid4
 
-import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from typing_extensions import override
 
-from lightning_lowprec.checkpoints import atomic, torch_file
+from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.agreement import gathered, on_rank_zero, rank_and_ranks
-from lightning_lowprec.checkpoints.checked_file import FileRecord, writing
-from lightning_lowprec.checkpoints.manifest import META, SAVE, SHARD, Manifest, header
+from lightning_lowprec.checkpoints.files import CheckedFile, FileRecord
+from lightning_lowprec.checkpoints.manifest import MANIFEST, META, SAVE, SHARD, Manifest, header
 
 
 def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
@@ -33,11 +49,11 @@ def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
 
 def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full: bool) -> None:
     """Write ``shards`` (models and optimizers by key) and ``rest``: a file on rank 0, or a folder on all ranks."""
-    with atomic.replacing(path, folder=not full) as new:
+    with replacing(path, folder=not full) as new:
         if not full:
             _write_folder(new, shards, rest)
-        elif torch.distributed.get_rank() == 0:
-            torch_file.write({**shards, **rest}, new, checked=False)  # torch writes checksums of its own
+        elif dist.get_rank() == 0:
+            files.write({**shards, **rest}, new, checked=False)  # torch writes checksums of its own
 
 
 def check_storage_options(value: Any) -> None:
@@ -51,14 +67,14 @@ def check_storage_options(value: Any) -> None:
 
 def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
     identity = on_rank_zero(lambda: uuid4().hex)
-    files = _Files(identity)
-    save_shards(dict(shards), storage_writer=_Writer(folder, files))
-    records = gathered(files.records)
+    file_system = _Files(identity)
+    save_shards(dict(shards), storage_writer=_Writer(folder, file_system))
+    records = gathered(file_system.records)
     if rank_and_ranks()[0] > 0:
         return
     _check_shared(folder, records)
     written = {name: record for of_rank in records for name, record in of_rank.items()}
-    written[META] = torch_file.write({**rest, SAVE: identity}, folder / META)
+    written[META] = files.write({**rest, SAVE: identity}, folder / META)
     Manifest(save=identity, files=written).write(folder, rest)
 
 
@@ -73,24 +89,25 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a file; torch renames the table of contents, which is written as ``.metadata.tmp``."""
-        with writing(Path(path)) as checked:
+        with CheckedFile(Path(path)) as file:
             if Path(path).suffix == SHARD:
-                checked.write(header(self.save))
-            yield checked
-        self.records[Path(path).name.removesuffix(".tmp")] = checked.record
+                file.write(header(self.save))
+            yield file
+        self.records[Path(path).name.removesuffix(".tmp")] = file.record
 
 
 @final
 class _Writer(FileSystemWriter):
     """Writes shards and, on rank 0, the table of contents, which names the save."""
 
-    def __init__(self, folder: Path, files: _Files) -> None:
+    def __init__(self, folder: Path, file_system: _Files) -> None:
         super().__init__(folder)
-        self.fs = self._files = files
+        self.fs = file_system
+        self._save = file_system.save
 
     @override
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self._files.save)
+        return StorageMeta(save_id=self._save)
 
 
 def _check_shared(folder: Path, records: list[dict[str, FileRecord]]) -> None:
@@ -103,3 +120,179 @@ def _check_shared(folder: Path, records: list[dict[str, FileRecord]]) -> None:
                     f"rank 0 does not see the file {name!r} that rank {rank} wrote: the folder of a sharded checkpoint"
                     " must lie on a file system that all ranks share"
                 )
+
+
+# ---- completely, or not at all
+
+
+def aside(path: Path) -> Path:
+    """Return the path where a checkpoint is written until it is complete."""
+    return path.with_name(f".{path.name}.saving")
+
+
+def kept(path: Path) -> Path:
+    """Return the path where the old checkpoint stays while a folder is renamed."""
+    return path.with_name(f"{path.stem}.kept-while-saving{path.suffix}")
+
+
+def find(path: Path) -> Path:
+    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames."""
+    complete = path if path.exists() else kept(path)
+    if not complete.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
+    if complete.is_dir() and not (complete / META).is_file():
+        raise ValueError(
+            f"{str(path)!r} is a folder without {META!r}, so it is no sharded checkpoint of Lightning or of this"
+            " package. Give the folder of a sharded checkpoint, or the file of a full one."
+        )
+    return complete
+
+
+@contextmanager
+def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
+    """Yield a path to write a checkpoint to; when all ranks are done, rename that path to ``path``.
+
+    All ranks of the default process group enter and leave this context together, with the same path. All of them write
+    into a ``folder``, which exists already, or rank 0 writes a file. If a rank fails, that rank raises its exception,
+    and the others an OSError or a RuntimeError with the rank and the reason.
+    """
+    is_rank_zero = rank_and_ranks()[0] == 0
+    on_rank_zero(lambda: _check_folder(path))
+    with _all_or_none(path):
+        if is_rank_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _delete(aside(path))
+            if folder:
+                aside(path).mkdir()
+    with _all_or_none(path):
+        yield aside(path)
+    with _all_or_none(path):
+        if is_rank_zero:
+            _put_in_place(path)
+    on_rank_zero(lambda: _delete_kept(path))
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint and the leftovers of killed runs; called on rank 0 only."""
+    for leftover in (path, aside(path), kept(path)):
+        _delete(leftover)
+
+
+class _Reason(NamedTuple):
+    """Why a rank failed."""
+
+    text: str
+    errno: int | None
+    is_os_error: bool
+
+
+@contextmanager
+def _all_or_none(path: Path) -> Iterator[None]:
+    """If a rank fails in this context, delete the incomplete checkpoint and raise, on all ranks."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's exception derives from BaseException alone
+        failure = error
+    rank, _ = rank_and_ranks()
+    here = failure.failures.get(rank, (None,))[0] if isinstance(failure, CheckpointException) else failure
+    reasons = gathered(None if here is None else _reason(here))
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failed:
+        _fail(path, here, failed, is_of_torch=isinstance(failure, CheckpointException))
+    if failure is not None:  # torch reports a rank that does not exist
+        raise RuntimeError(f"{str(path)!r} was not saved: {failure}") from failure
+
+
+def _fail(path: Path, here: BaseException | None, failed: dict[int, _Reason], *, is_of_torch: bool) -> NoReturn:
+    """Delete the incomplete checkpoint and raise; ``here`` is what went wrong on this rank."""
+    is_whole = on_rank_zero(lambda: _clean_up(path))
+    if rank_and_ranks()[0] > 0:
+        _clean_up(path)  # a folder of a disk that rank 0 does not see
+    if dist.is_initialized():
+        dist.barrier()
+    rank, reason = next(iter(failed.items()))
+    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    before = "the earlier checkpoint of this name is whole" if is_whole else "there is no earlier one of this name"
+    message = f"{str(path)!r} was not saved: rank {rank}: {reason.text}{more}; {before}."
+    if isinstance(here, Exception) and not is_of_torch and not isinstance(here, OSError):
+        here.add_note(message)
+        raise here
+    if here is not None and not isinstance(here, Exception):
+        raise here  # KeyboardInterrupt
+    if not all(reason.is_os_error for reason in failed.values()):
+        raise RuntimeError(message) from here
+    error = OSError(message)
+    error.errno = next((reason.errno for reason in failed.values() if reason.errno is not None), None)
+    raise error from here
+
+
+def _reason(error: BaseException) -> _Reason:
+    is_os_error = isinstance(error, OSError)
+    text = str(error) if is_os_error else f"{type(error).__name__}: {error}"
+    return _Reason(text, getattr(error, "errno", None), is_os_error)
+
+
+def _clean_up(path: Path) -> bool:
+    """Delete the incomplete checkpoint as far as possible; return whether there is an earlier one."""
+    if aside(path).is_dir():
+        shutil.rmtree(aside(path), ignore_errors=True)
+    else:
+        with suppress(OSError):
+            aside(path).unlink()
+    return path.exists() or kept(path).exists()
+
+
+def _check_folder(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink() and not (path / META).is_file():
+        inside = sorted(entry.name for entry in path.iterdir() if not _is_own_file(entry))
+        if inside:
+            raise IsADirectoryError(
+                f"{str(path)!r} is a folder that holds no checkpoint but {', '.join(inside[:3])}; saving there would"
+                " delete that. Choose another path."
+            )
+
+
+def _put_in_place(path: Path) -> None:
+    new, old = aside(path), kept(path)
+    for file in new.iterdir() if new.is_dir() else [new]:
+        _flush(file)  # to disk, before its final name appears
+    moved = path.is_dir() or (os.path.lexists(path) and new.is_dir())
+    if moved:
+        _delete(old)
+        path.rename(old)
+    try:
+        new.replace(path)
+    except OSError:
+        if moved:
+            old.rename(path)
+        raise
+
+
+def _delete_kept(path: Path) -> None:
+    """Delete the old checkpoint, but not what others put into its folder."""
+    old = kept(path)
+    if old.is_dir() and path.is_dir() and not old.is_symlink():
+        for entry in old.iterdir():
+            if not _is_own_file(entry) and not os.path.lexists(path / entry.name):
+                entry.rename(path / entry.name)  # no part of a checkpoint, such as a user's notes
+    _delete(old)
+
+
+def _is_own_file(entry: Path) -> bool:
+    return entry.name in (META, MANIFEST, ".metadata") or entry.suffix == ".distcp"
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+def _flush(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

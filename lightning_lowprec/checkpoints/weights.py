@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowprec.checkpoints import atomic, torch_file
+from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.folder import ShardFolder
 from lightning_lowprec.checkpoints.manifest import META
+from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.extras import require
 
 WEIGHT_KEYS: Final = ("state_dict", "model")
-"""The keys under which the Trainer and, by convention, Fabric users save the weights."""
+"""The keys under which the Trainer and, by convention, Lightning's strategies and Fabric users save the weights."""
 SAFETENSORS: Final = ".safetensors"
 FILE_ENDINGS: Final = (".ckpt", ".pt", ".pth", ".bin", SAFETENSORS)
 INDEX: Final = "model.safetensors.index.json"
@@ -38,12 +39,10 @@ class Shape(NamedTuple):
 class Source(ABC):
     """Tensors by the names of the model's state dict, read some rows at a time."""
 
+    shapes: Mapping[str, Shape]
+    """All tensors."""
     content: Any = None
     """What the checkpoint holds beside or around the tensors."""
-
-    @abstractmethod
-    def shapes(self) -> Mapping[str, Shape]:
-        """Return all tensors."""
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -57,11 +56,6 @@ def open_weights(path: Path, key: str | None = None) -> Source:
         path: a file of the Trainer, of ``fabric.save`` or of ``torch.save``; a file of safetensors, or a folder with
             several and their index; a folder of ``strategy="fsdp2"`` or of Lightning's strategies.
         key: the key of the weights; None: ``state_dict``, ``model``, or the top of a file.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: there is no checkpoint, the checkpoint is damaged, or has no weights under the key.
-        pickle.UnpicklingError: a file holds objects whose reading can run code.
     """
     if path.is_dir():
         is_sharded = (path / META).is_file() or not any(path.glob(f"*{SAFETENSORS}"))
@@ -70,7 +64,7 @@ def open_weights(path: Path, key: str | None = None) -> Source:
         raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
     if path.suffix == SAFETENSORS:
         return _Safetensors(path, key)
-    torch_file.check_records(path)
+    files.check_records(path)
     return _TorchFile(path, key)
 
 
@@ -87,13 +81,23 @@ def check_file(field: str, path: Path) -> None:
 
 def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
     """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
-    found = content
-    if isinstance(content, Mapping):
-        top = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), Mapping)), content)
-        found = top if key is None else content.get(key)
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         return {}
-    return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    top = next((content[name] for name in WEIGHT_KEYS if isinstance(content.get(name), Mapping)), content)
+    entries = top if key is None else content.get(key)
+    if not isinstance(entries, Mapping):
+        return {}
+    return {name: value for name, value in entries.items() if isinstance(name, str) and isinstance(value, Tensor)}
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return the shapes and dtypes of tensors by name."""
+    return {name: Shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return ``tensor[start:stop]``; a tensor without dimensions is one row."""
+    return tensor[start:stop] if tensor.dim() else tensor.reshape(1)
 
 
 @final
@@ -101,22 +105,16 @@ class _TorchFile(Source):
     """A file of ``torch.save``."""
 
     def __init__(self, path: Path, key: str | None) -> None:
-        self.content = torch_file.read(path, None)
+        self.content = files.read(path, None)
         self._tensors = find_weights(self.content, key)
+        self.shapes = shapes_of(self._tensors)
         if not self._tensors:
-            keys = (
-                ", ".join(map(repr, self.content)) if isinstance(self.content, Mapping) else type(self.content).__name__
-            )
-            raise _no_weights(path, key, keys)
-
-    @override
-    def shapes(self) -> Mapping[str, Shape]:
-        return {name: Shape(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
+            is_dict = isinstance(self.content, Mapping)
+            raise _no_weights(path, key, ", ".join(map(repr, self.content)) if is_dict else type(self.content).__name__)
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        tensor = self._tensors[name].detach()
-        return tensor[start:stop] if tensor.dim() else tensor.reshape(1)
+        return rows_of(self._tensors[name].detach(), start, stop)
 
 
 @final
@@ -124,26 +122,22 @@ class _Safetensors(Source):
     """Files of safetensors, which are closed after each read: pages that were read count as memory of the process."""
 
     def __init__(self, path: Path, key: str | None) -> None:
-        self._shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, Shape] = {}
         self._file_of: dict[str, Path] = {}
         for file in _safetensors_files(path):
             with _safetensors(file) as content:
                 for name in content.keys():  # noqa: SIM118  # no mapping
                     part = content.get_slice(name)
                     size = torch.Size(part.get_shape())
-                    self._shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
+                    self.shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
                     self._file_of[name] = file
         if key is not None:
-            raise _no_weights(path, key, ", ".join(map(repr, self._shapes)))
-
-    @override
-    def shapes(self) -> Mapping[str, Shape]:
-        return self._shapes
+            raise _no_weights(path, key, ", ".join(map(repr, self.shapes)))
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         with _safetensors(self._file_of[name]) as content:
-            has_rows = len(self._shapes[name].size) > 0
+            has_rows = len(self.shapes[name].size) > 0
             rows: Tensor = content.get_slice(name)[start:stop] if has_rows else content.get_tensor(name).reshape(1)
             return rows.clone()
 
@@ -173,7 +167,7 @@ class _Folder(Source):
     """A folder of shards."""
 
     def __init__(self, path: Path, key: str | None) -> None:
-        self._folder = ShardFolder(atomic.find(path))
+        self._folder = ShardFolder(find(path))
         self.content = self._folder.rest
         roots = {str(keys[0]) for keys in self._folder.paths.values()}
         root = key if key is not None else next((name for name in WEIGHT_KEYS if name in roots), "")
@@ -181,11 +175,8 @@ class _Folder(Source):
         self._entries = {name: entry for entry, name in names.items() if entry in self._folder.tensors}
         if not self._entries:
             raise _no_weights(path, key, ", ".join(sorted(roots)))
-
-    @override
-    def shapes(self) -> Mapping[str, Shape]:
         stored = {name: self._folder.tensors[entry] for name, entry in self._entries.items()}
-        return {name: Shape(tensor.size, tensor.properties.dtype) for name, tensor in stored.items()}
+        self.shapes = {name: Shape(tensor.size, tensor.properties.dtype) for name, tensor in stored.items()}
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:

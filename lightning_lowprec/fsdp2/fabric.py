@@ -132,8 +132,8 @@ def _one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
     models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
     if len(models) == 1:
         return next(iter(models.items()))
-    found = f"{len(models)} sharded models ({', '.join(models)})" if models else "no sharded model"
+    count = f"{len(models)} sharded models ({', '.join(models)})" if models else "no sharded model"
     raise ValueError(
-        f"fabric.{verb}: found {found} in the state, expected one. Set the model up first (`fabric.setup`) and pass it,"
+        f"fabric.{verb}: found {count} in the state, expected one. Set the model up first (`fabric.setup`) and pass it,"
         " with its optimizers, as `{'model': model, ...}`; several models go into several checkpoints."
     )

@@ -9,13 +9,14 @@ that restores its weights after validation would then write to the copies and ch
 that is loaded then.
 
 In manual optimization a ``training_step`` holds whole backward passes and steps. It sees the shards and their
-gradients, and the root is gathered when a module runs (:mod:`~lightning_lowprec.fsdp2.lazy_gather`).
+gradients: user code clips, edits and averages after a step. So the root's weights are freed after each backward pass
+and step, and are gathered again only if a module that needs them runs in the rest of ``training_step``, as in a GAN.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, Final, final
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
-from lightning_lowprec.fsdp2.lazy_gather import LazyGather
 from lightning_lowprec.private.fsdp2 import prepare_backward_from, run_as_root, without_root_hooks
 from lightning_lowprec.private.torch import is_in_backward, tree_map_only
+from lightning_lowprec.private.torch_modules import before_compiled_call
 
 SHARDS_IN_COMPUTATION: Final = (
     "fsdp2: in manual optimization `training_step` sees the parameters as shards, so that their gradients can be read,"
@@ -49,8 +50,8 @@ def install_hooks(
     model.register_forward_hook(lambda module, args, kwargs, out: hooks.end(out), with_kwargs=True, always_call=True)
     for name in ("toggle_optimizer", "untoggle_optimizer"):  # a LightningModule's
         if hasattr(model, name):
-            setattr(model, name, _with_copied_flags(getattr(model, name), hooks))
-    model.zero_grad = _with_gradients_of_shards(model.zero_grad, hooks)  # type: ignore[method-assign]
+            setattr(model, name, _followed_by(getattr(model, name), lambda *args, **kwargs: hooks.copy_flags()))
+    model.zero_grad = _followed_by(model.zero_grad, hooks.zero_grad)  # type: ignore[method-assign]
     for name in methods:
         method = getattr(model, name)
         register_fsdp_forward_method(model, name)
@@ -60,26 +61,15 @@ def install_hooks(
     return hooks
 
 
-def _with_copied_flags(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
-    """Wrap a method that changes ``requires_grad`` of the shards, so that gathered weights change too."""
+def _followed_by(method: Callable[..., None], function: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of a model: gathered weights may be shown, and the ``function`` does the same to the shards."""
 
     @wraps(method)
-    def with_copied_flags(*args: Any, **kwargs: Any) -> None:
+    def with_function(*args: Any, **kwargs: Any) -> None:
         method(*args, **kwargs)
-        hooks.copy_flags()
+        function(*args, **kwargs)
 
-    return with_copied_flags
-
-
-def _with_gradients_of_shards(zero_grad: Callable[..., None], hooks: ForwardHooks) -> Callable[..., None]:
-    """Wrap ``zero_grad`` of a model, so that gradients of the shards go, even while gathered weights are shown."""
-
-    @wraps(zero_grad)
-    def with_gradients_of_shards(*args: Any, **kwargs: Any) -> None:
-        zero_grad(*args, **kwargs)
-        hooks.zero_grad(*args, **kwargs)
-
-    return with_gradients_of_shards
+    return with_function
 
 
 def _with_hooks(
@@ -117,7 +107,8 @@ class ForwardHooks:
         self._scales = scales
         self._open: list[ExitStack] = []
         self._shards = dict(model.named_parameters())
-        self._lazy_gather = LazyGather(model, scales)
+        self._awaited: list[Any] = []
+        """Hooks that gather the root's weights at their next use."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
@@ -138,7 +129,7 @@ class ForwardHooks:
         """Clean up after a computation, with or without an error; return ``output``, cast as FSDP2 would cast it."""
         stack = self._open.pop()
         if not self._open:
-            self._lazy_gather.disarm()
+            self._stop_waiting()
             if self._is_manual() or not torch.is_grad_enabled():  # no backward pass follows
                 reshard(self._model())
         else:
@@ -190,8 +181,27 @@ class ForwardHooks:
 
         The root is gathered again when the rest of ``training_step`` calls a module that uses its weights.
         """
-        if self._open:
-            self._lazy_gather.arm()
+        model: Any = self._model()
+        if not self._open or model is None:
+            return
+        model.reshard()
+        if not self._awaited:
+            for module in dict.fromkeys(_modules_of_root(model)):  # once, where two modules share a third
+                self._awaited.append(module.register_forward_pre_hook(self._gather_root))
+                self._awaited += before_compiled_call(module, self._gather_root)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _gather_root(self, *_: Any) -> None:
+        self._stop_waiting()
+        if self._scales is not None:
+            self._scales.refresh()
+        model: Any = self._model()
+        model.unshard()
+
+    def _stop_waiting(self) -> None:
+        awaited, self._awaited = self._awaited, []
+        for handle in awaited:
+            handle.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients of the shards, or set them to zero."""
@@ -200,6 +210,14 @@ class ForwardHooks:
                 p.grad = None
             elif p.grad is not None:
                 p.grad.zero_()
+
+
+def _modules_of_root(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules below the root whose weights no inner group gathers."""
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield child
+            yield from _modules_of_root(child)
 
 
 def reshard(model: nn.Module | None) -> None:

@@ -51,9 +51,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.fsdp2.kept_codes import KeptCodes
 from lightning_lowprec.numerics.parameters import by_mesh
 from lightning_lowprec.numerics.wire_format import (
     WiredWeight,
@@ -170,6 +168,52 @@ class GatherScales:
             for wired in wired_weights(layer)
         }
         return [weight for weight in self.weights if id(weight) not in values]
+
+
+@final
+class KeptCodes:
+    """The codes of a shard under one scale, 1 byte per element; on CUDA further codes take the same memory.
+
+    Construct on the stream that computes, before the gathers of a forward begin. Memory of the stream that copies would
+    lie between the buffers of gathers, and the allocator could not use the memory of two neighbouring buffers as one.
+
+    The memory belongs to the stream of the construction, and other streams write and read the codes. Two rules keep
+    every access in order. A stream that comes after another stream waits for all work of the other stream: so no stream
+    reads unfinished codes, and no stream writes to memory that a copy, or an earlier owner of the memory, still reads.
+    And the allocator knows every stream (``record_stream``): after the shard is freed, no tensor gets the memory before
+    the last copy has read the codes. A gather itself needs no order, because FSDP2 copies the codes into the buffer
+    that is sent, on the stream that asks for the codes.
+    """
+
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        with torch.inference_mode(False):  # a training step writes to memory that an evaluation has allocated
+            self.codes = torch.empty(values.shape, dtype=dtype, device=values.device)
+        self._scale: Tensor | None = None
+        self._stream = _stream(self.codes)
+
+    def of(self, values: Tensor, scale: Tensor, format: WireFormat) -> Tensor:
+        """Return the codes, ready for the current stream: (...) any float, scalar float32 -> (...) float8.
+
+        ``values`` are encoded if ``scale`` is not that of the last call. Every write to the shard is followed by
+        another scale.
+        """
+        stream = _stream(self.codes)
+        if stream is not None and self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+            self.codes.record_stream(stream)
+            self._stream = stream
+        if scale is not self._scale:
+            self.codes = format.encode(values, scale, out=None if stream is None else self.codes)
+            self._scale = scale
+        return self.codes
+
+    def forget(self) -> None:
+        """Encode at the next call of :meth:`of`, also under the same scale."""
+        self._scale = None
+
+
+def _stream(codes: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(codes.device) if codes.is_cuda else None
 
 
 @final
@@ -316,12 +360,12 @@ def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
     parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
     """
     check_even(model, shards)
-    found = _gathered_weights(model)
-    if not found:
+    weights = _gathered_weights(model)
+    if not weights:
         return None
-    scales = GatherScales(found[0].layer.wire_format)
+    scales = GatherScales(weights[0].layer.wire_format)
     new: dict[int, nn.Parameter] = {}
-    for wired in found:
+    for wired in weights:
         weight = wired.weight
         if id(weight) not in new:
             values = Fp8GatherShard(weight.detach(), scales)
@@ -357,11 +401,11 @@ def check_even(model: nn.Module, shards: int) -> None:
 
 
 def _gathered_weights(model: nn.Module) -> list[WiredWeight]:
-    found = [wired for wired in wired_weights(model) if isinstance(wired.weight, nn.Parameter)]
     # `weight_norm` computes a weight at each forward, so the weight is no parameter
-    inside = {(id(wired.layer), wired.name) for wired in found}
+    parameters = [wired for wired in wired_weights(model) if isinstance(wired.weight, nn.Parameter)]
+    inside = {(id(wired.layer), wired.name) for wired in parameters}
     shared = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in inside}
-    return [wired for wired in found if id(wired.weight) not in shared]
+    return [wired for wired in parameters if id(wired.weight) not in shared]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -369,4 +413,4 @@ def plain(tensor: Tensor) -> Tensor:
     shard = local_tensor(tensor)
     if not isinstance(shard, Fp8GatherShard):
         return tensor
-    return with_local_tensor(shard._tensor, tensor) if isinstance(tensor, DTensor) else shard._tensor
+    return with_local_tensor(shard._tensor, tensor)

@@ -41,12 +41,12 @@ def translate(strategy: Any) -> dict[str, Any]:
             " `FabricFSDP2Strategy`), or an `FSDPStrategy(...)` to `from_fsdp`."
         )
     choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, fabric.FSDPStrategy))
-    owned = {
-        "precision": choices["precision"],
-        "accelerator": strategy.accelerator,
-        "devices": strategy.parallel_devices,
-    }
-    for name, value in owned.items():
+    of_the_trainer = (
+        ("precision", choices["precision"]),
+        ("accelerator", strategy.accelerator),
+        ("devices", strategy.parallel_devices),
+    )
+    for name, value in of_the_trainer:
         if value is not None:
             raise ValueError(
                 f"`FSDPStrategy` was given {value!r}; pass `{name}=` to Trainer or Fabric instead (a plugin by"
@@ -118,15 +118,15 @@ def _modules(policy: Any, argument: str, option: str) -> Modules | None:
     if policy is None:
         return None
     remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"
-    given = getattr(policy, "keywords", {})
+    keywords = getattr(policy, "keywords", {})
     function = policy.func if isinstance(policy, partial) else policy
     classes = classes_of(policy) if isinstance(policy, wrap.ModuleWrapPolicy) else policy
     if isinstance(classes, set):
         return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
-    if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in given:
-        return _modules(set(given["transformer_layer_cls"]), argument, option)
-    if function is wrap.lambda_auto_wrap_policy and "lambda_fn" in given:
-        return _by_module(given["lambda_fn"])
+    if function is wrap.transformer_auto_wrap_policy and "transformer_layer_cls" in keywords:
+        return _modules(set(keywords["transformer_layer_cls"]), argument, option)
+    if function is wrap.lambda_auto_wrap_policy and "lambda_fn" in keywords:
+        return _by_module(keywords["lambda_fn"])
     if function is wrap.always_wrap_policy:
         return _by_module(lambda module: any(True for _ in module.parameters(recurse=False)))
     reason = "has no equal in FSDP2, which does not ask a policy about sizes or where to descend"
@@ -140,9 +140,9 @@ def _by_module(function: Any) -> Modules:
 
 
 def _dropped(fsdp: Mapping[str, Any]) -> list[str]:
-    known = {*DROPPED, "auto_wrap_policy", "device_mesh", "sync_module_states", "use_orig_params"}
+    translated = {*DROPPED, "auto_wrap_policy", "device_mesh", "sync_module_states", "use_orig_params"}
     for name, value in fsdp.items():
-        if name not in known and value is not None:
+        if name not in translated and value is not None:
             raise ValueError(
                 f"`FSDPStrategy({name}=...)` has no equal in FSDP2: {_NO_EQUAL.get(name, 'leave it out')}."
             )

@@ -107,29 +107,29 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A child without parameters is no block, and neither is a child without children, such as a Linear.
     """
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for fqn, module in model.named_modules():
-        inside = any(f"{fqn}.".startswith(f"{block}.") for block in found)
+        inside = any(f"{fqn}.".startswith(f"{block}.") for block in repeated)
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = dict(module.named_children())
         same = len(children) > 1 and len({type(child) for child in children.values()}) == 1
         if same and all(list(child.children()) and list(child.parameters()) for child in children.values()):
-            found |= {f"{fqn}.{name}".removeprefix("."): child for name, child in children.items()}
-    return found
+            repeated |= {f"{fqn}.{name}".removeprefix("."): child for name, child in children.items()}
+    return repeated
 
 
 def chosen(model: nn.Module, choice: Literal["auto"] | Modules, option: str) -> dict[str, nn.Module]:
     """Return the modules that ``choice`` means by fqn, without the model itself."""
     if isinstance(choice, str):
         return blocks(model)
-    modules = {fqn: module for fqn, module in model.named_modules() if fqn}
+    named = [(fqn, module) for fqn, module in model.named_modules() if fqn]
     if isinstance(choice, Collection):
         shown = str([cls.__name__ for cls in choice])
-        modules = {fqn: module for fqn, module in modules.items() if isinstance(module, tuple(choice))}
+        modules = dict(pair for pair in named if isinstance(pair[1], tuple(choice)))
     else:
         shown = repr(choice)
-        modules = {fqn: module for fqn, module in modules.items() if choice(fqn, module)}
+        modules = dict(pair for pair in named if choice(*pair))
     if not modules:
         have = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -29,17 +31,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec.checkpoints.agreement import gathered
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
-from lightning_lowprec.fsdp2.fp8_reduce import reduce_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
-from lightning_lowprec.fsdp2.traffic import Traffic
-from lightning_lowprec.fsdp2.weights import fill, origin, send_all
+from lightning_lowprec.fsdp2.traffic import Traffic, reduce_in_fp8
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import is_batch_norm
 
+Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
 
 
@@ -48,11 +50,9 @@ class Sharded:
     """The parts that sharding has added to a model. None of them refers to the model, which may be deleted."""
 
     traffic: Traffic
-    """The all-gathers of the groups, and their reductions in float8."""
     scales: GatherScales | None
     """The scales of the weights that are gathered as float8."""
     hooks: ForwardHooks
-    """The hooks at the beginning and end of every forward."""
 
 
 def shard(
@@ -70,11 +70,6 @@ def shard(
 
     Choices of the user in ``options`` come before ``param_dtype``. The ``methods`` compute without calling the module.
     Parameters and buffers whose fqns are in ``float32`` are gathered as float32 and are not cast.
-
-    Raises:
-        ValueError: options that do not fit the model, such as a wrap that matches nothing, or shards of unequal size; a
-            parameter is a scalar.
-        TypeError: the model is sharded already.
     """
     check_model(model)
     check_scalars(model)
@@ -89,7 +84,7 @@ def shard(
     source = origin(model)
     if options.sync_module_states and source == "every rank":
         send_all(model, device)
-    values = model.state_dict() if source == "rank 0" and torch.distributed.get_rank() == 0 else {}
+    values = model.state_dict() if source == "rank 0" and dist.get_rank() == 0 else {}
     scales = gather_in_fp8(model, shards) if fp8_all_gather else None
     if tensor is not None:
         _parallelize(model, tensor, options)
@@ -186,8 +181,8 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
             f" repeated blocks in {type(model).__name__}; name classes in `activation_checkpointing` or in `wrap`."
         )
     for module in modules.values():
-        own = [b.checkpoint for b in backends.registered() if b.checkpoint and any(map(b.owns, module.modules()))]
-        recompute = own[0]() if own else checkpoint  # a backend's function may restore state
+        functions = [b.checkpoint for b in backends.registered() if b.checkpoint and any(map(b.owns, module.modules()))]
+        recompute = functions[0]() if functions else checkpoint  # a backend's function may restore state
         # an attribute of the instance keeps every fqn; a wrapping module would not
         module.forward = partial(_recomputed, recompute, module.forward)
 
@@ -270,3 +265,60 @@ def _shard_group(
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a part of ``model`` is under FSDP2, or holds DTensors."""
     return any(isinstance(part, _SHARDED_TYPES) for part in (*model.modules(), *model.parameters()))
+
+
+# ---- the weights, which every rank has, only rank 0 has, or no rank has (meta device)
+
+
+def origin(model: nn.Module) -> Origin:
+    """Return which ranks have the weights; the answer is the same on all ranks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    on_meta = sum(t.is_meta for t in tensors)
+    everyone = gathered("meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real")
+    if set(everyone) == {"real"}:
+        return "every rank"
+    if everyone[0] == "real" and set(everyone[1:]) == {"meta"}:
+        return "rank 0"
+    if set(everyone) == {"meta"}:
+        return "nowhere"
+    raise RuntimeError(
+        f"{type(model).__name__} has {on_meta} of {len(tensors)} parameters and buffers on the meta device here, and"
+        f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a"
+        " real device on rank 0 and on meta on all others."
+    )
+
+
+@torch.no_grad()
+def send_all(model: nn.Module, device: torch.device) -> None:
+    """Send the weights and buffers of rank 0 to all ranks, in place, by way of the process group's ``device``."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)
+
+
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:
+    """Give a sharded model its weights: the ``values`` of rank 0, or those that its modules initialise themselves."""
+    if source == "every rank":
+        return
+    tensors_of = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in model.modules()}
+    initialised: list[Any] = [m for m, tensors in tensors_of.items() if tensors and source == "nowhere"]
+    unable = sorted({type(m).__name__ for m in initialised if not hasattr(m, "reset_parameters")})
+    if unable:
+        raise RuntimeError(
+            f"{type(model).__name__} is on the meta device, and {', '.join(unable)} have parameters or buffers but no"
+            " `reset_parameters()` to initialise them. Give them one, or load the weights on rank 0 (on meta on all"
+            " others), from where they are sent."
+        )
+    if any(tensor.is_meta for tensors in tensors_of.values() for tensor in tensors):
+        model.to_empty(device=device)
+    if source == "rank 0":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        tensors: dict[str, Any] = {fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}
+        set_model_state_dict(model, tensors, options=options)
+        persistent = set(model.state_dict())
+        for fqn, buffer in model.named_buffers():  # those that no state dict holds, such as rotary tables
+            if fqn not in persistent and not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, src=0)
+    for module in initialised:
+        module.reset_parameters()

@@ -18,18 +18,18 @@ from lightning.pytorch import strategies as trainer
 from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_lowprec.checkpoints import torchao_optimizers
+from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
-from lightning_lowprec.fsdp2.replaced_parameters import ReplacedParameters
 from lightning_lowprec.fsdp2.shard import Sharded, shard
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.numerics.parameters import disable_foreach
@@ -147,6 +147,44 @@ class FSDP2Base:
             names.set_names(self, device_mesh=make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
+@final
+class ReplacedParameters:
+    """The parameters of ``model`` before and after sharding: made before, with :meth:`record` called after."""
+
+    def __init__(self, model: Module) -> None:
+        # weak references: nothing here may keep the unsharded weights alive. The id of a dead one may be taken again
+        self._old = {fqn: (id(p), weakref.ref(p)) for fqn, p in model.named_parameters(remove_duplicate=False)}
+        self._new: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}
+
+    def record(self, model: Module) -> None:
+        """Note the new parameters, by the names of the old ones."""
+        new = dict(model.named_parameters(remove_duplicate=False))
+        lost = self._old.keys() - new.keys()
+        if lost:
+            raise RuntimeError(
+                f"sharding renamed or removed parameters of {type(model).__name__} ({', '.join(sorted(lost)[:3])});"
+                " optimizers and checkpoints could not find them again."
+            )
+        self._new = {number: (old, new[fqn]) for fqn, (number, old) in self._old.items()}
+
+    def put_into(self, optimizer: Optimizer) -> None:
+        """Replace old parameters in an optimizer's groups and state; gradients are left behind.
+
+        State with the shape of a parameter is sharded as the new parameter is.
+        """
+        replaced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._new]
+        new_of = {id(p): self._new[id(p)][1] for p in replaced if self._new[id(p)][0]() is p}
+        for group in optimizer.param_groups:
+            group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list
+        for p in [p for p in optimizer.state if id(p) in new_of]:
+            new = new_of[id(p)]
+            state = optimizer.state.pop(p)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape:
+                    state[name] = optimizer_state.place(value, new)
+            optimizer.state[new] = state
+
+
 class _Known(NamedTuple):
     precision: tuple[Any, ...]
     options: ShardOptions
@@ -184,8 +222,7 @@ class Sharding:
 
     def knows(self, model: Module, plugin: Any) -> bool:
         """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
-        known = _sharded.get(model)
-        return known is not None and known.precision == _identity(plugin)
+        return model in _sharded and _sharded[model].precision == _identity(plugin)
 
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place; warn if it is sharded already, with other options."""
@@ -219,7 +256,7 @@ class Sharding:
             replacements.put_into(optimizer)
         if disable_foreach(optimizer):
             rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
-        torchao_optimizers.check(optimizer)
+        optimizer_state.check_optimizer(optimizer)
 
     def after_step(self) -> None:
         """Log what was gathered, once after the first step; raise if weights were not gathered as float8."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,16 +17,14 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowprec.checkpoints import atomic, optimizer_state
+from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import load, open_checkpoint
-from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
+from lightning_lowprec.checkpoints.save import check_storage_options, model_state, remove, save
+from lightning_lowprec.checkpoints.weights import WEIGHT_KEYS
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private.lightning import note_sigterm, set_names
-
-MODEL_KEYS: Final = ("state_dict", "model")
-"""The keys under which ModelParallelStrategy and FSDPStrategy store the model in a folder."""
 
 
 @final
@@ -116,7 +114,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint completely, or not at all. See :mod:`~lightning_lowprec.checkpoints.atomic`."""
+        """Save a checkpoint completely, or not at all."""
         check_storage_options(storage_options)
         shards: dict[str, Any] = {}
         if not self.is_full:
@@ -128,8 +126,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
 
-        ``weights_only=None`` is torch's default: True, unless
-        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
+        ``weights_only=None`` is torch's default: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
         assert self.model is not None
         assert self.lightning_module is not None
@@ -149,7 +146,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             raise ValueError(
                 f"{str(path)!r} has the state of {len(saved)} optimizers, the model has {len(optimizers)}."
             )
-        key = next((key for key in MODEL_KEYS if key in stored.keys), MODEL_KEYS[0])
+        key = next((key for key in WEIGHT_KEYS if key in stored.keys), WEIGHT_KEYS[0])
         stored.check_keys([key])
         named = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
         load(stored, self.model, key, named, strict=self.lightning_module.strict_loading)
@@ -159,4 +156,4 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint and the leftovers of killed runs, on rank 0."""
         if self.is_global_zero:
-            atomic.remove(Path(filepath))
+            remove(Path(filepath))

@@ -19,7 +19,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.msamp.gradient import ScaledGradient
@@ -374,7 +373,7 @@ def master_of(param: Tensor) -> Tensor | None:
 
 def sharded_like(part: Tensor, param: Tensor) -> Tensor:
     """Return ``part`` as a DTensor if the parameter of codes is one; else ``part`` itself."""
-    return private.with_local_tensor(part, param) if isinstance(param, DTensor) else part
+    return private.with_local_tensor(part, param)
 
 
 def record_writes(params: Sequence[Tensor]) -> None:

@@ -32,15 +32,15 @@ def moved() -> list[str]:
 
 def check() -> None:
     """Raise ImportError if this DeepSpeed is older than what was run, or if a private name has moved."""
-    found = installed_version("deepspeed")
-    if Version(found) < Version(OLDEST):
+    version = installed_version("deepspeed")
+    if Version(version) < Version(OLDEST):
         raise ImportError(
-            f"deepspeed {found} is older than {OLDEST}, the oldest that lightning_lowprec was run with:"
+            f"deepspeed {version} is older than {OLDEST}, the oldest that lightning_lowprec was run with:"
             f" `pip install 'deepspeed>={OLDEST}'`."
         )
     if lost := moved():
         raise ImportError(
-            f"deepspeed {found} with this Lightning has moved {', '.join(lost)}, which lightning_lowprec uses."
+            f"deepspeed {version} with this Lightning has moved {', '.join(lost)}, which lightning_lowprec uses."
             f" Install a supported version: `pip install 'deepspeed>={OLDEST},<0.20'`."
         )
 
@@ -52,12 +52,9 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 
 def refuse_zero(model: nn.Module, who: str, *, masters: bool = False) -> None:
-    """Raise RuntimeError if ZeRO-3 has cut the weights of a model; with ``masters``, also if ZeRO keeps their masters.
+    """Raise RuntimeError if ZeRO-3 has cut the weights of a model that the function ``who`` needs.
 
-    Args:
-        model: any module.
-        who: the function that needs whole weights, such as ``plain(model)``.
-        masters: whether it needs the float32 values too, which ZeRO-1 and ZeRO-2 cut.
+    With ``masters``, the function needs the float32 values too, which ZeRO-1 and ZeRO-2 cut.
     """
     marks = (_WHOLE_SHAPE, _MASTER) if masters else (_WHOLE_SHAPE,)
     if any(getattr(parameter, mark, None) is not None for parameter in model.parameters() for mark in marks):

@@ -12,11 +12,10 @@ from typing import Any
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the names that do not exist.
+    """Return the names that do not exist, of names such as ``"library.module.Class.method"``.
 
-    Args:
-        names: ``"library.module.Class.method"``; or ``"library.module.Class().attribute"`` for an attribute that only
-            instances have: the code of the class must assign it. A function may be there in place of a class.
+    ``"library.module.Class().attribute"`` is an attribute that only instances have: the code of the class must assign
+    it. A function may be there in place of a class.
     """
     return [name for name in names if not _exists(name)]
 
@@ -24,25 +23,25 @@ def missing(names: Iterable[str]) -> list[str]:
 def _exists(name: str) -> bool:
     dotted, _, attribute = name.partition("().")
     path, *parts = dotted.split(".")
-    found: Any = importlib.import_module(path)
+    value: Any = importlib.import_module(path)
     for part in parts:
         path = f"{path}.{part}"
-        if inspect.ismodule(found) and not hasattr(found, part):
+        if inspect.ismodule(value) and not hasattr(value, part):
             try:
-                found = importlib.import_module(path)  # torch.optim deletes the names of its modules
+                value = importlib.import_module(path)  # torch.optim deletes the names of its modules
             except ImportError:
                 return False
             continue
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             return False
-        found = getattr(found, part)
-    return not attribute or attribute in _assigned(found)
+        value = getattr(value, part)
+    return not attribute or attribute in _assigned(value)
 
 
 @functools.cache  # it disassembles classes of torch
-def _assigned(found: Any) -> set[str]:
+def _assigned(owner: Any) -> set[str]:
     """Return the attributes that a function or the methods of a class and its bases assign, and all their strings."""
-    members = [value for cls in found.__mro__ for value in vars(cls).values()] if inspect.isclass(found) else [found]
+    members = [value for cls in owner.__mro__ for value in vars(cls).values()] if inspect.isclass(owner) else [owner]
     functions = [inspect.unwrap(getattr(m, "fget", None) or getattr(m, "__func__", m)) for m in members]
     codes = [function.__code__ for function in functions if inspect.isfunction(function)]
     assigned: set[str] = set()

@@ -186,9 +186,6 @@ def _missing(part: str) -> list[str]:
     return lost
 
 
-# ---- learning rate schedulers and the step of an optimizer
-
-
 # ---- many tensors in one call
 
 
@@ -304,8 +301,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_tensor(local: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor with the shape and placements of ``like``, of which this rank has the shard ``local``."""
+def with_local_tensor(local: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor with the shape and placements of ``like``, of which this rank has the shard ``local``.
+
+    If ``like`` is no DTensor, return ``local`` itself.
+    """
+    if not isinstance(like, DTensor):
+        return local
     return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
@@ -322,8 +324,8 @@ def dtensor(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), local.dtype))
-    made: Any = DTensor
-    sharded: DTensor = made(local, spec, requires_grad=False)
+    build: Any = DTensor
+    sharded: DTensor = build(local, spec, requires_grad=False)
     return sharded
 
 
@@ -350,10 +352,10 @@ def disable_autograd_cache() -> None:
 
 def _get(name: str) -> Any:
     """Return what ``name`` refers to, or None: :func:`check` tells before it is used."""
-    found: Any = torch
+    value: Any = torch
     for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 make_wrapper_subclass: Any = _get("torch.Tensor._make_wrapper_subclass")
@@ -396,7 +398,7 @@ def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
             vars(parameter).pop("_ddp_ignored", None)
 
 
-# ---- Transformer Engine: the backward pass and its saved tensors
+# ---- what runs around the caller
 
 
 is_tracing: Callable[[], bool] = _get("torch.jit.is_tracing")

@@ -35,8 +35,8 @@ def undo_compile(module: nn.Module) -> None:
 
 def without_compiled_wrapper(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` was called with, or ``model`` itself."""
-    found: nn.Module = getattr(model, "_orig_mod", model)
-    return found
+    module: nn.Module = getattr(model, "_orig_mod", model)
+    return module
 
 
 @final

@@ -1,23 +1,28 @@
-"""Which weights of a model become codes, and why the others stay in high precision."""
+"""Choose the weights of a model that become codes, and say why the others stay in high precision."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 from torch import nn
 
+from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.matmuls import STACKED, matmuls
-from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
-from lightning_lowprec.serving.adapters import is_of_adapter, model_name
+from lightning_lowprec.serving.sources import is_of_adapter, model_name
+
+WITHOUT_FP8: Final = "fp8-rowwise"
+"""The precision whose plan says which layers become codes, where the run had no FP8."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RoundedWeights:
     """The weights that ran in FP8."""
 
     roundings: Mapping[str, WeightRounding | None]
@@ -26,45 +31,61 @@ class Choice:
     """The names of the other linear layers, and the reasons."""
 
 
-def of_layers(model: nn.Module) -> Choice:
-    """Return the choice of a live model: the weights that its converted layers multiply, or multiplied, in FP8."""
+NOTHING: Final = RoundedWeights(roundings={})
+"""For formats without codes."""
+
+
+def of_layers(model: nn.Module) -> RoundedWeights:
+    """Choose the weights of a live model that its converted layers multiply, or multiplied, in FP8."""
     roundings: dict[str, WeightRounding | None] = {}
     kept: dict[str, str] = {}
     for matmul, module in matmuls(model):
         fqn = model_name(matmul.fqn)
         if is_of_adapter(fqn):
             continue
-        path, _, parameter = (fqn if matmul.kind == STACKED else _join(fqn, "weight")).rpartition(".")
-        found = backends.weight_roundings(module)
-        if found is None:
+        path, _, parameter = _weight(fqn, matmul.kind).rpartition(".")
+        of_layer = backends.weight_roundings(module)
+        if of_layer is None:
             kept[fqn] = "not converted"
-        elif parameter in found:
-            roundings[_join(path, parameter)] = found[parameter]
+        elif parameter in of_layer:
+            roundings[_join(path, parameter)] = of_layer[parameter]
         else:
             kept[fqn] = "the forward of its layer has no codes of a scale per weight, row or block"
-    return Choice(roundings=roundings, kept=kept)
+    return RoundedWeights(roundings=roundings, kept=kept)
 
 
-def of_names(model: nn.Module) -> Choice:
-    """Return the choice of a live model whose forward has no codes that a format takes: its converted layers."""
-    found = [(model_name(matmul.fqn), matmul.kind) for matmul, module in matmuls(model) if backends.owner(module)]
-    names = (fqn if kind == STACKED else _join(fqn, "weight") for fqn, kind in found if not is_of_adapter(fqn))
-    return Choice(roundings=dict.fromkeys(names))
+def of_names(model: nn.Module) -> RoundedWeights:
+    """Choose the converted layers of a live model whose forward has no codes that a format takes."""
+    fqns = [(model_name(matmul.fqn), matmul.kind) for matmul, module in matmuls(model) if backends.owner(module)]
+    return RoundedWeights(roundings={_weight(fqn, kind): None for fqn, kind in fqns if not is_of_adapter(fqn)})
 
 
-def of_plan(plan: Plan, rounding: WeightRounding | None) -> Choice:
-    """Return the choice of a plan, whose weights are rounded one way."""
-    roundings = {
-        row.fqn if row.kind == STACKED else _join(row.fqn, "weight"): rounding
-        for row in plan.rows
-        if row.kept_because is None
-    }
+def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
+    """Choose the weights that a plan converts; they are rounded one way."""
+    roundings = {_weight(row.fqn, row.kind): rounding for row in plan.rows if row.kept_because is None}
     kept = {row.fqn: row.kept_because for row in plan.rows if row.kept_because is not None}
-    return Choice(roundings=roundings, kept=kept)
+    return RoundedWeights(roundings=roundings, kept=kept)
 
 
-NOTHING = Choice(roundings={})
-"""For formats without codes."""
+def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
+    """Choose the weights that :data:`WITHOUT_FP8` would convert, of a model that no precision has converted."""
+    row = names.resolve(WITHOUT_FP8)
+    plan = make_plan(
+        model,
+        options,
+        recipe=row.gains,
+        alignment=row.alignment,
+        conv1d=row.conv1d != "kept",
+        experts=row.experts,
+    )
+    planned = of_plan(plan, None)
+    kept = {model_name(fqn): reason for fqn, reason in planned.kept.items()}
+    return RoundedWeights(roundings=dict.fromkeys(map(model_name, planned.roundings)), kept=kept)
+
+
+def _weight(fqn: str, kind: str) -> str:
+    """Return the name of a layer's weight; stacked experts are listed by their Parameters."""
+    return fqn if kind == STACKED else _join(fqn, "weight")
 
 
 def _join(path: str, name: str) -> str:

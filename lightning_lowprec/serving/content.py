@@ -1,32 +1,75 @@
 """The content of a served model: every tensor with its name, shape and dtype, and then its values, in that order.
 
 The values are read, rounded and handed on some rows at a time. Only tensors that are published in another form than
-the model's, such as stacked experts, are whole in memory for a moment.
+the model's, such as stacked experts, are whole in memory for a moment. A weight is rounded by the arithmetic that the
+run trained with:
+
+    trained with      format with a scale per row     format with a scale per 128 x 128
+    one scale         the same codes: every row or block has the weight's scale
+    scale per row     the same codes                  other codes
+    scale per block   other codes                     the same codes
+
+Other codes have the run's arithmetic with the format's amax; how far their values lie from those that the run
+multiplied by is noted in a :class:`Tally`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Final, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.checkpoints.weights import Source
-from lightning_lowprec.numerics.weight_rounding import WeightRounding
+from lightning_lowprec.checkpoints.weights import Source, rows_of
+from lightning_lowprec.numerics.weight_rounding import (
+    BLOCK,
+    ScalePer,
+    WeightRounding,
+    amax_grid,
+    codes,
+    nearest_scale,
+    spread,
+)
 from lightning_lowprec.private import transformers_names
 from lightning_lowprec.private.transformers_names import Group
-from lightning_lowprec.serving.adapters import model_name
-from lightning_lowprec.serving.choice import Choice
-from lightning_lowprec.serving.coding import Rows, Tally, coded, largest, step_of
-from lightning_lowprec.serving.formats.base import Choices, Format, Header
-from lightning_lowprec.serving.safetensors_file import Stored
+from lightning_lowprec.serving.choice import RoundedWeights
+from lightning_lowprec.serving.formats import Format
+from lightning_lowprec.serving.safetensors_files import Stored
+from lightning_lowprec.serving.sources import model_name
 
+Rows = Callable[[int, int], Tensor]
+"""Returns ``weight[start:stop]``."""
+_ELEMENTS: Final = 1 << 23  # rounded at a time: 32 MB of float32
 _IN_BY_OUT = "it is a Conv1D, and no server reads codes of weights that are stored as [in, out]"
 _STACKED = "its model publishes the experts as one tensor, of which no server of this format reads codes"
 _TIED = "tied to an embedding"
+
+
+@final
+@dataclass
+class Tally:
+    """What happened to the weights that became codes."""
+
+    same: int = 0
+    """Weights whose codes are those of the last step."""
+    other: int = 0
+    """Weights with other codes, because the format needs other scales."""
+    new: int = 0
+    """Weights that no forward rounded before."""
+    signal: float = 0.0
+    noise: float = 0.0
+    """Squares of the trained values of ``other``, and of the differences of the stored ones."""
+
+    @property
+    def second_rounding(self) -> float | None:
+        """The signal-to-noise ratio of other codes against those of the last step, dB; None: there are none."""
+        if not self.other:
+            return None
+        return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)
 
 
 @final
@@ -42,62 +85,54 @@ class Target:
 @final
 @dataclass
 class Content:
-    """Everything that a folder or a server gets.
-
-    Args:
-        source: the tensors by the model's names.
-        model: the model, on the meta device too; it says how its tensors are published.
-        choice: the weights that ran in FP8.
-        format: the format.
-        dtype: of floating-point tensors without codes; None: as they are.
-        weights_only: whether the server reads weights only in FP8.
-        checks: whether NaN and inf raise, and other codes than the run's are compared; for both, the device is waited
-            for.
-    """
+    """Everything that a folder or a server gets."""
 
     source: Source
+    """The tensors by the model's names."""
     model: nn.Module
-    choice: Choice
+    """The model, on the meta device too; it says how its tensors are published."""
+    weights: RoundedWeights
     format: Format
     dtype: torch.dtype | None
+    """Of floating-point tensors without codes; None: as they are."""
     weights_only: bool = False
+    """Whether the server reads weights only in FP8."""
     checks: bool = False
+    """Whether NaN and inf raise, and other codes than the run's are compared; for both, the device is waited for."""
     tally: Tally = field(default_factory=Tally)
     kept: dict[str, str] = field(default_factory=dict)
     """The linear layers in high precision, and the reasons."""
 
     def __post_init__(self) -> None:
         """Find out what becomes of every tensor."""
-        self._shapes = self.source.shapes()
+        self._shapes = self.source.shapes
         self._modules = {model_name(fqn): module for fqn, module in self.model.named_modules()}
-        self.kept.update(self.choice.kept)
+        self.kept.update(self.weights.kept)
         groups = transformers_names.groups(self.model, self._shapes)
         self._groups = [(group, self._targets(group)) for group in groups]
 
     # ---- which tensors
 
     def _targets(self, group: Group) -> list[Target]:
-        given = {name: torch.empty(self._shapes[name].size, device="meta") for name in group.names}
-        found = transformers_names.published(self.model, given)
-        rounded = all(name in self.choice.roundings for name in group.names)
-        if rounded and self.format.scale_per is not None:
-            reason = self._refusal(group, found)
-            if reason is None:
-                return [Target(name, tuple(tensor.shape), True) for name, tensor in found.items()]
+        tensors = {name: torch.empty(self._shapes[name].size, device="meta") for name in group.names}
+        published = transformers_names.published(self.model, tensors)
+        is_coded = self.format.scale_per is not None and all(name in self.weights.roundings for name in group.names)
+        if is_coded and (reason := self._kept_because(group, published)) is not None:
             self.kept.update({_layer(name): reason for name in group.names})
-        return [Target(name, tuple(tensor.shape), False) for name, tensor in found.items()]
+            is_coded = False
+        return [Target(name, tuple(tensor.shape), is_coded) for name, tensor in published.items()]
 
-    def _refusal(self, group: Group, found: Mapping[str, Tensor]) -> str | None:
+    def _kept_because(self, group: Group, published: Mapping[str, Tensor]) -> str | None:
         module = self._modules.get(_layer(group.names[0])) if group.is_renamed else None
         if module is not None and not isinstance(module, nn.Linear):
             return _IN_BY_OUT
         if not group.is_renamed and not self.format.takes_experts:
             return f"transformers stacks the experts, and reads no codes of {self.format.name} for them"
-        if any(tensor.dim() != 2 or not name.endswith(".weight") for name, tensor in found.items()):
+        if any(tensor.dim() != 2 or not name.endswith(".weight") for name, tensor in published.items()):
             return _STACKED
         if module is not None and _is_tied(self.model, module):
             return _TIED
-        return next(filter(None, (self.format.refusal(tuple(tensor.shape)) for tensor in found.values())), None)
+        return next(filter(None, (self.format.kept_because(tuple(t.shape)) for t in published.values())), None)
 
     @property
     def coded(self) -> dict[str, tuple[int, ...]]:
@@ -106,19 +141,15 @@ class Content:
 
     @property
     def coded_parts(self) -> dict[str, list[tuple[int, int]]]:
-        """By name in the model: the shapes, each [N, K], of the matrices that a weight becomes, all of them codes.
-
-        Raises:
-            ValueError: several weights of the model become one.
-        """
-        found: dict[str, list[tuple[int, int]]] = {}
+        """By name in the model: the shapes, each [N, K], of the matrices that a weight becomes, all of them codes."""
+        parts: dict[str, list[tuple[int, int]]] = {}
         for group, targets in self._groups:
             if not targets[0].is_coded:
                 continue
             if len(group.names) > 1:
                 raise ValueError(f"{', '.join(group.names)} are published as one tensor, which is not supported here.")
-            found[group.names[0]] = [(target.shape[0], target.shape[1]) for target in targets]
-        return found
+            parts[group.names[0]] = [(target.shape[0], target.shape[1]) for target in targets]
+        return parts
 
     @property
     def ignored(self) -> list[str]:
@@ -131,14 +162,12 @@ class Content:
 
     def quantization_config(self) -> dict[str, object] | None:
         """Return ``quantization_config`` of the config, or None."""
-        return self.format.config(Choices(kept=self.ignored, weights_only=self.weights_only))
+        return self.format.config(self.ignored, self.weights_only)
 
     def metadata(self) -> dict[str, str]:
         """Return what the headers of the files say."""
         plain = [target.name for _, targets in self._groups for target in targets if not target.is_coded]
-        dtype = self.dtype or torch.bfloat16
-        header = Header(coded=self.coded, plain=plain, dtype=dtype, weights_only=self.weights_only)
-        return self.format.metadata(header)
+        return self.format.metadata(self.coded, plain, self.dtype or torch.bfloat16, self.weights_only)
 
     def stored(self) -> list[Stored]:
         """Return all tensors, in the order of :meth:`chunks`."""
@@ -154,8 +183,8 @@ class Content:
         ]
 
     def _dtype(self, group: Group) -> torch.dtype:
-        own = self._shapes[group.names[0]].dtype
-        return self.dtype if self.dtype is not None and own.is_floating_point else own
+        dtype = self._shapes[group.names[0]].dtype
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     # ---- their values
 
@@ -164,15 +193,15 @@ class Content:
 
         The caller's autocast does not reach the arithmetic.
         """
-        made = self._made()
+        chunks = self._all_chunks()
         while True:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                chunk = next(made, None)
+                chunk = next(chunks, None)
             if chunk is None:
                 return
             yield chunk
 
-    def _made(self) -> Iterator[tuple[str, Tensor]]:
+    def _all_chunks(self) -> Iterator[tuple[str, Tensor]]:
         for group, targets in self._groups:
             if group.is_renamed:
                 name = group.names[0]
@@ -180,11 +209,11 @@ class Content:
                 continue
             whole = {name: self._rows(name)(0, max(1, *self._shapes[name].size[:1])) for name in group.names}
             amax = self._amax(group)
-            found = transformers_names.published(self.model, whole)
+            published = transformers_names.published(self.model, whole)
             del whole
             for target in targets:
-                tensor = found.pop(target.name)
-                yield from self._chunks(group, target, partial(_rows, tensor), amax)
+                tensor = published.pop(target.name)
+                yield from self._chunks(group, target, partial(rows_of, tensor), amax)
 
     def _chunks(
         self, group: Group, target: Target, rows: Rows, amax: Tensor | None = None
@@ -204,7 +233,7 @@ class Content:
     def _coded(self, group: Group, target: Target, rows: Rows, amax: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         assert self.format.scale_per is not None
         shape = (target.shape[0], target.shape[1])
-        rounding = self._rounding(group)
+        rounding = self.weights.roundings[group.names[0]]
         if amax is None and rounding is not None and rounding.scale_per == "tensor":
             amax = largest(rows, shape)
         codes, scales = self.format.names(target.name)
@@ -213,13 +242,10 @@ class Content:
         for kind, part in coded(rows, shape, scale_per, rounding, amax, tally, checks=self.checks):
             yield names[kind], part
 
-    def _rounding(self, group: Group) -> WeightRounding | None:
-        return self.choice.roundings[group.names[0]]
-
     def _amax(self, group: Group) -> Tensor | None:
         """Return the largest absolute value of a weight that has one scale and becomes several: [1, 1]."""
         name = group.names[0]
-        rounding = self.choice.roundings.get(name)
+        rounding = self.weights.roundings.get(name)
         if len(group.names) > 1 or rounding is None or rounding.scale_per != "tensor":
             return None
         return largest(self._rows(name), tuple(self._shapes[name].size))
@@ -227,13 +253,9 @@ class Content:
     def _rows(self, name: str) -> Rows:
         """Return a function that reads rows of a weight; of a plain model's weight in FP8, as the run rounded them."""
         rows = partial(self.source.rows, name)
-        rounding = self.choice.roundings.get(name)
-        seen = None if rounding is None else rounding.as_trained
-        return rows if seen is None else lambda start, stop: seen(rows(start, stop))
-
-
-def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor[start:stop] if tensor.dim() else tensor.reshape(1)
+        rounding = self.weights.roundings.get(name)
+        as_trained = None if rounding is None else rounding.as_trained
+        return rows if as_trained is None else lambda start, stop: as_trained(rows(start, stop))
 
 
 def _layer(name: str) -> str:
@@ -247,3 +269,75 @@ def _is_tied(model: nn.Module, module: nn.Module) -> bool:
         for other in model.modules()
         if weight is not None
     )
+
+
+# ---- the rounding of one weight
+
+
+def step_of(shape: tuple[int, ...]) -> int:
+    """Return how many rows of a tensor are handled at a time: a multiple of a block's rows."""
+    width = max(1, math.prod(shape[1:]))
+    return max(BLOCK, _ELEMENTS // width // BLOCK * BLOCK)
+
+
+def largest(rows: Rows, shape: tuple[int, ...]) -> Tensor:
+    """Return the largest absolute value of a tensor of any dimensions: [1, 1] float32."""
+    parts = [rows(at, min(at + step_of(shape), shape[0])).abs().amax() for at in _starts(shape)]
+    return torch.stack(parts).amax().float().reshape(1, 1)
+
+
+def coded(
+    rows: Rows,
+    shape: tuple[int, int],
+    scale_per: ScalePer,
+    rounding: WeightRounding | None,
+    amax: Tensor | None,
+    tally: Tally,
+    *,
+    checks: bool,
+) -> Iterator[tuple[Literal["codes", "scales"], Tensor]]:
+    """Yield the codes and the reciprocal scales of a weight, some rows at a time.
+
+    Args:
+        rows: the weight, [N, K].
+        shape: N and K.
+        scale_per: of the format.
+        rounding: of the forward; None: the weight had none.
+        amax: [1, 1], of the whole weight, if the rounding has one scale.
+        tally: is filled.
+        checks: whether NaN and inf raise ValueError, and other codes are compared, for which the device is waited for.
+    """
+    same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
+    for start in _starts(shape):
+        values = rows(start, min(start + step_of(shape), shape[0]))
+        largest_values = amax_grid(values, scale_per)
+        if checks and bool(largest_values.isfinite().logical_not().any()):
+            raise ValueError("it holds NaN or inf")
+        if rounding is None:
+            grid = nearest_scale(largest_values)
+        elif rounding.scale_per == "tensor":
+            assert amax is not None
+            grid = rounding.scale_of(amax).expand(largest_values.shape)
+        else:
+            grid = rounding.scale_of(largest_values)
+        stored = codes(values, grid)
+        inverse = grid.reciprocal()
+        if checks and rounding is not None and not same:
+            _compare(values, stored, inverse, rounding, tally)
+        yield "codes", stored
+        yield "scales", inverse
+    tally.same += same
+    tally.new += rounding is None
+    tally.other += rounding is not None and not same
+
+
+def _compare(values: Tensor, stored: Tensor, inverse: Tensor, rounding: WeightRounding, tally: Tally) -> None:
+    grid = rounding.scale_of(amax_grid(values, rounding.scale_per))
+    trained = codes(values, grid).float() * spread(grid.reciprocal(), values.shape)
+    served = stored.float() * spread(inverse, values.shape)
+    tally.signal += trained.square().sum(dtype=torch.float64).item()
+    tally.noise += (served - trained).square().sum(dtype=torch.float64).item()
+
+
+def _starts(shape: tuple[int, ...]) -> range:
+    return range(0, shape[0], step_of(shape))

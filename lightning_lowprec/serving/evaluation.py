@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any, Final, final
 
 import torch
@@ -12,16 +13,59 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_lowprec.checks import Count, check_types
 from lightning_lowprec.conversion.options import LayerOptions, Names
-from lightning_lowprec.serving.formats.base import Choices, Format
-from lightning_lowprec.serving.formats.registry import FormatName, find
-from lightning_lowprec.serving.own_metrics import OwnMetrics
+from lightning_lowprec.serving.formats import Format, FormatName, find_format
 from lightning_lowprec.serving.served_layers import ServedLayers
 
 _STEPS: Final = {"validate": "validation_step", "test": "test_step"}
+
+
+@final
+class _OwnMetrics:
+    """The log names and the metrics of a second run of ``validation_step`` or ``test_step``, in one evaluation loop.
+
+    The names that ``module`` logs get a prefix, and the second run updates metrics of its own.
+    """
+
+    def __init__(self, module: LightningModule, prefix: str) -> None:
+        self._module, self._prefix = module, prefix
+        self._copies: list[tuple[nn.Module, str, nn.Module]] = []
+        """The module that holds a metric, the name there, and a copy of the metric."""
+        self._names: dict[int, str] = {}
+        """By id of a copied metric: the name of the metric in the module."""
+        self._find("", module)
+
+    def _find(self, path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if not isinstance(child, (Metric, MetricCollection)):
+                self._find(f"{path}{name}.", child)
+                continue
+            copied = deepcopy(child)
+            self._copies.append((module, name, copied))
+            for inner, metric in copied.named_modules():
+                self._names[id(metric)] = f"{path}{name}.{inner}".rstrip(".")
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Log under other names, and update the copies of the metrics."""
+        log = self._module.log
+
+        def log_beside(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if isinstance(value, Metric):
+                options.setdefault("metric_attribute", self._names.get(id(value)))
+            log(self._prefix + name, value, *args, **options)
+
+        with ExitStack() as undo:
+            for holder, name, copied in self._copies:
+                undo.callback(holder._modules.__setitem__, name, holder._modules[name])
+                holder._modules[name] = copied
+            vars(self._module)["log"] = log_beside
+            undo.callback(vars(self._module).pop, "log")
+            yield
 
 
 @final
@@ -77,7 +121,7 @@ class LowPrecisionEval(Callback):
                 " 'compressed-tensors', 'torchao' or 'hf-fp8-block'."
             )
         if weights_only:
-            self._format.config(Choices(kept=(), weights_only=True))  # raises if servers of the format round more
+            self._format.config((), True)  # raises if servers of the format round more
         if prefix is not None and (not isinstance(prefix, str) or not prefix):
             raise ValueError(f"`prefix={prefix!r}` is not valid; expected None, or text such as 'served/'.")
         if prefix is None and every != 1:
@@ -89,13 +133,13 @@ class LowPrecisionEval(Callback):
         self._options = None if only is None and not keep else LayerOptions(keep=keep, only=only)
         self._validations = 0
         self._layers: ServedLayers | None = None
-        self._metrics: OwnMetrics | None = None
+        self._metrics: _OwnMetrics | None = None
         self._open = ExitStack()
         self._said = False
 
     @property
     def _format(self) -> Format:
-        return find(self._name)
+        return find_format(self._name)
 
     # ---- Fabric
 
@@ -171,7 +215,7 @@ class LowPrecisionEval(Callback):
         if self.prefix is None:
             self._open.enter_context(self._layers.swapped())
         else:
-            self._metrics = OwnMetrics(module, self.prefix)
+            self._metrics = _OwnMetrics(module, self.prefix)
 
     def _end(self) -> None:
         self._layers, self._metrics = None, None
@@ -182,10 +226,7 @@ class LowPrecisionEval(Callback):
         """Give the model its own precision back."""
         self._end()
 
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the model its own precision back."""
-        self._end()
+    on_test_end = on_validation_end
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -224,11 +265,7 @@ class LowPrecisionEval(Callback):
 
 
 def _taken(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that a step takes.
-
-    Raises:
-        ValueError: the step reads its batches itself.
-    """
+    """Return the arguments that a step takes; raise ValueError if the step reads its batches itself."""
     parameters = inspect.signature(step).parameters
     if "dataloader_iter" in parameters:
         raise ValueError(

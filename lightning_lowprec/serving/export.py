@@ -1,4 +1,7 @@
-"""Write a model to a folder that transformers, vLLM and SGLang load; see docs/serving.md."""
+"""Write a model to a folder that transformers, vLLM and SGLang load, or hand its tensors to a server that runs already.
+
+See docs/serving.md.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,14 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lightning_lowprec.checkpoints.weights import Source
+from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
-from lightning_lowprec.serving import shards
-from lightning_lowprec.serving.adapters import FOLDER, WithoutAdapter, config_of
-from lightning_lowprec.serving.choice import NOTHING, Choice, of_layers
+from lightning_lowprec.serving.choice import NOTHING, RoundedWeights, of_layers
 from lightning_lowprec.serving.content import Content
-from lightning_lowprec.serving.formats.registry import FormatName, find
-from lightning_lowprec.serving.one_writer import OneWriter, first_writes
-from lightning_lowprec.serving.source import LiveModel
+from lightning_lowprec.serving.formats import FormatName, find_format
+from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
+from lightning_lowprec.serving.sources import FOLDER, LiveModel, WithoutAdapter, config_of
 
 DtypeName = Literal["bf16", "fp32", "fp16"]
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -48,31 +50,27 @@ REPORT: Final = "lowprec_export.json"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is written.
-
-    Args:
-        format: the format.
-        dtype: of all weights that are no codes.
-        weights_only: let servers round weights only, and multiply in ``dtype``.
-        merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
-        files_from: the folder from which tokenizer and generation files are copied; rank 0 alone must have the folder.
-        shard_bytes: the largest size of a file.
-        progress: whether a bar is shown, on a terminal.
-    """
+    """How a model is written; see :func:`export`."""
 
     format: FormatName
     dtype: DtypeName = "bf16"
     weights_only: bool = False
     merge_adapters: bool = False
     files_from: Path | None = None
-    shard_bytes: int = shards.SHARD_BYTES
+    """The folder from which tokenizer and generation files are copied; rank 0 alone must have the folder."""
+    shard_bytes: int = SHARD_BYTES
+    """The largest size of a file."""
     progress: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""
-        find(self.format)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"`dtype={self.dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")
+        find_format(self.format)
+        _check_dtype(self.dtype)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype={dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")
 
 
 @final
@@ -163,142 +161,113 @@ def export(
         files_from=folder,
         progress=progress,
     )
-    choice = NOTHING if find(format).scale_per is None else choice_of(inner)
+    weights = _rounded_weights(inner, format)
     saved = tokenizer if folder is None else None
 
     def writes() -> Exported:
-        return write(LiveModel(inner), inner, choice, Path(out), options, config_of(inner), saved)
+        return write(LiveModel(inner), inner, weights, Path(out), options, config_of(inner), saved)
 
     return writes() if _is_sharded(inner) else first_writes(str(out), writes)
 
 
-def choice_of(model: nn.Module) -> Choice:
-    """Return which weights of a live model become codes.
-
-    Raises:
-        ValueError: no layer is converted.
-    """
-    choice = of_layers(model)
-    if not choice.roundings:
+def _rounded_weights(model: nn.Module, format: FormatName) -> RoundedWeights:
+    """Return the weights of a live model that become codes; raise ValueError if no layer is converted."""
+    if find_format(format).scale_per is None:
+        return NOTHING
+    weights = of_layers(model)
+    if not weights.roundings:
         raise ValueError(
             f"{type(model).__name__} has no layer that runs in FP8, so nothing says which weights become codes. Set the"
             " model up with a precision such as 'fp8-rowwise' first, or use `format='hf'`."
         )
-    return choice
+    return weights
 
 
 def served_model(model: nn.Module) -> Any:
-    """Return the model of transformers that a module is or holds.
-
-    Raises:
-        ValueError: there is none, or several.
-    """
-    found: list[nn.Module] = []
+    """Return the model of transformers that a module is or holds; raise ValueError if there is none, or several."""
+    models: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
         if is_model(module):
-            if all(module is not other for other in found):  # Fabric's wrapper holds the model twice under DDP
-                found.append(module)
+            if all(module is not other for other in models):  # Fabric's wrapper holds the model twice under DDP
+                models.append(module)
         else:
             for child in module.children():
                 look(child)
 
     look(model)
-    if len(found) != 1:
+    if len(models) != 1:
         raise ValueError(
-            f"{type(model).__name__} holds {len(found)} models of transformers; expected one, whose config servers"
+            f"{type(model).__name__} holds {len(models)} models of transformers; expected one, whose config servers"
             " read. Pass the model itself."
         )
-    return found[0]
+    return models[0]
 
 
 def write(
     source: Source,
     model: Any,
-    choice: Choice,
+    weights: RoundedWeights,
     out: Path,
     options: Options,
     adapter: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> Exported:
-    """Write a folder.
+    """Write the tensors of ``source``, which have the names of a ``model`` of transformers, to the folder ``out``.
 
-    Args:
-        source: the tensors, by the names of the model.
-        model: of transformers, on the meta device too.
-        choice: the weights that ran in FP8.
-        out: the folder.
-        options: how.
-        adapter: the config of a LoRA adapter among the tensors.
-        tokenizer: with ``save_pretrained``.
+    The model may be on the meta device. ``adapter`` is the config of a LoRA adapter among the tensors.
     """
-    weights = WithoutAdapter(source, adapter, merge=options.merge_adapters)
-    merged = {name: None if name in weights.merged else rounding for name, rounding in choice.roundings.items()}
+    adapted = WithoutAdapter(source, adapter, merge=options.merge_adapters)
+    merged = {name: None if name in adapted.merged else rounding for name, rounding in weights.roundings.items()}
     content = Content(
-        source=weights,
+        source=adapted,
         model=model,
-        choice=replace(choice, roundings=merged),
-        format=find(options.format),
+        weights=replace(weights, roundings=merged),
+        format=find_format(options.format),
         dtype=DTYPES[options.dtype],
         weights_only=options.weights_only,
         checks=True,
     )
-    if choice.roundings and not content.coded:
+    if weights.roundings and not content.coded:
         reasons = "; ".join(sorted(set(content.kept.values())))
         raise ValueError(
             f"`format={options.format!r}` would store no weight in FP8: {reasons}. Use `format='hf'`, which stores all"
             " weights in high precision."
         )
+    config = _config(model, content, options)  # before the weights, because a format may refuse the options
     writer = OneWriter(is_shared=_is_sharded(model))
     with ExitStack() as opened:
-        begun = writer.run(lambda: opened.enter_context(_begun(out, model, content, options)))
-        put = None if begun is None else begun.put
-        writer.take(content.chunks(), put, agree_after=options.shard_bytes)
-        kept_adapter = weights.layers if not options.merge_adapters else 0
-        matrices = weights.tensors(DTYPES[options.dtype]) if kept_adapter else {}
+        files = writer.run(lambda: opened.enter_context(_new_files(out, content, options)))
+        writer.take(content.chunks(), None if files is None else files.write, agree_after=options.shard_bytes)
+        kept_adapter = adapted.layers if not options.merge_adapters else 0
+        matrices = adapted.tensors(DTYPES[options.dtype]) if kept_adapter else {}
         done = _exported(out, content, kept_adapter)
 
         def finish() -> None:
-            assert begun is not None
-            begun.files.finish()
+            assert files is not None
+            files.finish()
             if matrices:
-                weights.save(begun.folder / FOLDER, matrices)
-            _write_beside(begun.folder, model, begun.config, options, tokenizer, done)
+                adapted.save(files.folder / FOLDER, matrices)
+            _write_beside(files.folder, model, config, options, tokenizer, done)
             opened.close()  # gives the folder its name
 
         writer.run(finish)
     return done
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Begun:
-    """A folder that is being written."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    files: shards.ShardFiles
-    bar: Any
-
-    def put(self, name: str, rows: Tensor) -> None:
-        self.files.write(name, rows)
-        self.bar.update(rows.nbytes)
-
-
 @contextmanager
-def _begun(out: Path, model: Any, content: Content, options: Options) -> Iterator[_Begun]:
-    """Yield a folder for the content, which becomes ``out`` at the end; after an error nothing is left."""
+def _new_files(out: Path, content: Content, options: Options) -> Iterator[ShardFiles]:
+    """Yield files for the content, whose folder becomes ``out`` at the end; after an error nothing is left."""
     if options.files_from is not None and not options.files_from.is_dir():
         raise ValueError(f"`tokenizer={str(options.files_from)!r}` is no folder; expected one with a tokenizer.")
     stored = content.stored()
     size = sum(tensor.size for tensor in stored)
-    config = _config(model, content, options)  # before the weights, because a format may refuse the options
     with (
-        shards.new_folder(out, size) as folder,
-        shards.ShardFiles(folder, stored, content.metadata(), shard_bytes=options.shard_bytes) as files,
+        new_folder(out, size) as folder,
         tqdm(total=size, unit="B", unit_scale=True, desc="export", disable=None if options.progress else True) as bar,
+        ShardFiles(folder, stored, content.metadata(), options.shard_bytes, bar.update) as files,
     ):
-        yield _Begun(folder=folder, config=config, files=files, bar=bar)
+        yield files
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -365,3 +334,49 @@ def report(options: Options, done: Exported) -> dict[str, Any]:
         "codes_rounded_for_the_first_time": done.new,
         "kept": dict(done.kept),
     }
+
+
+def fp8_state(
+    model: nn.Module,
+    *,
+    format: FormatName = "compressed-tensors",
+    dtype: DtypeName = "bf16",
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator of the names and tensors that :func:`lightning_lowprec.export` would write.
+
+    One tensor is made at a time, on the device of the model, so there is no second copy of the model. Of a sharded
+    model, each tensor is gathered when its turn comes: all ranks iterate to the end, and every rank gets whole tensors.
+    Do not change the weights while you iterate. The device is not waited for, so NaN and inf are handed on.
+
+    Args:
+        model: as for ``export``; a module without a model of transformers keeps its own names.
+        format: as for ``export``.
+        dtype: as for ``export``.
+        merge_adapters: add a LoRA adapter to the weights; else the adapter is left out.
+
+    Raises:
+        ValueError: an option is not valid, or no layer is converted.
+        RuntimeError: ZeRO-3 has cut the weights.
+    """
+    refuse_zero(model, "`fp8_state(model)`")
+    inner = served_model(model) if any(map(is_model, model.modules())) else unwrapped(model)
+    _check_dtype(dtype)
+    weights = _rounded_weights(inner, format)
+    source = WithoutAdapter(LiveModel(inner), config_of(inner), merge=merge_adapters)
+    content = Content(source=source, model=inner, weights=weights, format=find_format(format), dtype=DTYPES[dtype])
+    return _tensors(content)
+
+
+@torch.no_grad()
+def _tensors(content: Content) -> Iterator[tuple[str, Tensor]]:
+    shapes = {stored.name: stored.shape for stored in content.stored()}
+    parts: dict[str, list[Tensor]] = {}
+    elements: dict[str, int] = {}
+    for name, part in content.chunks():
+        parts.setdefault(name, []).append(part)
+        elements[name] = elements.get(name, 0) + part.numel()
+        if elements[name] == torch.Size(shapes[name]).numel():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # knows no float8
+                whole = torch.cat(parts.pop(name))
+            yield name, whole.reshape(shapes[name])

@@ -3,12 +3,16 @@
 Linear, FP8Linear, ...   its forward:    values of codes, rounded activations -> the product in the dtype of autocast
 stacked experts          their products: the same
 
+    weight --encode, at the first forward--> codes and scales, kept --decode, at each forward--> values of one layer
+    activations --round: scale = max(|group|) / 448; a group is a token, or 128 values of a token--> values
+
 Parameters, optimizers, kept codes, scales and histories of the run are not touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, final
@@ -17,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_lowprec.callbacks.paused_compiler import may_compile
+from lightning_lowprec.checkpoints.weights import rows_of
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import (
     RoutedExperts,
@@ -31,21 +36,114 @@ from lightning_lowprec.conversion.experts import (
 )
 from lightning_lowprec.conversion.matmuls import STACKED, is_conv1d, is_linear, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.groups import Groups
+from lightning_lowprec.numerics.weight_rounding import BLOCK, spread
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
-from lightning_lowprec.serving.activations import rounded
-from lightning_lowprec.serving.adapters import WithoutAdapter, config_of, is_of_adapter, model_name
-from lightning_lowprec.serving.choice import Choice, of_layers, of_names, of_plan
-from lightning_lowprec.serving.content import Content
+from lightning_lowprec.serving.choice import RoundedWeights, of_layers, of_names, without_fp8
+from lightning_lowprec.serving.content import Content, coded, largest
 from lightning_lowprec.serving.export import served_model
-from lightning_lowprec.serving.first_rounding import plan_without_fp8
-from lightning_lowprec.serving.formats.base import Format
-from lightning_lowprec.serving.served_weight import CodedWeight, KeptWeight, ServedWeight
-from lightning_lowprec.serving.source import LiveModel
+from lightning_lowprec.serving.formats import Format
+from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter, config_of, is_of_adapter, model_name
 
 _WHO: Final = "`LowPrecisionEval`"
+_MISSING: Final = object()
+_SMALLEST: Final = torch.finfo(torch.float32).tiny
+
+
+@final
+class ServedWeight:
+    """A weight in the place of the model's: codes, one byte each, made when they are first used, or values.
+
+    Of a weight that FSDP2 shards, every rank keeps its part of the codes, and gathers the codes at each forward.
+
+    Args:
+        content: says how the weight is rounded, and has the values.
+        name: the name of the weight.
+        shapes: the shapes, each [N, K], of the matrices that the server has of a coded weight: of stacked experts
+            several, else one. None: the server has the weight in high precision.
+        parameter: the model's; a DTensor: codes are sharded as the parameter is.
+    """
+
+    def __init__(
+        self, content: Content, name: str, shapes: Sequence[tuple[int, int]] | None, parameter: Tensor | None
+    ) -> None:
+        self.is_coded = shapes is not None
+        self._content, self._name, self._shapes = content, name, shapes or ()
+        self._mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        self._codes: Tensor | None = None
+        """[...] uint8, the bits of e4m3: a DTensor has no operations on e4m3."""
+        self._scales: list[Tensor] = []
+        """For each matrix, the grid of reciprocal scales."""
+
+    def values(self, like: Tensor) -> Tensor:
+        """Return the whole weight, in the dtype and on the device of ``like``: the shape that the model has."""
+        if not self.is_coded:
+            return self._read().to(like)
+        if self._codes is None:
+            with torch.autocast(like.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+                self._codes = self._encode()
+        codes = self._codes.full_tensor() if isinstance(self._codes, DTensor) else self._codes
+        codes = codes.to(like.device).view(torch.float8_e4m3fn)
+        values = torch.empty(codes.shape, dtype=like.dtype, device=like.device)
+        parts = zip(self._matrices(values), self._matrices(codes), self._scales, strict=True)
+        for target, part, scales in parts:
+            target.copy_(part.float().mul_(spread(scales.to(like.device), part.shape)))
+        return values
+
+    def _matrices(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the matrices that a tensor of the weight's shape holds, as views."""
+        return tensor.view(len(self._shapes), *self._shapes[0]).unbind()
+
+    def _encode(self) -> Tensor:
+        content, whole = self._content, self._read()
+        scale_per, rounding = content.format.scale_per, content.weights.roundings[self._name]
+        assert scale_per is not None
+        amax = None
+        if rounding is not None and rounding.scale_per == "tensor":
+            amax = largest(partial(rows_of, whole), tuple(whole.shape))
+        codes = torch.empty(whole.shape, dtype=torch.float8_e4m3fn, device=whole.device)
+        self._scales = []
+        for target, matrix, shape in zip(self._matrices(codes), self._matrices(whole), self._shapes, strict=True):
+            rows = partial(rows_of, matrix)
+            parts: dict[str, list[Tensor]] = {"codes": [], "scales": []}
+            for kind, part in coded(rows, shape, scale_per, rounding, amax, content.tally, checks=False):
+                parts[kind].append(part)
+            target.copy_(torch.cat(parts["codes"]))
+            self._scales.append(torch.cat(parts["scales"]))
+        bits = codes.view(torch.uint8)
+        return bits if self._mesh is None else distribute_tensor(bits, *self._mesh, src_data_rank=None)
+
+    def _read(self) -> Tensor:
+        """Return the whole weight, values; of a sharded one a collective."""
+        source = self._content.source
+        shape = source.shapes[self._name].size
+        with torch.inference_mode(False), torch.no_grad():
+            values = source.rows(self._name, 0, shape[0] if shape else 1)
+        assert values.numel() == math.prod(shape)
+        return values.contiguous()
+
+
+def rounded(values: Tensor, format: Format) -> Tensor:
+    """Round activations to e4m3 as servers do, with scales from the values at hand: [*, K] any float -> the same.
+
+    Where weights of the ``format`` have a scale per row, activations have one per token; where weights have one per
+    128 x 128, activations have one per token and 128 values.
+    """
+    width, groups = values.shape[-1], values
+    if format.scale_per == "block":
+        blocks = -(-width // BLOCK)
+        groups = F.pad(values, (0, -width % BLOCK)).reshape(*values.shape[:-1], blocks, BLOCK)
+    exact = groups.float()
+    amax = (exact if format.activation_scales_in_float32 else groups).abs().amax(dim=-1, keepdim=True)
+    scale = (amax / E4M3.max).float().clamp(min=_SMALLEST)
+    codes = (exact / scale).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    served = codes.float() * scale
+    if format.scale_per == "block":
+        served = served.flatten(-2)[..., :width]
+    return served.to(values.dtype)
 
 
 @final
@@ -57,10 +155,6 @@ class ServedLayers:
         format: with codes.
         weights_only: whether activations stay in high precision.
         options: which layers become codes, if no layer of the model runs in low precision; None: the rules alone.
-
-    Raises:
-        ValueError: no weight would become codes, or ``options`` are given for a model whose run has chosen the layers.
-        RuntimeError: ZeRO-3 has cut the weights, or the model is sharded by FSDP of the first generation.
     """
 
     def __init__(self, model: nn.Module, format: Format, *, weights_only: bool, options: LayerOptions | None) -> None:
@@ -71,7 +165,7 @@ class ServedLayers:
         self.content = Content(
             source=WithoutAdapter(LiveModel(inner), config_of(inner), merge=False),
             model=inner,
-            choice=_choice(inner, options),
+            weights=_choose(inner, options),
             format=format,
             dtype=None,
             weights_only=weights_only,
@@ -83,10 +177,9 @@ class ServedLayers:
             raise ValueError(f"{_WHO}: `format={format.name!r}` would have no weight in FP8: {reasons}.")
         self.coded = tuple(parts)
         """The names of the weights that are codes."""
-        self._linears: list[tuple[nn.Module, ServedWeight, bool]] = []
-        """Layers, their weights, and whether these are codes."""
-        self._experts: dict[nn.Module, dict[str, tuple[ServedWeight, bool]]] = {}
-        """Stacks, and the same by the name of the Parameter."""
+        self._linears: list[tuple[nn.Module, ServedWeight]] = []
+        self._experts: dict[nn.Module, dict[str, ServedWeight]] = {}
+        """Stacks, and their weights by the name of the Parameter."""
         for matmul, module in matmuls(inner):
             self._add(model_name(matmul.fqn), matmul.kind, module, parts)
 
@@ -96,15 +189,11 @@ class ServedLayers:
         if is_of_adapter(fqn) or (shapes is None and backends.owner(module) is None):
             return  # runs as in the evaluation of the run
         parameter = name.rpartition(".")[2]
-        if shapes is not None:
-            held = module._parameters.get(parameter)
-            weight: ServedWeight = CodedWeight(self.content, name, shapes, held)
-        else:
-            weight = KeptWeight(self.content, name)
+        weight = ServedWeight(self.content, name, shapes, module._parameters.get(parameter))
         if kind == STACKED:
-            self._experts.setdefault(module, {})[parameter] = (weight, shapes is not None)
+            self._experts.setdefault(module, {})[parameter] = weight
         elif is_linear(module):
-            self._linears.append((module, weight, shapes is not None))
+            self._linears.append((module, weight))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -113,22 +202,19 @@ class ServedLayers:
             if may_compile(self._model):
                 # the stance is set by the call, and the context ends it
                 undo.callback(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
-            for layer, weight, is_coded in self._linears:
-                activations = self._activations if is_coded else None
+            for layer, weight in self._linears:
+                activations = self._activations if weight.is_coded else None
                 _replace(undo, layer, "forward", partial(_multiply, layer, weight, activations))
             for experts, weights in self._experts.items():
                 self._swap_experts(undo, experts, weights)
             yield
 
-    def _swap_experts(
-        self, undo: ExitStack, experts: nn.Module, weights: Mapping[str, tuple[ServedWeight, bool]]
-    ) -> None:
+    def _swap_experts(self, undo: ExitStack, experts: nn.Module, weights: Mapping[str, ServedWeight]) -> None:
         if not isinstance(experts, RoutedExperts):
             take_experts(experts, _ServedExperts, {})
             undo.callback(release_experts, experts)  # type: ignore[arg-type]  # the line before has changed its class
-        multiply = partial(_multiply_experts, experts, weights, self._activations)
-        _replace(undo, experts, "multiply", multiply)
-        _replace(undo, experts, "takes", _always)
+        _replace(undo, experts, "multiply", partial(_multiply_experts, experts, weights, self._activations))
+        _replace(undo, experts, "takes", lambda hidden_states: True)
 
 
 @final
@@ -136,28 +222,19 @@ class _ServedExperts(RoutedExperts):
     """Stacked experts, of which :class:`ServedLayers` replaces the methods."""
 
     def takes(self, hidden_states: Tensor) -> NoReturn:
-        """Not called."""
         raise AssertionError
 
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> NoReturn:
-        """Not called."""
         raise AssertionError
 
 
-def _always(hidden_states: Tensor) -> bool:
-    return True
-
-
-def _choice(model: nn.Module, options: LayerOptions | None) -> Choice:
-    found = of_layers(model)
-    converted = found.roundings or any(backends.owner(module) for _, module in matmuls(model))
-    if not converted:
-        planned = of_plan(plan_without_fp8(model, options), None)
-        kept = {model_name(fqn): reason for fqn, reason in planned.kept.items()}
-        return Choice(roundings=dict.fromkeys(map(model_name, planned.roundings)), kept=kept)
+def _choose(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
+    weights = of_layers(model)
+    if not weights.roundings and not any(backends.owner(module) for _, module in matmuls(model)):
+        return without_fp8(model, options)
     if options is not None:
         raise ValueError(f"{_WHO}: the precision of the run has chosen the layers. Leave `keep` and `only` out.")
-    return found if found.roundings else of_names(model)
+    return weights if weights.roundings else of_names(model)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -166,9 +243,6 @@ def _refuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise RuntimeError(f"{_WHO} does not know the weights that FSDP has flattened. Use `strategy='fsdp2'`.")
-
-
-_MISSING: Final = object()
 
 
 def _replace(undo: ExitStack, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -198,7 +272,7 @@ def _multiply(layer: nn.Module, weight: ServedWeight, activations: Format | None
 
 def _multiply_experts(
     experts: Any,
-    weights: Mapping[str, tuple[ServedWeight, bool]],
+    weights: Mapping[str, ServedWeight],
     activations: Format | None,
     rows: Tensor,
     name: str,
@@ -207,9 +281,8 @@ def _multiply_experts(
     """Multiply the rows of each expert by its matrix: [P, K] -> [P, N]."""
     _check(experts, rows)
     if name in weights:
-        weight, is_coded = weights[name]
-        values = weight.values(rows)
-        rows = rounded(rows, activations) if is_coded and activations is not None else rows
+        values = weights[name].values(rows)
+        rows = rounded(rows, activations) if weights[name].is_coded and activations is not None else rows
     else:
         values = experts.weight(name)
     return grouped_product(rows, values if is_transposed(experts) else values.mT, groups)

@@ -123,5 +123,5 @@ def _write(weights: dict[str, Tensor], out: Path) -> None:
 def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, on CPU."""
     source = open_weights(checkpoint, key)
-    sizes = {name: shape.size for name, shape in source.shapes().items()}
+    sizes = {name: shape.size for name, shape in source.shapes.items()}
     return {name: source.rows(name, 0, size[0] if size else 1).reshape(size) for name, size in sizes.items()}

@@ -55,7 +55,7 @@ class ZeroEngine(Engine):
         self.format = None if plugin.backend is None else plugin.format
         """Of the layers that convert, in words; None: no layer converts."""
         self._plugin = plugin
-        self._engine: Callable[[], Any] = _no_engine
+        self._engine: weakref.ref[Any] | None = None
         self._steps = 0
         self._ended_step = True
         self._autocast: list[torch.autocast] = []
@@ -80,7 +80,7 @@ class ZeroEngine(Engine):
     @property
     def skipped_steps(self) -> int:
         """DeepSpeed's count."""
-        engine = self._engine()
+        engine = None if self._engine is None else self._engine()
         return 0 if engine is None else int(engine.skipped_steps)
 
     @property
@@ -100,7 +100,7 @@ class ZeroEngine(Engine):
 
         Lightning's Fabric passes ZeRO's optimizer, whose own ``step`` would count neither.
         """
-        engine = self._engine()
+        engine = None if self._engine is None else self._engine()
         if engine is None:
             raise RuntimeError(
                 f"{self.name}: no engine is there to step. Set model and optimizer up together: `fabric.setup(model,"
@@ -126,11 +126,7 @@ class ZeroEngine(Engine):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the engine, which cannot move to another process."""
-        return {**self.__dict__, "_engine": _no_engine, "_autocast": [], "_hooks": []}
-
-
-def _no_engine() -> None:
-    """Return None, as the weak reference to an engine that is gone does."""
+        return {**self.__dict__, "_engine": None, "_autocast": [], "_hooks": []}
 
 
 def bind(plugin: LowPrecision, strategy: Any) -> None:
@@ -159,10 +155,6 @@ def bind(plugin: LowPrecision, strategy: Any) -> None:
     arguments = {field: getattr(strategy, field) for field in SCALE_FIELDS}
     strategy.config = translated(strategy.config, options, arguments)
     plugin.bind_engine(engine)
-    _wrap(plugin, engine, strategy)
-
-
-def _wrap(plugin: LowPrecision, engine: ZeroEngine, strategy: Any) -> None:
     for_trainer = isinstance(strategy, TrainerStrategy)
     if for_trainer:
         private.before_initialize(strategy, partial(_check_optimizer, plugin))

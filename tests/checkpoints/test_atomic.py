@@ -9,18 +9,18 @@ import traceback
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_lowprec.checkpoints import atomic
+from lightning_lowprec.checkpoints import save
 from tests.fsdp2.worlds import run
 
 STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def write(path, content, folder, error=None):
-    with atomic.replacing(path, folder=folder) as new:
+    with save.replacing(path, folder=folder) as new:
         if folder:
             for rank in range(2):
                 (new / f"__{rank}_0.distcp").write_text(content)
-            (new / atomic.META).write_text(content)
+            (new / save.META).write_text(content)
         else:
             new.write_text(content)
         if error is not None:
@@ -28,7 +28,7 @@ def write(path, content, folder, error=None):
 
 
 def read(path):
-    path = atomic.find(path)
+    path = save.find(path)
     if path.is_file():
         return path.read_text()
     texts = {file.read_text() for file in path.iterdir() if file.name != "notes.txt"}
@@ -94,11 +94,11 @@ def test_killed_at_every_step(tmp_path):
 def test_the_trainer_finds_the_kept_one_as_the_last(tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    path = atomic.kept(tmp_path / "last.ckpt")
+    path = save.kept(tmp_path / "last.ckpt")
     path.mkdir()
     assert path.suffix == ModelCheckpoint.FILE_EXTENSION
     assert path.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
-    assert not atomic.aside(path).name.endswith(ModelCheckpoint.FILE_EXTENSION), "an incomplete one is no candidate"
+    assert not save.aside(path).name.endswith(ModelCheckpoint.FILE_EXTENSION), "an incomplete one is no candidate"
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
@@ -157,7 +157,7 @@ def test_other_errors_keep_their_class(tmp_path, error, wrapped):
     interrupted = isinstance(error, KeyboardInterrupt)
     expected = RuntimeError if wrapped and not interrupted else type(error)
     failure = CheckpointException("write", {0: (error, None)}) if wrapped else error
-    with pytest.raises(expected) as caught, atomic.replacing(tmp_path / "a", folder=True):
+    with pytest.raises(expected) as caught, save.replacing(tmp_path / "a", folder=True):
         raise failure
     if not interrupted:
         message = NOT_SAVED.format("TypeError: cannot pickle 'generator' object")
@@ -167,7 +167,7 @@ def test_other_errors_keep_their_class(tmp_path, error, wrapped):
 
 
 def vanishing(path):
-    with atomic.replacing(path, folder=True) as new:
+    with save.replacing(path, folder=True) as new:
         new.rmdir()
 
 
@@ -188,8 +188,8 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_remove_takes_the_leftovers_along(tmp_path):
-    for path in (tmp_path / "a", atomic.aside(tmp_path / "a"), atomic.kept(tmp_path / "a")):
+    for path in (tmp_path / "a", save.aside(tmp_path / "a"), save.kept(tmp_path / "a")):
         path.mkdir()
-    atomic.remove(tmp_path / "a")
+    save.remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
-    atomic.remove(tmp_path / "a")
+    save.remove(tmp_path / "a")

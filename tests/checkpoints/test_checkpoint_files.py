@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.checkpoints import table
+from lightning_lowprec.checkpoints.folder import read_table
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
 from tests.fsdp2.test_resume_trainer import fit
@@ -239,7 +239,7 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
 def test_the_manifest_and_the_table_name_the_save(saved):
     theirs = FileSystemReader(saved / "sharded.1").read_metadata()
     stored = json.loads((saved / "sharded.1" / FILES[-1]).read_text())
-    assert table.read(saved / "sharded.1", None).storage_data == theirs.storage_data
+    assert read_table(saved / "sharded.1", None).storage_data == theirs.storage_data
     assert theirs.storage_meta.save_id == stored["save"]
     assert stored["step"] == 1
     assert set(stored["files"]) == set(FILES[:-1])

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.checkpoints import table, torch_file
+from lightning_lowprec.checkpoints import files
+from lightning_lowprec.checkpoints.folder import read_table
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.manifest import META
 from lightning_lowprec.tools.cli import main
@@ -52,7 +53,7 @@ def folder(tmp_path):
 
 
 def test_the_table_of_a_foreign_folder_is_that_of_torch(folder):
-    ours, theirs = table.read(folder, None), FileSystemReader(folder).read_metadata()
+    ours, theirs = read_table(folder, None), FileSystemReader(folder).read_metadata()
     theirs.storage_meta.load_id = None
     theirs.storage_meta.checkpoint_id = PurePath(theirs.storage_meta.checkpoint_id)
     assert ours == theirs
@@ -127,7 +128,7 @@ def test_getattr_gives_members_of_an_enum_and_nothing_else(folder):
         metadata = pickle.load(file)
         file.seek(0)
         OfPython311(file).dump(metadata)
-    assert table.read(folder, None).storage_data == metadata.storage_data
+    assert read_table(folder, None).storage_data == metadata.storage_data
     (folder / ".metadata").write_bytes(pickle.dumps(Runs(getattr, Metadata, "__init__")))
     with pytest.raises(ValueError, match=r"\.metadata' is damaged, or is no table of contents: '__init__'"):
         open_checkpoint(folder)
@@ -258,7 +259,7 @@ def test_a_file_that_is_larger_than_the_memory_is_not_called_damaged(tmp_path):
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, before[1]))
     try:
         with pytest.raises(OSError, match=r"a.ckpt' has 0.1 GB, and this system maps no more than its memory and swap"):
-            torch_file.read(tmp_path / "a.ckpt", None)
+            files.read(tmp_path / "a.ckpt", None)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -275,4 +276,4 @@ def test_files_in_the_oldest_format_and_files_without_checksums(tmp_path, caplog
         assert f"{name}' was written without checksums; damage to it is not noticed" in caplog.text
         assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}.pt")]) == 0
         assert main(["plan", str(tmp_path / name)]) == 0
-    assert torch_file.check_records(tmp_path / "legacy.ckpt.pt")
+    assert files.check_records(tmp_path / "legacy.ckpt.pt")

@@ -69,7 +69,7 @@ def test_safetensors_of_any_shape_and_dtype(tmp_path):
     files = {**dict.fromkeys(tensors, "a.safetensors"), "more": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     source = open_weights(tmp_path)
-    assert source.shapes() == {n: (t.shape, t.dtype) for n, t in {**tensors, "more": WHOLE}.items()}
+    assert source.shapes == {n: (t.shape, t.dtype) for n, t in {**tensors, "more": WHOLE}.items()}
     assert torch.equal(source.rows("codes", 2, 5).float(), tensors["codes"].float()[2:5])
     assert torch.equal(source.rows("half", 0, 7), tensors["half"])
     assert torch.equal(source.rows("scale", 0, 1), torch.tensor([0.5]))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_lowprec.fsdp2.fp8_reduce import Fp8ReduceScatter
+from lightning_lowprec.fsdp2.traffic import Fp8ReduceScatter
 from tests.fsdp2.fp8_reduce_runs import RANKS, Odd, local_gradients, worker
 from tests.fsdp2.parallel_runs import pipeline_of_one
 from tests.fsdp2.ranks import run

@@ -23,9 +23,8 @@ from lightning_lowprec import (
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
-from lightning_lowprec.fsdp2.shard import check_model, check_shared
+from lightning_lowprec.fsdp2.shard import check_model, check_shared, origin
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
-from lightning_lowprec.fsdp2.weights import origin
 from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
 
 CPU = torch.device("cpu")

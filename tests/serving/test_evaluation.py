@@ -91,8 +91,8 @@ def test_experts_have_the_codes_of_the_published_ones(tmp_path, format):
     found = ServedLayers(model, LowPrecisionEval(format)._format, weights_only=weights_only, options=None)
     stack = model.model.layers[0].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
-        weight, is_coded = found._experts[stack][name]
-        assert is_coded
+        weight = found._experts[stack][name]
+        assert weight.is_coded
         assert torch.equal(weight.values(TOKENS.float()), getattr(loaded, name))
 
 
@@ -338,10 +338,10 @@ def test_compiled_blocks_run_eagerly_and_are_not_compiled_again():
 def test_codes_take_one_byte_per_weight_and_are_freed():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32, bias=False))
     layers = ServedLayers(model, LowPrecisionEval()._format, weights_only=False, options=None)
-    assert [weight._codes for _, weight, _ in layers._linears] == [None, None]  # made at the first forward
+    assert [weight._codes for _, weight in layers._linears] == [None, None]  # made at the first forward
     with torch.no_grad(), layers.swapped():
         model(torch.randn(2, 64))
-    assert [weight._codes.nbytes for _, weight, _ in layers._linears] == [64 * 64, 64 * 32]
+    assert [weight._codes.nbytes for _, weight in layers._linears] == [64 * 64, 64 * 32]
     evaluation = LowPrecisionEval()
     evaluation.on_test_start(L.Trainer(**QUIET), torch.nn.Sequential(model))
     evaluation.on_test_end(L.Trainer(**QUIET), model)

@@ -11,7 +11,7 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 import lightning_lowprec
-from lightning_lowprec.serving import coding, shards
+from lightning_lowprec.serving import content, safetensors_files
 from tests.serving.models import (
     FP8_FORMATS,
     codes_name,
@@ -231,8 +231,10 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
 def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatch, precision, format):
     model = converted(llama(), precision)
     whole = export(model, tmp_path / "one", format)
-    monkeypatch.setattr(shards, "_groups", lambda found, size, cut=shards._groups: cut(found, 100_000))
-    monkeypatch.setattr(coding, "_ELEMENTS", 1)  # 128 rows at a time, of 256
+    monkeypatch.setattr(
+        safetensors_files, "_groups", lambda found, size, cut=safetensors_files._groups: cut(found, 100_000)
+    )
+    monkeypatch.setattr(content, "_ELEMENTS", 1)  # 128 rows at a time, of 256
     parts = export(model, tmp_path / "more", format)
     files = sorted((tmp_path / "more").glob("*.safetensors"))
     assert len(files) > 2
@@ -275,14 +277,14 @@ def test_a_weight_without_a_value_leaves_nothing(tmp_path, value):
 
 
 def interrupted(out):
-    with shards.new_folder(out, 1) as folder:
+    with safetensors_files.new_folder(out, 1) as folder:
         (folder / "half").write_text("written")
         raise KeyboardInterrupt
 
 
 def test_no_space_or_ctrl_c_leave_nothing(tmp_path):
     with pytest.raises(OSError, match=r"needs 1000000000\.0 GB, and its disk has"):
-        shards.new_folder(tmp_path / "out", 10**18).__enter__()
+        safetensors_files.new_folder(tmp_path / "out", 10**18).__enter__()
     with pytest.raises(KeyboardInterrupt):
         interrupted(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

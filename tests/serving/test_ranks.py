@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
-from lightning_lowprec.serving.shards import new_folder
+from lightning_lowprec.serving.safetensors_files import new_folder
 from tests.fsdp2.ranks import free_port
 from tests.serving.models import llama
 

@@ -18,7 +18,7 @@ from lightning_lowprec import LowPrecisionEval
 from lightning_lowprec.serving.choice import NOTHING
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.served_layers import ServedLayers
-from lightning_lowprec.serving.source import LiveModel, Source
+from lightning_lowprec.serving.sources import LiveModel, Source
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
 from tests.serving.models import config, decoded, llama, tensors
@@ -81,7 +81,7 @@ def _train(rank, folder):
         layers = ServedLayers(module, evaluation._format, weights_only=True, options=None)
         with torch.no_grad(), layers.swapped():
             seen = _seen_by_down(module)
-        local = sum(weight._codes.to_local().nbytes for _, weight, _ in layers._linears)
+        local = sum(weight._codes.to_local().nbytes for _, weight in layers._linears)
         found[precision] = sharded, done.same, state, losses, seen, local
     module = Module()
     L.Trainer(max_steps=2, **options).fit(module, data)
@@ -115,9 +115,7 @@ class Counted(Source):
 
     def __init__(self, model):
         self._model, self.read = LiveModel(model), {}
-
-    def shapes(self):
-        return self._model.shapes()
+        self.shapes = self._model.shapes
 
     def rows(self, name, start, stop):
         self.read[name] = True

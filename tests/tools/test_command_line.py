@@ -22,7 +22,7 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.serving.formats.registry import FormatName
+from lightning_lowprec.serving.formats import FormatName
 from lightning_lowprec.tools import cli, doctor, terminal
 from lightning_lowprec.tools.cli import COMMANDS, main
 from lightning_lowprec.tools.compare import runner

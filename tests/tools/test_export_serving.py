@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import lightning_lowprec
-from lightning_lowprec.serving.safetensors_file import SafetensorsFile, Stored
-from lightning_lowprec.serving.source import named_tensors
+from lightning_lowprec.serving.safetensors_files import SafetensorsFile, Stored
+from lightning_lowprec.serving.sources import named_tensors
 from lightning_lowprec.tools.cli import main
 from tests.forked import python
 from tests.serving.models import SIZES, llama, tensors

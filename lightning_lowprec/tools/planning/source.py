@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowprec.checkpoints import torch_file
+from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.weights import FILE_ENDINGS, SAFETENSORS, check_file, find_weights, open_weights
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
@@ -117,8 +117,8 @@ def _attention_width(config: Any) -> int:
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
     if path.suffix == SAFETENSORS:
-        return {name: shape.size for name, shape in open_weights(path).shapes().items()}
-    shapes = {name: value.shape for name, value in find_weights(torch_file.read(path, None)).items()}
+        return {name: shape.size for name, shape in open_weights(path).shapes.items()}
+    shapes = {name: value.shape for name, value in find_weights(files.read(path, None)).items()}
     if not shapes:
         raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
     return shapes

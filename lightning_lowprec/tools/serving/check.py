@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_lowprec.checkpoints.weights import Source
 from lightning_lowprec.extras import require
-from lightning_lowprec.serving.coding import step_of
-from lightning_lowprec.serving.formats.registry import FormatName
-from lightning_lowprec.serving.source import named_tensors
+from lightning_lowprec.serving.content import step_of
+from lightning_lowprec.serving.formats import FormatName
+from lightning_lowprec.serving.sources import named_tensors
 
 GREEDY_TOKENS: Final = 256
 _PROMPT: Final = 32

@@ -15,7 +15,7 @@ from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.checkpoints.weights import Shape, Source
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.serving.adapters import is_of_adapter, model_name
+from lightning_lowprec.serving.sources import is_of_adapter, model_name
 
 _SHOWN: Final = 3
 _ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -66,12 +66,12 @@ class Renamed(Source):
 
     def __init__(self, source: Source, wanted: Mapping[str, Shape], known: Collection[str], prefix: str | None) -> None:
         self._source = source
-        names = {clean(name): name for name in source.shapes()}
+        names = {clean(name): name for name in source.shapes}
         _check_high_precision(source)
         prefix = _prefix(names, wanted) if prefix is None else prefix
         found = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}
         self._names = {n: own for n, own in found.items() if model_name(n) in wanted or is_of_adapter(n)}
-        present = {model_name(name): source.shapes()[own].size for name, own in self._names.items()}
+        present = {model_name(name): source.shapes[own].size for name, own in self._names.items()}
         missing = [name for name in wanted if name not in present]
         strange = [name for name in found if name not in self._names and model_name(name) not in known]
         wrong = [name for name, size in present.items() if name in wanted and size != wanted[name].size]
@@ -79,11 +79,7 @@ class Renamed(Source):
             raise ValueError(_another_model(missing, strange, [_sizes(n, present[n], wanted[n].size) for n in wrong]))
         self.left_out = len(names) - len(found)
         """The number of tensors without the prefix, which belong to other modules than the model."""
-
-    @override
-    def shapes(self) -> Mapping[str, Shape]:
-        shapes = self._source.shapes()
-        return {name: shapes[own] for name, own in self._names.items()}
+        self.shapes = {name: source.shapes[stored] for name, stored in self._names.items()}
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -98,11 +94,11 @@ def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:
 
 
 def _check_high_precision(source: Source) -> None:
-    coded = [n for n, shape in source.shapes().items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
+    coded = [n for n, shape in source.shapes.items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
     if coded:
         raise ValueError(
             f"the checkpoint holds codes of low precision ({coded[0]!r} is"
-            f" {str(source.shapes()[coded[0]].dtype).removeprefix('torch.')}), so it was exported or quantised already."
+            f" {str(source.shapes[coded[0]].dtype).removeprefix('torch.')}), so it was exported or quantised already."
             " Give the checkpoint of the training run."
         )
 

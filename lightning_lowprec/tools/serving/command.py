@@ -15,13 +15,11 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.registration import validate_name
-from lightning_lowprec.serving.adapters import WithoutAdapter
-from lightning_lowprec.serving.choice import NOTHING, Choice, of_plan
+from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
 from lightning_lowprec.serving.export import DtypeName, Exported, Options, report, served_model, write
-from lightning_lowprec.serving.first_rounding import WITHOUT_FP8
-from lightning_lowprec.serving.formats.registry import FormatName, find
-from lightning_lowprec.serving.shards import check_out
-from lightning_lowprec.serving.source import LiveModel
+from lightning_lowprec.serving.formats import FormatName, find_format
+from lightning_lowprec.serving.safetensors_files import check_out
+from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.planning.source import load
 from lightning_lowprec.tools.serving.check import Bounds, Result, check, refuse_unchecked
@@ -88,7 +86,7 @@ def _open(args: Any) -> Opened:
     model.tie_weights()
     stored = open_weights(Path(args.checkpoint), args.key)
     known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
-    source = Renamed(stored, LiveModel(model).shapes(), known, args.strip_prefix)
+    source = Renamed(stored, LiveModel(model).shapes, known, args.strip_prefix)
     adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
     return Opened(
         source=source, model=model, adapter=adapter, trained_by=backend_of(stored.content), left_out=source.left_out
@@ -106,7 +104,7 @@ def _options(args: Any) -> Options:
 
 
 def _write(args: Any, opened: Opened, out: Path, options: Options) -> Exported:
-    choice = NOTHING if find(args.format).scale_per is None else _choice(args, opened)
+    choice = NOTHING if find_format(args.format).scale_per is None else _choice(args, opened)
     return write(opened.source, opened.model, choice, out, options, opened.adapter)
 
 
@@ -118,7 +116,7 @@ def _files_from(args: Any) -> Path | None:
     return model if model.is_dir() else model.parent if model.is_file() else None
 
 
-def _choice(args: Any, opened: Opened) -> Choice:
+def _choice(args: Any, opened: Opened) -> RoundedWeights:
     """Return which weights become codes: the plan of the precision, with the options that the run had."""
     name = args.precision
     _check_precision(name, opened.trained_by)

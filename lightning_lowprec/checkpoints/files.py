@@ -1,4 +1,7 @@
-"""Read and write single files of ``torch.save``; an error names the file and says what is wrong with the file.
+"""Write and read the files of a checkpoint; an error names the file and says what is wrong with the file.
+
+Files are written with a checksum, the CRC-32 of ``zlib``. It finds every flipped bit, and all but one in 2**32 of
+larger changes. It is no protection against an attacker, who can write a new checksum.
 
 ``torch.save`` writes a zip archive with a CRC-32 per record (one record per tensor). ``torch.load`` does not compare
 these checksums, :func:`check_records` does.
@@ -6,36 +9,92 @@ these checksums, :func:`check_records` does.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import zipfile
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
+from typing_extensions import override
 
-from lightning_lowprec.checkpoints.checked_file import READ_AT_ONCE, FileRecord, writing
-
+READ_AT_ONCE: Final = 2**24
+"""Bytes; larger blocks are not read faster."""
 FORCE_SAFE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE: Final = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 ZIP_START: Final = b"PK\x03\x04"
 
 
+@dataclass(frozen=True)
+class FileRecord:
+    """The size in bytes and the CRC-32 of a whole file."""
+
+    size: int
+    crc32: int
+
+
+@final
+class CheckedFile(io.BufferedWriter):
+    """A new file that is written once, from start to end: counts its bytes and, if ``checked``, computes its checksum.
+
+    A ``with`` ends with the OSError of a failed write: torch reports another error, which does not say why.
+    """
+
+    def __init__(self, path: Path, *, checked: bool = True) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._path, self._checked = path, checked
+        self.record = FileRecord(0, 0)
+        """Size and checksum of what was written so far; the checksum is 0 where none is computed."""
+        self._error: OSError | None = None
+
+    @override
+    def write(self, data: Any) -> int:
+        try:
+            size = super().write(data)
+        except OSError as error:
+            error.filename = str(self._path)
+            self._error = error
+            raise
+        crc32 = zlib.crc32(data, self.record.crc32) if self._checked else 0
+        self.record = FileRecord(self.record.size + size, crc32)
+        return size
+
+    @override
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+        if self._error is not None and isinstance(error, Exception):
+            raise self._error from None
+
+
+def crc32_of(path: Path) -> int:
+    """Return the CRC-32 of a whole file."""
+    block = memoryview(bytearray(READ_AT_ONCE))
+    crc32 = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc32 = zlib.crc32(block[:count], crc32)
+    return crc32
+
+
+# ---- files of torch.save
+
+
 def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
     """Write ``content`` by ``torch.save``; return the size of the file and, if ``checked``, its checksum."""
-    with writing(path, checked=checked) as stream:
-        torch.save(content, stream)
-    return stream.record
+    with CheckedFile(path, checked=checked) as file:
+        torch.save(content, file)
+    return file.record
 
 
 def read(path: Path, weights_only: bool | None) -> Any:
     """Return the content of a file of ``torch.save``, mapped into memory: tensors are read when they are used.
 
-    Args:
-        path: the file.
-        weights_only: whether objects are refused whose reading can run code. None: torch's default, True, which
-            ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
+    ``weights_only`` refuses objects whose reading can run code. None is torch's default, True, which
+    ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -58,14 +117,10 @@ def read(path: Path, weights_only: bool | None) -> Any:
 
 
 def check_records(path: Path, part: int = 0, parts: int = 1) -> bool:
-    """Compare the checksums of the records of a file of ``torch.save``: all, or one of ``parts`` of about one size.
+    """Compare the checksums of a file of ``torch.save``, or one of ``parts`` of about one size; return if it has some.
 
-    Returns:
-        whether the file has checksums. Files have none in torch's format of before 1.6, and where
-        ``torch.serialization.set_crc32_options(False)`` was called before they were written.
-
-    Raises:
-        ValueError: the file is damaged.
+    Files have none in torch's format of before 1.6, and where ``torch.serialization.set_crc32_options(False)`` was
+    called before they were written. A damaged file raises ValueError.
     """
     if not _starts_like_zip(path):
         return False
@@ -113,7 +168,7 @@ def refusal(path: Path, error: Exception, weights_only: bool | None) -> Unpickli
 
 
 def _starts_like_zip(path: Path) -> bool:
-    """Return whether a file is a zip archive; raise if it cannot be a file of ``torch.save`` at all."""
+    """Return whether a file is a zip archive; raise if it cannot be a file of ``torch.save``."""
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; expected the file of a checkpoint.")
     if not path.is_file():

@@ -1,4 +1,7 @@
-"""LoRA adapters of PEFT beside the weights of a model: merged into them, or kept in a folder of their own.
+"""The tensors of a live model as a source, and the weights of a model with a LoRA adapter of PEFT.
+
+`checkpoints/weights.py` has the sources that are checkpoints. An adapter is merged into the weights, or kept in a
+folder of its own:
 
 model.layers.0.self_attn.q_proj.base_layer.weight          [N, K], the model's weight
 model.layers.0.self_attn.q_proj.lora_A.default.weight      [r, K]
@@ -17,17 +20,65 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_lowprec.checkpoints.optimizer_state import clean
-from lightning_lowprec.checkpoints.weights import Shape, Source
+from lightning_lowprec.checkpoints.weights import Source, rows_of, shapes_of
 from lightning_lowprec.extras import require
+from lightning_lowprec.private.torch import with_local_tensor
 
 FOLDER: Final = "adapter"
 """The folder, in the exported one, of an adapter that is not merged."""
 _MATRIX: Final = re.compile(r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
 _REFUSED: Final = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
+
+
+# ---- live models
+
+
+@final
+class LiveModel(Source):
+    """A model; of a sharded one, all ranks read the same rows in the same order, and each gathers whole tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = named_tensors(model)
+        self.shapes = shapes_of(self._tensors)
+        self._gathered: tuple[str, Tensor] | None = None
+
+    @override
+    @torch.no_grad()
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        tensor = self._tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            if self._gathered is None or self._gathered[0] != name:
+                self._gathered = None  # frees the last one first
+                plain: Any = with_local_tensor(_plain_class(tensor.to_local()), tensor)
+                self._gathered = name, plain.full_tensor()
+            tensor = self._gathered[1]
+        return _plain_class(rows_of(tensor, start, stop))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a state dict by name, without names of wrappers; a tied tensor once."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[clean(name)] = tensor
+    return tensors
+
+
+def _plain_class(tensor: Tensor) -> Tensor:
+    """Return a tensor of torch's own class with the same values."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+# ---- adapters
 
 
 def model_name(name: str) -> str:
@@ -55,53 +106,43 @@ class WithoutAdapter(Source):
 
     def __init__(self, source: Source, config: Mapping[str, Any] | None, *, merge: bool) -> None:
         self._source, self._merges = source, merge
-        shapes = source.shapes()
-        self._names = {model_name(name): name for name in shapes if not is_of_adapter(name)}
+        self._names = {model_name(name): name for name in source.shapes if not is_of_adapter(name)}
+        self.shapes = {name: source.shapes[stored] for name, stored in self._names.items()}
         self._matrices: dict[str, dict[str, str]] = {}
+        """By weight of the model: the names of the two matrices."""
         adapters, others = set(), []
-        for name in filter(is_of_adapter, shapes):
-            found = _MATRIX.fullmatch(clean(name))
-            if found is None:
+        for name in filter(is_of_adapter, source.shapes):
+            parts = _MATRIX.fullmatch(clean(name))
+            if parts is None:
                 others.append(name)
                 continue
-            adapters.add(found["adapter"])
-            self._matrices.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = name
+            adapters.add(parts["adapter"])
+            self._matrices.setdefault(f"{parts['layer']}.weight", {})[parts["matrix"]] = name
         if others or len(adapters) > 1:
             shown = repr(others[0]) if others else f"the adapters {', '.join(sorted(adapters))}"
             raise ValueError(f"the model has {shown}; expected one plain LoRA adapter. Merge it by PEFT before.")
-        self.config = None if config is None else dict(config)
+        self._config = dict(config or {})
         if self._matrices:
             self._check()
         elif merge:
             raise ValueError("`merge_adapters=True` is not valid: the model has no LoRA adapter. Leave it out.")
+        self.layers = len(self._matrices)
+        """The number of layers with an adapter."""
+        self.merged = frozenset(self._matrices if merge else ())
+        """The names of the weights that an adapter is added to."""
 
     def _check(self) -> None:
-        if self.config is None:
+        if not self._config:
             raise ValueError(
                 f"the checkpoint has a LoRA adapter ({len(self._matrices)} layers), and its scaling is not in the"
                 " checkpoint. Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`."
             )
         for name in _REFUSED:
-            if self.config.get(name):
+            if self._config.get(name):
                 raise ValueError(
-                    f"the adapter has `{name}={self.config[name]!r}`, which is not supported here. Merge"
+                    f"the adapter has `{name}={self._config[name]!r}`, which is not supported here. Merge"
                     " the adapter by PEFT before."
                 )
-
-    @property
-    def merged(self) -> frozenset[str]:
-        """The names of the weights that an adapter was added to."""
-        return frozenset(self._matrices) if self._merges else frozenset()
-
-    @property
-    def layers(self) -> int:
-        """The number of layers with an adapter."""
-        return len(self._matrices)
-
-    @override
-    def shapes(self) -> Mapping[str, Shape]:
-        shapes = self._source.shapes()
-        return {name: shapes[own] for name, own in self._names.items()}
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -109,15 +150,14 @@ class WithoutAdapter(Source):
         if name not in self.merged:
             return values
         a, b = (self._whole(self._matrices[name][matrix]) for matrix in ("lora_A", "lora_B"))
-        assert self.config is not None
-        rank, alpha = a.shape[0], self.config["lora_alpha"]
-        scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        part = a.t()[start:stop] @ b.t() if self.config.get("fan_in_fan_out") else b[start:stop] @ a
+        rank, alpha = a.shape[0], self._config["lora_alpha"]
+        scaling = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        part = a.t()[start:stop] @ b.t() if self._config.get("fan_in_fan_out") else b[start:stop] @ a
         merged: Tensor = (values.float() + scaling * part).to(values.dtype)
         return merged
 
     def _whole(self, name: str) -> Tensor:
-        return self._source.rows(name, 0, self._source.shapes()[name].size[0]).float()
+        return self._source.rows(name, 0, self._source.shapes[name].size[0]).float()
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the matrices of the adapter by PEFT's names; of a sharded model, all ranks call this."""
@@ -134,11 +174,11 @@ class WithoutAdapter(Source):
 
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = {**(self.config or {}), "inference_mode": True}
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=_plain) + "\n")
+        config = {**self._config, "inference_mode": True}
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=_as_json) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 

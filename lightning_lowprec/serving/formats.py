@@ -1,0 +1,204 @@
+"""The formats of a served model: names and shapes of codes and scales, and what config and files say about them.
+
+To add a format, write its :class:`Format` at the end of this file, and its name in :data:`FormatName`.
+
+    hf                   as `save_pretrained` of transformers writes weights, in high precision
+    hf-fp8-block         DeepSeek's and Hugging Face's fine-grained FP8: a scale per 128 x 128 values
+    compressed-tensors   vLLM's and llm-compressor's FP8: a scale per output channel, activations per token
+    torchao              the `Float8Tensor` of `torchao.quantization`: a scale per row, in safetensors
+
+All codes are e4m3, and all stored scales are float32, by which codes are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final, get_args
+
+import torch
+
+from lightning_lowprec.extras import require
+from lightning_lowprec.numerics.weight_rounding import BLOCK, ScalePer
+
+FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors", "torchao"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of a folder, for ``format=``."""
+
+    name: FormatName
+    scale_per: ScalePer | None
+    """What has a scale of its own; None: the format has no codes."""
+    names: Callable[[str], tuple[str, str]]
+    """Returns the names of codes and reciprocal scales: ``"a.weight" -> ("a.weight", "a.weight_scale")``."""
+    config: Callable[[Sequence[str], bool], dict[str, Any] | None]
+    """Returns ``quantization_config`` of the config.
+
+    The arguments are the names of the linear layers in high precision, as modules of the model and as the folder names
+    them, and whether the server multiplies in high precision, and reads weights only in FP8.
+    """
+    takes_experts: bool = True
+    """Whether servers read codes of experts that the model stacks, one Linear per expert."""
+    activation_scales_in_float32: bool = True
+    """Whether servers compute the scales of activations in float32; else in the dtype of the activations."""
+    kept_because: Callable[[tuple[int, ...]], str | None] = lambda shape: None
+    """Returns why a weight of this shape, [N, K], stays in high precision."""
+    metadata: Callable[[Mapping[str, tuple[int, ...]], Iterable[str], torch.dtype, bool], dict[str, str]] = (
+        lambda coded, plain, dtype, weights_only: {}
+    )
+    """Returns what the header of every safetensors file says beside ``format``.
+
+    The arguments are the shapes of the weights that are stored as codes, by name; the names of all other tensors; the
+    dtype of the values that codes stand for; and whether the server reads weights only in FP8.
+    """
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight, [N, K]."""
+        rows, columns = shape
+        return (rows, 1) if self.scale_per == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def find_format(name: str) -> Format:
+    """Return the format of this name, or raise ValueError."""
+    if name not in _FORMATS:
+        raise ValueError(f"`format={name!r}` is not valid; expected one of: {', '.join(get_args(FormatName))}.")
+    return _FORMATS[name]
+
+
+# ---- hf-fp8-block:  x.weight [N, K], x.weight_scale_inv [ceil(N / 128), ceil(K / 128)]
+
+
+def _block_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+    if weights_only:
+        raise ValueError(
+            "`weights_only=True` is not valid with `format='hf-fp8-block'`, whose servers round activations too. Use"
+            " 'compressed-tensors' or 'torchao'."
+        )
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",  # the server rounds activations by groups of 128 along K
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(kept),
+    }
+
+
+def _cut_block(shape: tuple[int, ...]) -> str | None:
+    # transformers takes the size of a block from the shapes of codes and scales
+    cut = any(size > BLOCK and size % BLOCK for size in shape)
+    return f"features are no multiples of {BLOCK}" if cut else None
+
+
+# ---- compressed-tensors:  x.weight [N, K], x.weight_scale [N, 1]
+
+_E4M3: Final = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+}
+
+
+def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+    weights = {**_E4M3, "strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
+    activations = {**_E4M3, "strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None if weights_only else activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized" if weights_only else "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
+
+
+# ---- torchao:  x._weight_qdata [N, K], x._weight_scale [N, 1]
+
+
+def _torchao_names(name: str) -> tuple[str, str]:
+    module, _, parameter = name.rpartition(".")
+    return f"{module}._{parameter}_qdata", f"{module}._{parameter}_scale"
+
+
+def _torchao_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+    quantization = require("torchao.quantization", "format='torchao'")
+    quant_type = (
+        quantization.Float8WeightOnlyConfig()
+        if weights_only
+        else quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+    )
+    config = require("transformers", "format='torchao'").TorchAoConfig(quant_type, modules_to_not_convert=list(kept))
+    return {**config.to_dict(), "quant_method": "torchao"}
+
+
+def _torchao_metadata(
+    coded: Mapping[str, tuple[int, ...]], plain: Iterable[str], dtype: torch.dtype, weights_only: bool
+) -> dict[str, str]:
+    """Describe every tensor, as ``torchao.prototype.safetensors`` does in the header of every file."""
+    safetensors = require("torchao.prototype.safetensors.safetensors_support", "format='torchao'")
+    quantization = require("torchao.quantization", "format='torchao'")
+    activations = None if weights_only else _torchao_activations(quantization)
+    tensors: dict[str, Any] = {name: torch.empty(0) for name in plain}
+    for name, shape in coded.items():
+        tensors[name] = quantization.Float8Tensor(
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty((shape[0], 1), device="meta"),
+            block_size=[1, shape[1]],
+            mm_config=None if activations is None else activations.mm_config,
+            act_quant_kwargs=activations,
+            dtype=dtype,
+        )
+    described: dict[str, str] = safetensors.flatten_tensor_state_dict(tensors)[1]
+    return described
+
+
+def _torchao_activations(quantization: Any) -> Any:
+    workflows = require("torchao.quantization.quantize_.workflows", "format='torchao'")
+    inference = require("torchao.float8.inference", "format='torchao'")
+    products = inference.Float8MMConfig(use_fast_accum=True)
+    return workflows.QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=products)
+
+
+# ---- all formats
+
+_ALL: Final = (
+    Format(
+        name="hf",
+        scale_per=None,
+        names=lambda name: (name, f"{name}_scale"),
+        config=lambda kept, weights_only: None,
+    ),
+    Format(
+        name="hf-fp8-block",
+        scale_per="block",
+        names=lambda name: (name, f"{name}_scale_inv"),
+        config=_block_config,
+        kept_because=_cut_block,
+    ),
+    Format(
+        name="compressed-tensors",
+        scale_per="row",
+        names=lambda name: (name, f"{name}_scale"),
+        config=_compressed_config,
+    ),
+    Format(
+        name="torchao",
+        scale_per="row",
+        names=_torchao_names,
+        config=_torchao_config,
+        takes_experts=False,  # transformers 5 finds no codes for the Parameter in which it stacks the experts
+        activation_scales_in_float32=False,
+        metadata=_torchao_metadata,
+    ),
+)
+_FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}

@@ -1,1 +1,0 @@
-"""The formats, one file each; `base.py` says what a format is, `registry.py` lists them."""

@@ -1,0 +1,298 @@
+"""Write a folder of safetensors files of at most 5 GB, with an index, beside its name; rename it when it is complete.
+
+A file is written some rows at a time; the library's own writer holds all tensors of a file in memory.
+
+    8 bytes: length of the header | header, JSON: {name: {dtype, shape, data_offsets}} | data, without gaps
+
+Tensors of wider dtypes lie first, as the library orders them, so that every tensor is aligned.
+
+Rank 0 writes, and an error of rank 0 is raised on every rank. A sharded model is read by all ranks together
+(:class:`OneWriter`). A model that every rank has is read by rank 0 alone; other ranks that want it written too wait for
+the result (:func:`first_writes`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_lowprec.checkpoints.agreement import on_all_ranks, rank_and_ranks
+from lightning_lowprec.checkpoints.weights import INDEX
+from lightning_lowprec.private.fsdp2 import default_store
+
+T = TypeVar("T")
+_WAIT: Final = timedelta(days=1)
+SHARD_BYTES: Final = 5_000_000_000
+_DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_HEADER_ALIGNMENT: Final = 8
+_calls: Counter[str] = Counter()
+
+
+@final
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@final
+class SafetensorsFile:
+    """A new file with room for all ``tensors``, open for writing; ``metadata`` goes into the header."""
+
+    def __init__(self, path: Path, tensors: Sequence[Stored], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._left: dict[str, list[int]] = {}
+        """By tensor: where the next elements go, and where the tensor ends."""
+        at = 0
+        for tensor in sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name)):
+            offsets = [at, at + tensor.size]
+            header[tensor.name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": offsets,
+            }
+            self._left[tensor.name] = list(offsets)
+            at += tensor.size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        self._begin = 8 + len(text)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, rows: Tensor) -> None:
+        """Append elements to a tensor: (...) contiguous, on any device."""
+        content: Any = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        place = self._left[name]
+        assert place[0] + content.nbytes <= place[1], name
+        self._file.seek(self._begin + place[0])
+        self._file.write(memoryview(content))
+        place[0] += content.nbytes
+
+    def close(self) -> None:
+        """Close the file, which is complete."""
+        self._file.close()
+        unfinished = [name for name, (at, end) in self._left.items() if at != end]
+        assert not unfinished, unfinished
+
+    def abandon(self) -> None:
+        """Close the file, which is not complete. That its last bytes do not fit on the disk is no second error."""
+        with suppress(OSError):
+            self._file.close()
+
+
+@contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``out`` at the end; after an error or Ctrl-C nothing is left.
+
+    It raises if ``out`` exists, now or at the end, or if its disk has not enough space for ``size`` bytes.
+    """
+    check_out(out)
+    free = shutil.disk_usage(out.parent).free
+    if size > free:
+        raise OSError(
+            f"`out={str(out)!r}` needs {size / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left. Free some, or"
+            " choose another disk; nothing was written."
+        )
+    private = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        aside = private / out.name  # with the usual permissions, which `private` lacks
+        aside.mkdir()
+        yield aside
+        check_out(out)  # another process may have been faster
+        os.replace(aside, out)  # raises if `out` has files by now
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def check_out(out: Path) -> None:
+    """Raise a ValueError if a folder cannot be made at ``out``."""
+    if os.path.lexists(out):
+        raise ValueError(f"`out={str(out)!r}` exists; expected a new folder. Delete it, or choose another name.")
+    if not out.parent.is_dir():
+        raise ValueError(f"`out={str(out)!r}` is not valid; expected a folder in a folder that exists.")
+
+
+@final
+class ShardFiles:
+    """The files of an empty folder and, of several files, their index; a context that closes what is open.
+
+    Args:
+        tensors: all tensors, in the order in which they come.
+        metadata: for the headers.
+        shard_bytes: the largest size of a file; a larger tensor has a file of its own.
+        progress: is called with the number of bytes after each write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[Stored],
+        metadata: Mapping[str, str],
+        shard_bytes: int,
+        progress: Callable[[int], object],
+    ) -> None:
+        groups = _groups(tensors, shard_bytes)
+        names = [_file_name(number, len(groups)) for number in range(len(groups))]
+        self.folder, self._progress = folder, progress
+        self._metadata = {"format": "pt", **metadata}
+        self._tensors = dict(zip(names, groups, strict=True))
+        self._file_of = {tensor.name: name for name, group in self._tensors.items() for tensor in group}
+        self._left = {name: sum(tensor.size for tensor in group) for name, group in self._tensors.items()}
+        self._total = sum(self._left.values())
+        self._open: dict[str, SafetensorsFile] = {}
+
+    def __enter__(self) -> Self:
+        """Return the files."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files that are not complete."""
+        for unfinished in self._open.values():
+            unfinished.abandon()
+
+    def write(self, name: str, rows: Tensor) -> None:
+        """Append the next elements to a tensor, and close the file that is complete with them."""
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = SafetensorsFile(self.folder / file, self._tensors[file], self._metadata)
+        self._open[file].write(name, rows)
+        self._left[file] -= rows.nbytes
+        if not self._left[file]:
+            self._open.pop(file).close()
+        self._progress(rows.nbytes)
+
+    def finish(self) -> None:
+        """Write the index, after the last tensor."""
+        assert not any(self._left.values()), "a tensor was not written"
+        if len(self._tensors) > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _groups(tensors: Sequence[Stored], shard_bytes: int) -> list[list[Stored]]:
+    groups: list[list[Stored]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.size > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.size
+    return groups
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+# ---- one rank writes
+
+
+def first_writes(name: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and return its result, or raise its error, on every rank that calls this.
+
+    This is no collective, because rank 0 may be the only rank that exports. The outcome is pickled and goes through the
+    store of the process group, under the ``name`` of what is written.
+    """
+    rank, ranks = rank_and_ranks()
+    if ranks == 1:
+        return action()
+    store = default_store()
+    _calls[name] += 1
+    key = f"lightning_lowprec/{name}/{_calls[name]}"
+    if rank != 0:
+        store.wait([key], _WAIT)
+        result, failure = pickle.loads(store.get(key))
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+    try:
+        done = action()
+    except Exception as error:
+        store.set(key, pickle.dumps((None, type(error)(*error.args))))
+        raise
+    store.set(key, pickle.dumps((done, None)))
+    return done
+
+
+@final
+class OneWriter:
+    """The rank that writes: rank 0 if all ranks read together (``is_shared``), else this rank, which is alone."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._is_shared = is_shared and dist.is_initialized()
+        self._writes = not self._is_shared or dist.get_rank() == 0
+
+    def run(self, action: Callable[[], T]) -> T | None:
+        """Run ``action`` on the rank that writes, and return its result there; None elsewhere. An error is shared."""
+
+        def mine() -> T | None:
+            return action() if self._writes else None
+
+        return on_all_ranks(mine) if self._is_shared else mine()
+
+    def take(
+        self, chunks: Iterable[tuple[str, Tensor]], write: Callable[[str, Tensor], None] | None, *, agree_after: int
+    ) -> None:
+        """Read all chunks, the same names and shapes on every rank, and hand each to ``write`` on the rank that writes.
+
+        Reading a chunk is a collective of all ranks. So after an error of ``write`` its rank reads on without writing,
+        until all ranks ask each other, after ``agree_after`` bytes, and then all ranks raise.
+        """
+        failure: Exception | None = None
+        left = agree_after
+        for name, rows in chunks:
+            if write is not None and failure is None:
+                try:
+                    write(name, rows)
+                except Exception as error:
+                    failure = error
+            left -= rows.nbytes
+            if left <= 0 or (failure is not None and not self._is_shared):
+                self._agree(failure)
+                left = agree_after
+        self._agree(failure)
+
+    def _agree(self, failure: Exception | None) -> None:
+        def mine() -> None:
+            if failure is not None:
+                raise failure
+
+        self.run(mine)
