@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.gradients import multiply
-from lightning_lowprec.masters.optimizer import MasterOptimizer, plain_class
+from lightning_lowprec.masters.optimizer import MasterOptimizer
 from lightning_lowprec.masters.registry import all_registries
 from lightning_lowprec.numerics.parameters import over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
@@ -31,7 +31,7 @@ def defers(optimizer: Optimizer) -> bool:
     They may if all parameters with masters are on a GPU, no gradient was moved to a master, and the optimizer may step
     some of its parameters at a time (see `steps_alone`).
     """
-    if not isinstance(optimizer, MasterOptimizer) or not steps_alone(optimizer, plain_class(optimizer)):
+    if not isinstance(optimizer, MasterOptimizer) or not steps_alone(optimizer, optimizer._masters.plain):
         return False
     registry = optimizer._masters
     registry.add_missing({})

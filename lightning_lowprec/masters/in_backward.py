@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, final
 
 import torch
@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.config import IN_THE_STEP
-from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
 from lightning_lowprec.numerics.parameters import norm_of_norms, parameters_of
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
@@ -32,36 +31,31 @@ _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove t
 
 @final
 class BackwardUpdates:
-    """The hooks of one optimizer's parameters.
+    """The hooks of the parameters of one optimizer, which has masters, each in a store of its own."""
 
-    Args:
-        optimizer: an optimizer with masters, each in a store of its own.
-        registry: the masters.
-        update: steps the parameter of a store, whose gradient is at the parameter, multiplied by a factor.
-    """
-
-    def __init__(self, optimizer: Optimizer, registry: MasterRegistry, update: Callable[[Tensor, Any], None]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._registry = weakref.ref(registry)
-        self._update = update
+    def __init__(self, optimizer: Optimizer, config: MasterConfig) -> None:
+        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
+        self._config = config
         self._updated: set[int] = set()  # id(parameter), since the last step
         self._norms: list[Tensor] = []  # of gradients since the last step; of DTensors, not summed over the ranks
         self._rates: list[Any] = []  # the learning rates of the updates since the last step
         self._warned = False
-        self._config = registry.config
         self.has_stepped = False
         """Whether the optimizer made a step since :meth:`watch` was called."""
+
+    def _params(self) -> list[Tensor]:
+        """Return the parameters that have masters."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [param for param, _ in optimizer._masters.pairs()]
 
     @property
     def watches(self) -> bool:
         """Whether a parameter has a hook of this object."""
-        registry = self._registry()
-        return registry is not None and any(_is_owner(self, param) for param, _ in registry.pairs())
+        return any(_is_owner(self, param) for param in self._params())
 
     def watch(self) -> None:
         """Hook the parameters that have masters; a hook of another optimizer is removed."""
-        registry = self._registry()
-        for param, _ in registry.pairs() if registry is not None else ():
+        for param in self._params():
             if not _is_owner(self, param):
                 forget_updates([param])
                 if param.requires_grad:
@@ -70,10 +64,7 @@ class BackwardUpdates:
 
     def forget(self) -> None:
         """Remove all hooks."""
-        registry = self._registry()
-        forget_updates(
-            param for param, _ in (registry.pairs() if registry is not None else ()) if _is_owner(self, param)
-        )
+        forget_updates(param for param in self._params() if _is_owner(self, param))
 
     def finish(self) -> None:
         """Begin a new step."""
@@ -88,12 +79,10 @@ class BackwardUpdates:
     @torch.no_grad()
     def update_left(self) -> None:
         """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
-        registry = self._registry()
-        if registry is None or (self._config.clip_tensor is None and self._config.clip_last_norm is None):
-            return
-        for param, _ in list(registry.pairs()):
+        clips = self._config.clip_tensor is not None or self._config.clip_last_norm is not None
+        for param in self._params() if clips else ():
             if param.grad is not None:
-                self._update(param, self._factor(param))
+                self._update(param)
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
@@ -111,7 +100,12 @@ class BackwardUpdates:
             self._rates = _rates(self._optimizer())
         self._updated.add(id(param))
         _wait_for_offload(param)
-        self._update(param, self._factor(param))
+        self._update(param)
+
+    def _update(self, param: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.update(param, self._factor(param, optimizer))
 
     def _check_rates(self, optimizer: Optimizer | None) -> None:
         """Warn once if a learning rate was set after the updates that it was meant for."""
@@ -125,18 +119,15 @@ class BackwardUpdates:
                 stacklevel=2,
             )
 
-    def _factor(self, param: Tensor) -> float | Tensor:
+    def _factor(self, param: Tensor, optimizer: Optimizer) -> float | Tensor:
         """Return what clipping multiplies the gradient by, and note the norm of the gradient if it is needed."""
         if self._config.clip_tensor is not None:
             return _clipped(self._config.clip_tensor, norm_of_norms([_norm(param.grad)]))
         if self._config.clip_last_norm is None:
             return 1.0
         self._norms.append(_norm(param.grad))
-        optimizer = self._optimizer()
-        last = None if optimizer is None else optimizer.param_groups[0].get(LAST_NORM)
-        if last is None:
-            return 1.0
-        return _clipped(self._config.clip_last_norm, last.to(param.device))
+        last = optimizer.param_groups[0].get(LAST_NORM)
+        return 1.0 if last is None else _clipped(self._config.clip_last_norm, last.to(param.device))
 
 
 def forget_updates(params: Iterable[Tensor]) -> None:

@@ -15,7 +15,6 @@ decodes for an optimizer that has other masters or moments, or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -167,32 +166,27 @@ def is_dense(tensor: Tensor) -> bool:
 # ---- in state dicts
 
 
-@final
-@dataclass(frozen=True)
-class CodedState:
-    """What :func:`without_codes` has taken out of a state dict, by the key of the parameter there."""
-
-    moments: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
-    """Codes and exponents by their names."""
-    remainders: dict[Any, Tensor] = field(default_factory=dict)
-    """int16, of the parameter's shape."""
+Taken = dict[Any, dict[str, Tensor]]
+"""Tensors that were taken out of a state dict, by the key of the parameter there and by their names."""
 
 
-def without_codes(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CodedState]:
-    """Return a state dict without codes and remainders, which torch would cast, and what was taken out."""
-    taken, state = CodedState(), {}
+def taken_out(state_dict: Mapping[str, Any], *names: str) -> tuple[dict[str, Any], Taken, Taken]:
+    """Return a state dict without codes, which torch would cast, and without ``names``; the codes; and the others."""
+    codes: Taken = {}
+    others: Taken = {}
+    state = {}
     for key, entry in state_dict["state"].items():
         if isinstance(entry, Mapping):
             moments = coded(entry)
-            names = [name + end for name in moments for end in (CODES, EXPONENTS)]
-            if names:
-                taken.moments[key] = {name: entry[name] for name in names}
-                names += moments  # of `guarded`
-            if MASTER_REMAINDER in entry:
-                taken.remainders[key] = entry[MASTER_REMAINDER]
-            entry = {name: value for name, value in entry.items() if name not in (*names, MASTER_REMAINDER)}
+            of_codes = [name + end for name in moments for end in (CODES, EXPONENTS)]
+            codes[key] = {name: entry[name] for name in of_codes}
+            others[key] = {name: entry[name] for name in names if name in entry}
+            gone = {*of_codes, *moments, *names}  # `moments`: of `guarded`
+            if entry and entry.keys() == others[key].keys():
+                continue  # Adam would take an empty entry for its own
+            entry = {name: value for name, value in entry.items() if name not in gone}
         state[key] = entry
-    return {**state_dict, "state": state}, taken
+    return {**state_dict, "state": state}, codes, others
 
 
 def guarded(entry: Any) -> Any:
@@ -256,12 +250,12 @@ def decode_on_load(optimizer: Optimizer) -> None:
 
 
 def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    plain, taken = without_codes(state_dict)
-    if not taken.moments and not taken.remainders:
+    plain, codes, remainders = taken_out(state_dict, MASTER_REMAINDER)
+    if not any(codes.values()) and not any(remainders.values()):
         return None
     for key, param in params_by_key(optimizer, state_dict).items():
-        if key in taken.moments:
-            plain["state"][key] |= decoded_entry(taken.moments[key], param)
+        if codes.get(key):
+            plain["state"][key] |= decoded_entry(codes[key], param)
     return plain
 
 

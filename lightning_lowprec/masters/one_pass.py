@@ -21,7 +21,6 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from lightning_lowprec.masters.moments import CODES, EXPONENTS, block_of, is_dense, set_zeros
 from lightning_lowprec.masters.registry import MasterRegistry
@@ -145,58 +144,47 @@ def _table(columns: Sequence[float | Tensor], count: int, device: torch.device) 
 
 
 @torch.no_grad()
-def step_in_one_pass(optimizer: Optimizer, plain: type, registry: MasterRegistry) -> None:
+def step_in_one_pass(registry: MasterRegistry) -> None:
     """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
-    for group in optimizer.param_groups:
+    for group in registry.live().param_groups:
         places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        _step_places(places, optimizer, plain, group, registry, registry.gradients.factor)
+        _step_places(registry, group, places, registry.gradients.factor)
 
 
 @torch.no_grad()
-def step_one(
-    param: Tensor, optimizer: Optimizer, plain: type, registry: MasterRegistry, factor: float | Tensor
-) -> None:
+def step_one(registry: MasterRegistry, param: Tensor, factor: float | Tensor) -> None:
     """Step one parameter, which has a master, with its gradient times ``factor``, if the kernel can step it."""
     index = registry.group_index(param)
     if index is not None:
-        group = optimizer.param_groups[index]
-        _step_places([registry.place_of[id(param)]], optimizer, plain, group, registry, factor)
+        _step_places(registry, registry.live().param_groups[index], [registry.place_of[id(param)]], factor)
 
 
-def _step_places(
-    places: list[tuple[Store, int]],
-    optimizer: Optimizer,
-    plain: type,
-    group: Any,
-    registry: MasterRegistry,
-    factor: float | Tensor,
-) -> None:
-    rule = rule_of(plain, group)
+def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]], factor: float | Tensor) -> None:
+    rule = rule_of(registry.plain, group)
     if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
         return
     for store in dict.fromkeys(store for store, _ in places):
         registry.settle(store)
-    rows = [row for store, index in places if (row := _row(rule, registry, optimizer, group, store, index)) is not None]
+    rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
     for same in _by_variant(rows):
-        _step_rows(same, rule, plain, group, registry, factor)
+        _step_rows(registry, group, rule, same, factor)
     for row in rows:
         row.param.grad = row.master.grad = None
     for store in {store for store, _ in places}:
         store.note_step()
 
 
-def _row(
-    rule: Rule, registry: MasterRegistry, optimizer: Optimizer, group: Any, store: Store, index: int
-) -> Row | None:
+def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: int) -> Row | None:
     """Return what the kernel needs of a parameter, or None if the kernel cannot step it."""
     param, master = store.params[index], store.masters[index]
     grad = master.grad if param.grad is None else param.grad
     if grad is None or grad.is_sparse or grad.dtype not in KINDS:
         return None
     block = block_of(param) if registry.config.moments == "8bit" else 0
-    state: Any = optimizer.state.get(param, {})
+    states = registry.live().state
+    state: Any = states.get(param, {})
     if block and rule.counts and not state:  # torch makes other first states
-        state = optimizer.state[param] = _coded_first_state(rule, param, group)
+        state = states[param] = _coded_first_state(rule, param, group)
     moments = _moments(rule, state, coded=block > 0)
     if moments is None:
         return None
@@ -245,14 +233,14 @@ def _by_variant(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield from groups.values()
 
 
-def _step_rows(
-    rows: list[Row], rule: Rule, plain: type, group: Any, registry: MasterRegistry, factor: float | Tensor
-) -> None:
+def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row], factor: float | Tensor) -> None:
     steps = [row.step for row in rows if row.step is not None] if rule.counts else []
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
-    numbers = torch.zeros(len(rows), NUMBERS) if is_simulated() else numbers_of(rule, plain, group, steps, len(rows))
+    numbers = (
+        torch.zeros(len(rows), NUMBERS) if is_simulated() else numbers_of(rule, registry.plain, group, steps, len(rows))
+    )
     factor = factor if rows[0].master.grad is None else 1.0
     hints = [(row.largest, row.param) for row in rows if row.largest is not None]
     if hints:

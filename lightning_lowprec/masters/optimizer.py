@@ -21,7 +21,6 @@ their weights follow them.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
@@ -41,7 +40,7 @@ from lightning_lowprec.masters.moments import (
     from_pickle,
     guarded,
     params_by_key,
-    without_codes,
+    taken_out,
 )
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import MasterRegistry
@@ -101,7 +100,7 @@ def add_masters(
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
     if config.update == "backward":
-        updates = BackwardUpdates(optimizer, registry, functools.partial(_update, weakref.ref(optimizer)))
+        updates = BackwardUpdates(optimizer, config)
         vars(optimizer)["_updates"] = updates
         updates.watch()
     return optimizer
@@ -116,16 +115,11 @@ def remove_masters(optimizer: Optimizer) -> None:
         return
     if optimizer._updates is not None:
         optimizer._updates.forget()
-    optimizer.__class__ = plain_class(optimizer)
-    for name in ("_masters", "_incoming", "_updates"):
+    optimizer.__class__ = optimizer._masters.plain
+    for name in ("_masters", "_updates"):
         vars(optimizer).pop(name, None)
     for param, entry in optimizer.state.items():
         optimizer.state[param] = decoded_entry(float32_state(entry), param)
-
-
-def plain_class(optimizer: MasterOptimizer) -> type:
-    """Return the class that the optimizer had before it got masters."""
-    return type(optimizer).__bases__[1]  # see `_master_class`
 
 
 def masters_are_stale(optimizer: Optimizer, config: MasterConfig) -> bool:
@@ -212,7 +206,6 @@ class MasterOptimizer(Optimizer):
 
     _masters: MasterRegistry
     _updates: BackwardUpdates | None = None
-    _incoming: dict[int, Tensor]  # within load_state_dict: masters by id(parameter)
 
     @without_own_hooks
     @noted_by_schedulers
@@ -221,7 +214,7 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         with torch.enable_grad():  # before any master is loaded: activations need the memory
             first = None if closure is None else closure()
-        if not args and not kwargs and steps_alone(self, plain_class(self)):
+        if not args and not kwargs and steps_alone(self, registry.plain):
             self._step_apart(super().step)
             return first
         if self._updates is not None:
@@ -240,7 +233,7 @@ class MasterOptimizer(Optimizer):
         try:
             if self._updates is not None:
                 self._updates.update_left()
-            step_in_one_pass(self, plain_class(self), registry)
+            step_in_one_pass(registry)
             for store in registry.stores:
                 if any(t.grad is not None for t in (*store.params, *store.masters)):
                     with registry.stepping_only(store):
@@ -261,14 +254,12 @@ class MasterOptimizer(Optimizer):
     def update(self, param: Tensor, factor: float | Tensor) -> None:
         """Step one parameter with its gradient times ``factor``, during the backward pass."""
         registry = self._masters
-        plain = plain_class(self)
-        store, _ = registry.place_of[id(param)]
-        step_one(param, self, plain, registry, factor)
+        step_one(registry, param, factor)
         if param.grad is not None:
             registry.gradients.fold(factor, [param.grad])
-            with registry.stepping_only(store):
+            with registry.stepping_only(registry.place_of[id(param)][0]):
                 registry.gradients.factor = 1.0
-                plain.step(self)  # type: ignore[attr-defined]
+                registry.plain.step(self)  # type: ignore[attr-defined]
         param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -300,26 +291,18 @@ class MasterOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
-        plain, coded = without_codes(state_dict)
+        plain, codes, masters = taken_out(state_dict, MASTER_PARAM, MASTER_REMAINDER)
         with registry.showing_masters():
             super().load_state_dict(plain)
-        values = {key: value.clone() for key, value in self._incoming.items()}  # may share memory with masters
-        self._incoming = {}
         params = params_by_key(self, state_dict)
-        registry.take(values, {id(params[key]): value for key, value in coded.remainders.items()})
-        for key, moments in coded.moments.items():
-            registry.take_moments(params[key], moments)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the masters out of a state that torch's ``load_state_dict`` loads: Adam would take them for its own."""
-        entries = state["state"]
-        self._incoming = {}
-        for key, entry in list(entries.items()):
-            if isinstance(entry, dict) and MASTER_PARAM in entry:
-                self._incoming[id(self._masters.param_of.get(id(key), key))] = entry.pop(MASTER_PARAM)
-                if not entry:
-                    del entries[key]
-        super().__setstate__(state)
+        values, remainders = (
+            {id(params[key]): entry[name] for key, entry in masters.items() if name in entry}
+            for name in (MASTER_PARAM, MASTER_REMAINDER)
+        )
+        registry.take({key: value.clone() for key, value in values.items()}, remainders)  # may be our masters' memory
+        for key, moments in codes.items():
+            if moments:
+                registry.take_moments(params[key], moments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the plain optimizer, the configuration and the masters' values."""
@@ -328,17 +311,11 @@ class MasterOptimizer(Optimizer):
         held = {id(p): i for i, p in enumerate(registry.params())}
         own: Any = self.__getstate__()
         return _rebuild, (
-            plain_class(self),
+            registry.plain,
             {**own, "state": for_pickle(own["state"])},
             registry.config,
             {held[k]: v.clone() for k, v in values.items()},
         )
-
-
-def _update(optimizer: weakref.ref[Any], param: Tensor, factor: float | Tensor) -> None:
-    found = optimizer()
-    if found is not None:
-        found.update(param, factor)
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:

@@ -43,6 +43,8 @@ class MasterRegistry:
         self.stores: list[Store] = []  # of one device and dtype each, and of one bucket at most
         self.place_of: dict[int, tuple[Store, int]] = {}  # by id(parameter): its store, and its index there
         self.gradients = MasterGradients()
+        self.plain: type = type(optimizer)
+        """The class that the optimizer had before it got masters."""
         self._optimizer = weakref.ref(optimizer)
         self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
         self._stepping = False
@@ -60,7 +62,7 @@ class MasterRegistry:
 
     def params(self) -> list[Tensor]:
         """Return the tensors in the optimizer's groups, in order."""
-        return parameters_of(self._live())
+        return parameters_of(self.live())
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every parameter that has a master, with its master."""
@@ -72,7 +74,7 @@ class MasterRegistry:
 
     def group_index(self, param: Tensor) -> int | None:
         """Return the index of a parameter's group, or None; all groups are searched only where they have changed."""
-        groups = self._live().param_groups
+        groups = self.live().param_groups
         index, place = self._place_in_groups.get(id(param), (0, 0))
         members = groups[index]["params"] if index < len(groups) else []
         if place < len(members) and members[place] is param:
@@ -88,7 +90,7 @@ class MasterRegistry:
         for p in self.params():
             if p.dtype in HALF_DTYPES and id(p) not in self.master_of and not is_lazy(p):
                 new.setdefault((p.device, p.dtype), {})[id(p)] = p
-        state = self._live().state
+        state = self.live().state
         limit = BUCKET if self.config.update == "step" else 1  # elements
         for members in (part for group in new.values() for part in chunks(group.values(), limit)):
             start = self.stores[-1].start + self.stores[-1].elements if self.stores else 0
@@ -100,9 +102,10 @@ class MasterRegistry:
                 if p in state:  # made before there were masters, in the parameter's dtype
                     state[p] = float32_state(state[p])
 
-    def _live(self) -> Optimizer:
+    def live(self) -> Optimizer:
+        """Return the optimizer, which keeps this object alive."""
         optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer keeps its registry alive, so it exists"
+        assert optimizer is not None
         return optimizer
 
     # ---- values
@@ -165,7 +168,7 @@ class MasterRegistry:
 
     def take_moments(self, param: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""
-        put_moments(self._live(), param, moments, keep=self.config.moments == "8bit" and id(param) in self.place_of)
+        put_moments(self.live(), param, moments, keep=self.config.moments == "8bit" and id(param) in self.place_of)
 
     # ---- gradients
 
@@ -204,12 +207,12 @@ class MasterRegistry:
     @property
     def step(self) -> int:
         """The number of steps so far, for the random bits of stochastic rounding."""
-        return int(self._live().param_groups[0].get(ROUNDING_STEP, 0))
+        return int(self.live().param_groups[0].get(ROUNDING_STEP, 0))
 
     def count_step(self) -> None:
         """Note that all masters made a step."""
         if self.config.rounds:
-            self._live().param_groups[0][ROUNDING_STEP] = self.step + 1
+            self.live().param_groups[0][ROUNDING_STEP] = self.step + 1
 
     def settle(self, store: Store) -> None:
         """Bring a store to the state between steps, with one gradient per parameter: for a kernel."""
@@ -220,7 +223,7 @@ class MasterRegistry:
 
     def _encode(self, store: Store) -> None:
         if self.config.moments == "8bit":
-            encode_state(self._live().state, store, self.step)
+            encode_state(self.live().state, store, self.step)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -245,7 +248,7 @@ class MasterRegistry:
     @contextmanager
     def showing_only(self, params: Iterable[Tensor]) -> Iterator[None]:
         """Show the optimizer only these parameters, or their masters, in time that grows with their number alone."""
-        optimizer = self._live()
+        optimizer = self.live()
         groups, state = optimizer.param_groups, optimizer.state
         shown: dict[int, list[Tensor]] = {}  # by the index of the group
         for p in params:
@@ -269,7 +272,7 @@ class MasterRegistry:
     def _loaded(self, stores: Sequence[Store]) -> Iterator[None]:
         if self.config.moments == "8bit":
             for store in stores:
-                decode_state(self._live().state, store.params)
+                decode_state(self.live().state, store.params)
         self._stepping = True
         try:
             yield
@@ -321,7 +324,7 @@ class MasterRegistry:
             self._replace(self.param_of)
 
     def _replace(self, other: Mapping[int, Tensor]) -> None:
-        optimizer = self._live()
+        optimizer = self.live()
         for group in optimizer.param_groups:
             group["params"][:] = [other.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
