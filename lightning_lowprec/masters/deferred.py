@@ -64,8 +64,7 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
 def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     """Multiply the gradients of an optimizer that :func:`defers`; return 1.0 if one was not finite, else 0.0.
 
-    Returns:
-        A float32 scalar on the device of the gradients.
+    The result is a float32 scalar on the device of the gradients.
     """
     registry = optimizer._masters  # type: ignore[attr-defined]
     grads = registry.deferred_grads()

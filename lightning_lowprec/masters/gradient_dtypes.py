@@ -37,9 +37,6 @@ class GradientDtypes:
 
     Both dtypes are ``torch.float32`` or None. None accumulates in the dtype of the weights, and reduces in the dtype in
     which the gradients were accumulated.
-
-    Raises:
-        ValueError: another dtype.
     """
 
     def __init__(self, *, reduce: torch.dtype | None, accumulation: torch.dtype | None) -> None:

@@ -48,8 +48,7 @@ class MasterGradients:
     def forget_others(self, grads: Iterable[Tensor]) -> None:
         """Make the factor that of all ``grads``, which are at the parameters now.
 
-        Gradients that the factor was meant for may be gone, by ``model.zero_grad()`` and another backward. Where only
-        some are gone, the others are multiplied now.
+        ``model.zero_grad()`` and another backward may have replaced some: the others are multiplied now.
         """
         if not self.waits:
             return
@@ -63,21 +62,17 @@ class MasterGradients:
 
     def move(self, store: Store, inv_scale: float | Tensor) -> None:
         """Move the gradients of a store's parameters to its masters, times ``inv_scale`` and the folded factor."""
-        found = [(p, m, p.grad) for p, m in zip(store.params, store.masters, strict=True) if p.grad is not None]
-        grads = _as_float32(store, [grad for _, _, grad in found])
-        for p, _, _ in found:
+        pairs = [(p, m) for p, m in zip(store.params, store.masters, strict=True) if p.grad is not None]
+        grads = _as_float32(store, [p.grad for p, _ in pairs if p.grad is not None])
+        for p, _ in pairs:
             p.grad = None
         multiply(grads, self.factor)
         multiply(grads, inv_scale)
-        for (_, master, _), grad in zip(found, grads, strict=True):
+        for (_, master), grad in zip(pairs, grads, strict=True):
             master.grad = grad if master.grad is None else master.grad + grad
 
     def show(self, pairs: Pairs) -> None:
-        """Make the gradients of the masters the ``grad`` of the parameters too, until the next step or ``zero_grad``.
-
-        Both are one float32 tensor, so the parameters show what clipping does to the masters' gradients, and edits of
-        either reach the step.
-        """
+        """Make the masters' gradients the ``grad`` of the parameters too: one tensor, so that edits reach the step."""
         for p, master in pairs:
             if master.grad is not None and p.grad is None:
                 self._shown[id(p)] = p.grad_dtype
@@ -96,10 +91,7 @@ class MasterGradients:
 
 @torch.no_grad()
 def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients of a store's parameters as float32, in a constant number of calls if every parameter has one.
-
-    A dense float32 gradient (``param.grad_dtype``) is returned itself.
-    """
+    """Return float32 gradients, float32 ones themselves; in few calls if every parameter has a half-precision one."""
     if len(grads) < len(store.params) or any(grad.dtype == torch.float32 or grad.is_sparse for grad in grads):
         return [grad.float() for grad in grads]
     copies = store.buffer.tensors_on(torch.empty_like(store.buffer.flat))
@@ -133,10 +125,10 @@ def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(local(grad))
-    for device, found in by_device.items():
+    for device, members in by_device.items():
         here = factor.to(device) if isinstance(factor, Tensor) else factor
-        multiply_all_([grad for grad in found if not grad.is_sparse], here)
-        for grad in found:
+        multiply_all_([grad for grad in members if not grad.is_sparse], here)
+        for grad in members:
             if grad.is_sparse:
                 grad.mul_(here)
 

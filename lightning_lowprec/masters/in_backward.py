@@ -43,10 +43,15 @@ class BackwardUpdates:
         self.has_stepped = False
         """Whether the optimizer made a step since :meth:`watch` was called."""
 
+    def _live(self) -> Any:
+        """Return the optimizer, where its own methods call."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
     def _params(self) -> list[Tensor]:
         """Return the parameters that have masters."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else [param for param, _ in optimizer._masters.pairs()]
+        return [param for param, _ in self._live()._masters.pairs()]
 
     @property
     def watches(self) -> bool:
@@ -70,23 +75,25 @@ class BackwardUpdates:
         """Begin a new step."""
         self.has_stepped = True
         self._updated.clear()
-        optimizer = self._optimizer()
+        optimizer = self._live()
         self._check_rates(optimizer)
-        if self._norms and optimizer is not None:
+        if self._norms:
             optimizer.param_groups[0][LAST_NORM] = norm_of_norms(self._norms)
         self._norms = []
 
     @torch.no_grad()
     def update_left(self) -> None:
         """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
+        optimizer = self._live()
         clips = self._config.clip_tensor is not None or self._config.clip_last_norm is not None
         for param in self._params() if clips else ():
             if param.grad is not None:
-                self._update(param)
+                optimizer.update(param, self._factor(param, optimizer))
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
-        if self._optimizer() is None or param.grad is None or _is_averaged_later(param):
+        optimizer = self._optimizer()
+        if optimizer is None or param.grad is None or _is_averaged_later(param):
             return
         if id(param) in self._updated:
             raise RuntimeError(
@@ -97,17 +104,12 @@ class BackwardUpdates:
                 " backward pass per block."
             )
         if not self._updated:
-            self._rates = _rates(self._optimizer())
+            self._rates = _rates(optimizer)
         self._updated.add(id(param))
         _wait_for_offload(param)
-        self._update(param)
+        optimizer.update(param, self._factor(param, optimizer))
 
-    def _update(self, param: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.update(param, self._factor(param, optimizer))
-
-    def _check_rates(self, optimizer: Optimizer | None) -> None:
+    def _check_rates(self, optimizer: Optimizer) -> None:
         """Warn once if a learning rate was set after the updates that it was meant for."""
         rates, self._rates = self._rates, []
         if rates and not self._warned and any(a != b for a, b in zip(rates, _rates(optimizer), strict=False)):
@@ -141,21 +143,15 @@ def forget_updates(params: Iterable[Tensor]) -> None:
 def refuse_second(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     """Raise if one backward pass would update the parameters of several optimizers, as in a GAN.
 
-    An optimizer that takes the place of another one, or that comes after the other one has trained, is allowed.
-
-    Args:
-        optimizer: gets masters.
-        others: have masters of the same plugin.
-
-    Raises:
-        RuntimeError: another optimizer has other parameters, and has not made a step yet.
+    ``others`` have masters of the same plugin. An optimizer that takes the place of another one, or that comes after
+    the other one has trained, is allowed.
     """
-    held = {id(p) for p in parameters_of(optimizer)}
+    members = {id(p) for p in parameters_of(optimizer)}
     for other in others:
         updates = vars(other).get("_updates")
         if other is optimizer or updates is None or updates.has_stepped or not updates.watches:
             continue
-        if any(id(p) not in held for p in parameters_of(other)):
+        if any(id(p) not in members for p in parameters_of(other)):
             raise RuntimeError(
                 "a second optimizer was set up, and `update='backward'` would update the weights of both in every"
                 f" backward pass. Use {IN_THE_STEP}. To train several models one after another, make a new Fabric and"
@@ -177,9 +173,8 @@ def _is_owner(updates: BackwardUpdates, param: Tensor) -> bool:
     return owner is not None and owner[0] is updates
 
 
-def _rates(optimizer: Optimizer | None) -> list[float]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
 
 
 @final
@@ -219,12 +214,7 @@ def _is_averaged_later(param: Tensor) -> bool:
 
 
 def refuse_clipping(optimizer: Optimizer) -> None:
-    """Raise if gradients are gone before they could be clipped.
-
-    Raises:
-        RuntimeError: the optimizer updates parameters during the backward pass.
-        TypeError: the optimizer copies gradients during the backward pass.
-    """
+    """Raise if gradients are gone or copied before they could be clipped: RuntimeError or TypeError."""
     refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
     registry = vars(optimizer).get("_masters")
     if registry is not None and registry.config.update == "backward":

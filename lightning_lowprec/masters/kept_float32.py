@@ -16,6 +16,7 @@ iteration of spectral_norm multiplies the weight by buffers outside of the opera
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,29 +37,24 @@ KNOWN: Final = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias", "i
 def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()) -> dict[str, str]:
     """Return the fqns of parameters and buffers of ``model`` that stay float32, each with the reason.
 
-    Args:
-        model: read by names and shapes; a model on the meta device works.
-        dtype: of the other parameters: ``torch.bfloat16`` or ``torch.float16``.
-        named: the option ``keep_fp32``.
-
-    Raises:
-        ValueError: a name of ``named`` matches nothing.
+    ``dtype`` is that of the other parameters, ``torch.bfloat16`` or ``torch.float16``. ``named`` is the option
+    ``keep_fp32``; a name that matches nothing raises a ValueError. A model on the meta device works.
     """
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     floating = {fqn: tensor for fqn, tensor in tensors if tensor.is_floating_point()}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for prefix, declares in _declarations(model, dtype):
         inside = (fqn for fqn in floating if fqn.startswith(prefix))
-        found |= {fqn: reason for fqn in inside if (reason := declares(fqn.removeprefix(prefix), floating[fqn]))}
+        reasons |= {fqn: reason for fqn in inside if (reason := declares(fqn.removeprefix(prefix), floating[fqn]))}
     for fqn, tensor in floating.items():
         owner, _, name = fqn.rpartition(".")
         if name in KNOWN:
-            found[fqn] = f"{name} (by name)"
+            reasons[fqn] = f"{name} (by name)"
         elif tensor.ndim == 1 and name == "bias" and router(model, owner) is not None:
-            found[fqn] = "bias of a router"
+            reasons[fqn] = "bias of a router"
     for pattern in named:
         chosen = [fqn for fqn in floating if any(matches(pattern, part) for part in _enclosing(fqn))]
-        found |= dict.fromkeys(chosen, f"`keep_fp32={pattern!r}`")
+        reasons |= dict.fromkeys(chosen, f"`keep_fp32={pattern!r}`")
         if not chosen:
             near = difflib.get_close_matches(pattern, list(floating), n=3, cutoff=0.3) or list(floating)[:3]
             raise ValueError(
@@ -66,7 +62,7 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
                 f" {', '.join(map(repr, near))} (of {len(floating)}). Give part of an fqn ('teacher', 'mlp.gate') or a"
                 " pattern ('*.norm')."
             )
-    return found
+    return reasons
 
 
 def _declarations(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[str, Tensor], str | None]]]:
@@ -80,19 +76,18 @@ def _declarations(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, C
         always = transformers.declares_float32(module, strict=True)
         sometimes = transformers.declares_float32(module, strict=False)
 
-        def declares(
-            fqn: str,
-            tensor: Tensor,
-            always: Callable[[str], bool] = always,
-            sometimes: Callable[[str], bool] = sometimes,
-        ) -> str | None:
-            own = fqn.replace("base_layer.", "")  # PEFT's wrapper of a layer: a declared "base" does not mean it
-            if always(own):
-                return "_keep_in_fp32_modules_strict"
-            vector = tensor.ndim < 2 or dtype == torch.float16
-            return "_keep_in_fp32_modules" if vector and sometimes(own) else None
+        yield prefix, functools.partial(_declared, always, sometimes, dtype)
 
-        yield prefix, declares
+
+def _declared(
+    always: Callable[[str], bool], sometimes: Callable[[str], bool], dtype: torch.dtype, fqn: str, tensor: Tensor
+) -> str | None:
+    """Return the attribute of a model of transformers by which a tensor stays float32, or None."""
+    name = fqn.replace("base_layer.", "")  # PEFT's wrapper of a layer: a declared "base" does not mean it
+    if always(name):
+        return "_keep_in_fp32_modules_strict"
+    counts = tensor.ndim < 2 or dtype == torch.float16
+    return "_keep_in_fp32_modules" if counts and sometimes(name) else None
 
 
 def _enclosing(fqn: str) -> Iterator[str]:

@@ -308,14 +308,10 @@ class MasterOptimizer(Optimizer):
         """Pickle as the plain optimizer, the configuration and the masters' values."""
         registry = self._masters
         values = registry.values()
-        held = {id(p): i for i, p in enumerate(registry.params())}
-        own: Any = self.__getstate__()
-        return _rebuild, (
-            registry.plain,
-            {**own, "state": for_pickle(own["state"])},
-            registry.config,
-            {held[k]: v.clone() for k, v in values.items()},
-        )
+        places = {id(p): i for i, p in enumerate(registry.params())}
+        state: Any = self.__getstate__()
+        state = {**state, "state": for_pickle(state["state"])}
+        return _rebuild, (registry.plain, state, registry.config, {places[k]: v.clone() for k, v in values.items()})
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:

@@ -47,14 +47,7 @@ class MasterOptions:
         check_fields(self)
 
     def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
-        """Return what casts the weights and gives optimizers masters; None for float32 weights.
-
-        Args:
-            base: the half-precision dtype; ``"auto"`` checks the options when the device is known.
-
-        Raises:
-            ValueError: an option is not valid, or needs masters and there are none.
-        """
+        """Return what casts the weights and gives optimizers masters; None for float32 weights."""
         config = self._config(base)
         gradients = GradientDtypes(reduce=self.grad_reduce_dtype, accumulation=self.grad_accumulation_dtype)
         if config is not None:
@@ -116,14 +109,7 @@ class WeightOptions:
         return replace(self, keep_fp32=(*self.keep_fp32, *names))
 
     def resolve(self, masters: HalfWeights | None) -> Float32Weights | None:
-        """Return what makes weights float32; None: half-precision weights stay.
-
-        Args:
-            masters: the half-precision weights of the plugin, None for float32 weights.
-
-        Raises:
-            ValueError: ``weights="keep"`` with ``master_weights``.
-        """
+        """Return what makes weights float32; None: half-precision weights stay."""
         if self.weights == "keep" and masters is not None:
             raise ValueError(
                 "`weights='keep'` is not valid with `master_weights`, which takes half-precision weights as they are."

@@ -162,11 +162,7 @@ class Store(ABC):
         return version_of(self.buffer.flat)
 
     def moved(self) -> bool:
-        """Return whether a parameter has moved to another device.
-
-        Raises:
-            RuntimeError: a parameter has another dtype now.
-        """
+        """Return whether a parameter has moved to another device; raise if one has another dtype now."""
         for p in self.params:
             if p.dtype != self.dtype:
                 raise RuntimeError(

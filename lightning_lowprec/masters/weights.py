@@ -59,11 +59,9 @@ class HalfWeights:
     def cast(self, module: Module, dtype: torch.dtype) -> int:
         """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one.
 
-        Masters that an earlier run's optimizer still has become the masters of this run.
-
-        Returns:
-            The number of trainable parameters that were half precision, and whose float32 weights are not known.
-            Parameters that an earlier call has seen do not count.
+        Masters that an earlier run's optimizer still has become the masters of this run. Return the number of trainable
+        parameters that were half precision already, so that their float32 weights are not known: of an earlier call
+        none.
         """
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
         kept = with_buffers | named.keys()
@@ -105,10 +103,6 @@ class HalfWeights:
         """Return the half weights to use for FSDP2's shards; None if the shards are float32, as the masters would be.
 
         FSDP2 reduces gradients of half-precision shards in float32 without our help.
-
-        Raises:
-            ValueError: ``grad_accumulation_dtype`` was set and the shards are half precision, or the shards are float32
-                and the configuration asks for more than masters.
         """
         if self.config.form == "fp32":
             if self.config.moments != "fp32" or self.config.update == "backward":
@@ -208,11 +202,9 @@ class Float32Weights:
         return self._make(module, half, existing_masters(half))
 
     def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> Change | None:
-        """Make the half-precision parameters of ``module`` float32 that a plugin has cast; return None if none are.
+        """Make the half-precision parameters float32 that a plugin has cast, as :meth:`make` does.
 
-        Args:
-            module: changed in place, as by :meth:`make`.
-            masters: float32 values by ``id(parameter)``; other parameters keep their rounded values.
+        ``masters`` are float32 values by ``id(parameter)``; other parameters keep their rounded values.
         """
         half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
         return self._make(module, half, masters) if half else None
@@ -282,17 +274,9 @@ def cast_parameters(
 ) -> dict[int, Tensor]:
     """Cast the floating-point parameters of ``module`` in place; the Parameter objects and their ties stay.
 
-    Frozen parameters and existing gradients are cast too.
-
-    Args:
-        module: changed in place.
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-        keep: whether to return the float32 original of every parameter that was cast, by ``id(parameter)``.
-        buffer_dtype: the new dtype of floating-point buffers; None leaves them alone (running statistics need float32).
-        skip: names of parameters and buffers that are left alone; one name of a tied parameter is enough.
-
-    Raises:
-        ValueError: ``dtype`` is no half precision.
+    Frozen parameters and existing gradients are cast too. With ``keep``, return the float32 original of every parameter
+    that was cast, by ``id(parameter)``. ``buffer_dtype`` None leaves buffers alone (running statistics need float32).
+    Parameters and buffers that ``skip`` names stay; one name of a tied parameter is enough.
     """
     check_choice("dtype", dtype, HALF_DTYPES)
     skipped = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in skip}

@@ -68,13 +68,9 @@ def block_size(row: int) -> int:
 
 
 def encode(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Return codes, (N,) of ``format.dtype``, and exponents, (N / block,) uint8.
+    """Return codes, (N,) of ``format.dtype``, and exponents, (N / block,) uint8, of values, (N,) float32.
 
-    Args:
-        values: (N,) float32; N is a multiple of ``block``.
-        bits: (N,) int32, random in [0, 65536).
-        block: numbers that share an exponent.
-        format: of the codes. If it is not ``signed``, values must not be negative.
+    ``bits``: (N,) int32, random in [0, 65536). Values of a format that is not ``signed`` must not be negative.
     """
     blocks = (values.numel() // block, block)  # not -1: a shard may be empty
     magnitude = values.abs()

@@ -76,11 +76,8 @@ def sampled(x: Tensor, every: int, offset: int) -> Tensor:
 def measure(x: Tensor, rows: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor:
     """Return the numbers of ``FIELDS``: (5,) float32. Call without gradients and without autocast.
 
-    Args:
-        x: (*, K) any float, not empty.
-        rows: (m, K), the sampled rows of ``x``, as the cast reads them.
-        cast: the cast; None: not known, only the largest value is measured.
-        dtype: in which the cast reads ``x``.
+    ``rows``, (m, K), are the sampled rows of ``x``, (*, K), and ``dtype`` is the one in which the cast reads them. If
+    the cast is not known (None), only the largest value is measured.
     """
     amax = torch.linalg.vector_norm(x, ord=math.inf).to(dtype)
     if cast is None:
@@ -99,14 +96,7 @@ def _numbers(rows: Tensor, amax: Tensor, scale: Tensor, zero: float, beyond: flo
 
 
 def output_error(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the norms of an exact product and of the error of ``output``: (2,) float32.
-
-    Args:
-        output: (m, n) of a dtype, the layer's result for ``input``, with the bias.
-        input: (m, K) any float.
-        weight: (n, K) any float.
-        bias: (n,) or None.
-    """
+    """Return the norms of an exact product and of the error of ``output``, the layer's result: (2,) float32."""
     product = input.to(output.dtype) @ weight.to(output.dtype).t()  # [m, K] @ [K, n] -> [m, n]
     return _norms(product, output, None if bias is None else bias.to(output.dtype))
 

@@ -44,13 +44,9 @@ class Groups:
 
 
 def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: bool = False) -> Groups:
-    """Return the groups of a batch.
+    """Return the groups of a batch, from the experts of each token: [T, k] int.
 
-    Args:
-        top_k_index: [T, k] int: the experts of each token. A number from ``experts`` on is an expert of another rank.
-        experts: E.
-        alignment: the rows of each expert begin at a multiple of this.
-        some_absent: whether there may be experts of other ranks.
+    A number from ``experts`` (E) on is an expert of another rank, which ``some_absent`` allows.
     """
     flat, device = top_k_index.reshape(-1).long(), top_k_index.device
     pairs, top_k = flat.shape[0], top_k_index.shape[-1]
@@ -61,12 +57,9 @@ def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: boo
 
 
 def group_sorted(counts: Tensor, tokens: int, alignment: int) -> Groups:
-    """Return the groups of tokens that are sorted by expert already; each token is one pair.
+    """Return the groups of T tokens that are sorted by expert already; each token is one pair.
 
-    Args:
-        counts: [E] int: the number of tokens of each expert. Tokens behind their sum belong to no expert.
-        tokens: T.
-        alignment: the rows of each expert begin at a multiple of this.
+    ``counts``, [E] int, are the numbers of tokens of each expert. Tokens behind their sum belong to no expert.
     """
     order = torch.arange(tokens, device=counts.device)
     experts = torch.searchsorted(counts.cumsum(0), order, right=True)

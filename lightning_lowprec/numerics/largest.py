@@ -43,8 +43,8 @@ class Largest:
 
 def asked(weight: Tensor) -> Largest | None:
     """Return the hint that a kernel is to write, if somebody has asked for it."""
-    found: Largest | None = vars(weight).get(_ATTRIBUTE)
-    return found if found is not None and found.value.device == weight.device else None
+    hint: Largest | None = vars(weight).get(_ATTRIBUTE)
+    return hint if hint is not None and hint.value.device == weight.device else None
 
 
 def largest(weight: Tensor) -> Tensor | None:

@@ -28,15 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.numerics import row_losses
 from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
-from lightning_lowprec.numerics.row_losses import (
-    CODE_SCALE,
-    LossTerms,
-    losses_alone,
-    losses_and_codes,
-    losses_and_gradient_,
-)
+from lightning_lowprec.numerics.row_losses import CODE_SCALE, LossTerms
 
 MEMORY: Final = 1_400_000_000
 """Bytes that a copy of the weight and the logits of one chunk may take together."""
@@ -85,13 +80,7 @@ def gradient_scale(dtype: torch.dtype, *, fp8: bool) -> float:
 
 
 def rows_at_a_time(vocabulary: int, dtype: torch.dtype, copied: int) -> int:
-    """Return how many tokens to compute at a time.
-
-    Args:
-        vocabulary: V.
-        dtype: of the logits.
-        copied: bytes of copies of the weight.
-    """
+    """Return how many tokens to compute at a time; a copy of the weight takes ``copied`` bytes."""
     fitting = (MEMORY - copied) // (vocabulary * dtype.itemsize)
     return max(FEWEST_ROWS, min(MOST_ROWS, fitting // FEWEST_ROWS * FEWEST_ROWS))
 
@@ -106,12 +95,12 @@ def in_half(
     wanted: Wanted,
     rows: int | None,
 ) -> Results:
-    """Compute with products in the dtype of ``hidden``.
+    """Compute with products in the dtype of ``hidden``, to which weight and bias are cast.
 
     Args:
         hidden: (T, K) bf16, fp16 or float32.
-        weight: (V, K) any float; cast to the dtype of ``hidden``.
-        bias: (V,) any float; cast to the dtype of ``hidden``.
+        weight: (V, K) any float.
+        bias: (V,) any float.
         target: (T,) int64.
         factors: (T,) or () float32, which multiply the gradients.
         terms: of the loss.
@@ -129,9 +118,9 @@ def in_half(
         x, t = hidden[part], target[part]
         logits = F.linear(x, cast, bias)
         if wanted:
-            results.losses[part] = losses_and_gradient_(logits, t, _of(factors, part), terms)
+            results.losses[part] = row_losses.losses_and_gradient_(logits, t, _of(factors, part), terms)
         else:
-            results.losses[part] = losses_alone(logits, t, terms)
+            results.losses[part] = row_losses.losses_alone(logits, t, terms)
         if results.hidden is not None:
             torch.mm(logits, cast, out=results.hidden[part])
         if results.weight is not None:
@@ -175,10 +164,10 @@ def in_fp8(
             here = slice(part.start, min(part.stop, len(hidden)))
             logits = run.logits(part, bias)
             if not wanted:
-                losses = losses_alone(logits, target[part], terms)
+                losses = row_losses.losses_alone(logits, target[part], terms)
                 results.losses[here] = losses[: here.stop - here.start]
                 continue
-            losses, codes = losses_and_codes(logits, target[part], _of(factors, part), terms)
+            losses, codes = row_losses.losses_and_codes(logits, target[part], _of(factors, part), terms)
             results.losses[here] = losses[: here.stop - here.start]
             del logits
             if results.bias is not None:
@@ -191,7 +180,7 @@ def in_fp8(
             del codes
         if columns is not None:
             if outer.stop == len(target):
-                run.forget_weight()
+                del run.weight  # no product needs its codes any more
             grad_weight = run.add_grad_weight(grad_weight, columns, outer, of_weight)
     return Results(
         losses=results.losses,
@@ -222,45 +211,31 @@ class _Fp8Run:
 
     def logits(self, part: slice, bias: Tensor | None) -> Tensor:
         """Return the logits of some tokens."""
-        made = product(
-            self.hidden.rows[part],
-            self.weight.rows.t(),
-            (self.hidden.inv_scale, self.weight.inv_scale),
-            self.dtype,
-            fast=True,
-            emulate=self.emulate,
-        )[:, : self.vocabulary]
-        return made if bias is None else made + bias.to(made.dtype)
+        scales = self.hidden.inv_scale, self.weight.inv_scale
+        rows, weight = self.hidden.rows[part], self.weight.rows.t()
+        logits = product(rows, weight, scales, self.dtype, fast=True, emulate=self.emulate)[:, : self.vocabulary]
+        return logits if bias is None else logits + bias.to(logits.dtype)
 
     def grad_hidden(self, codes: Tensor) -> Tensor:
         """Return the gradient of the hidden states of the tokens that ``codes`` belong to."""
-        return product(
-            codes,
-            self.weight.columns.t(),
-            (self.of_codes, self.weight.inv_scale),
-            _range_of(self.dtype),
-            fast=False,
-            emulate=self.emulate,
-        )
+        scales = self.of_codes, self.weight.inv_scale
+        weight = self.weight.columns.t()
+        return product(codes, weight, scales, _range_of(self.dtype), fast=False, emulate=self.emulate)
 
     def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
         """Return ``total``, of ``dtype``, with the gradient of the weight from some tokens added."""
         whole = len(self.hidden.rows) == part.stop - part.start
         hidden = self.hidden.columns if whole else self.hidden.columns[:, part].contiguous()
 
-        def made(rows: Tensor) -> Tensor:
+        def gradient(rows: Tensor) -> Tensor:
             scales = self.of_codes, self.hidden.inv_scale
             return product(rows, hidden.t(), scales, dtype, fast=False, emulate=self.emulate)
 
         if total is None:
-            return made(columns)
+            return gradient(columns)
         for block in _parts(len(columns), _BLOCK):
-            total[block] += made(columns[block])
+            total[block] += gradient(columns[block])
         return total
-
-    def forget_weight(self) -> None:
-        """Free the codes of the weight, which no product needs any more."""
-        del self.weight
 
 
 def dtype_of_grad_weight(tokens: int, weight: Tensor, dtype: torch.dtype, rows: int | None) -> torch.dtype:

@@ -28,12 +28,8 @@ def in_one_pass(
 ) -> Tensor:
     """Return ``function(values, scale, *constants)``: (...), scalar float32 -> (...). Call without gradients.
 
-    Args:
-        function: a function of a module, elementwise in ``values``, whose operations a compiler can fuse.
-        values: a kernel runs if they are on CUDA.
-        scale: one number, on the device of ``values``.
-        constants: other graphs are compiled for other constants.
-        out: (...) contiguous, of the dtype of the result; the kernel writes there, and ``out`` is returned.
+    ``function`` stands in a module and is elementwise in ``values``. A graph is compiled per set of ``constants``. With
+    ``out``, contiguous, the kernel writes there, and ``out`` is returned.
     """
     if not values.is_cuda:
         result = function(values, scale, *constants)
@@ -48,12 +44,8 @@ def in_one_pass(
 def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
     """Return ``function(rows, *arguments)``: ``rows`` is (M, N). Call without gradients.
 
-    There is one graph for the first M, and one for all others, because kernels that know N read the rows less often.
-
-    Args:
-        function: a function of a module, of reductions along N and elementwise operations, which a compiler can fuse.
-        rows: kernels run if they are on CUDA.
-        arguments: tensors, and numbers.
+    ``function`` stands in a module and has reductions along N and elementwise operations. There is one graph for the
+    first M, and one for all others, because kernels that know N read the rows less often.
     """
     if not rows.is_cuda:
         return function(rows, *arguments)

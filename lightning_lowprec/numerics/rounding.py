@@ -26,9 +26,7 @@ from lightning_lowprec.numerics.scaling import power_of_two
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
 _LOWER: Final = 0xFFFF
-_CHUNK: Final = (
-    1 << 22
-)  # elements per chunk, where an operation needs temporary memory; random bits have keys per chunk
+_CHUNK: Final = 1 << 22  # elements, where an operation needs temporary memory; random bits have keys per chunk
 _MASK64: Final = (1 << 64) - 1
 
 
@@ -75,14 +73,9 @@ def reconcile(master: Tensor, weight: Tensor) -> Tensor:
 def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
     """Round every value to one of its two neighbours, without bias: ``flat``, (N,) float32, gets bf16 values.
 
-    bf16 values do not change, inf stays inf, NaN stays NaN; a value beyond the largest bf16 may become inf.
-
-    Args:
-        flat: changed in place.
-        seed: the seed of the run.
-        step: counts the roundings; the same step gives the same bits.
-        start: the position of the first element among all elements that share ``seed``. A tensor that is rounded in
-            parts gets the same bits.
+    bf16 values do not change, inf stays inf, NaN stays NaN; a value beyond the largest bf16 may become inf. ``step``
+    counts the roundings. ``start`` is the position of the first element among all that share the ``seed`` of the run:
+    a tensor that is rounded in parts gets the same bits.
     """
     bits = _canonical_nan_(flat).view(torch.int32)
     for part, chunk, first in _chunks(bits, start):
@@ -127,11 +120,7 @@ def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
 def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple[int, int]]:
     """Return the keys of ``count`` random values for :func:`bits_at`: one pair of int32 for every 2**22 values.
 
-    Args:
-        count: the number of values.
-        seed: the seed of the run.
-        step: counts the roundings; the same step gives the same bits.
-        start: the position of the first value among all values that share ``seed``.
+    ``seed``, ``step`` and ``start`` are those of :func:`stochastic_round_`.
     """
     return [_keys(seed, step, start + offset) for offset in range(0, count, _CHUNK)]
 
@@ -139,10 +128,8 @@ def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple
 def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
     """Return ``count`` of the values of :func:`random_bits`: (count,) int32. Pure, so that a compiler can fuse it.
 
-    Args:
-        count: the number of values.
-        keys: the pairs of :func:`keys_of_bits`, of one or several runs of values: (pairs, 2) int32.
-        place: the position of the first value in its run, and the index of the first pair of this run: (2,) int64.
+    ``keys``, (pairs, 2) int32, are those of :func:`keys_of_bits`, of one or several runs of values. ``place``, (2,)
+    int64, is the position of the first value in its run, and the index of the first pair of this run.
     """
     position = torch.arange(count, device=keys.device) + place[0]
     pair = keys[position // _CHUNK + place[1]]

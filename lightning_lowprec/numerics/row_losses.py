@@ -14,7 +14,7 @@ for any number of rows. A small format holds such values with a scale that is kn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from lightning_lowprec.numerics.one_pass import rows_in_one_pass
 
 CODE_SCALE: Final = 2.0**14
 """The scale of gradients in float8_e5m2: values up to 3.5 have a code, which leaves room for the z-loss, and 2**-28 is
-a normal number. The average of 128k probabilities is 2**-17. float8_e4m3fn would lose
-probabilities below 2**-18."""
+a normal number. The average of 128k probabilities is 2**-17. float8_e4m3fn would lose those below 2**-18."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +73,9 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return top + (x - top).exp().sum(-1, keepdim=True).log()
 
 
-def _losses(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
+def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
     x = logits.float()
-    return _loss(x, _log_sum_exp(x), target, ignore_index, label_smoothing, z_loss)
+    return _loss(x, _log_sum_exp(x), target, *terms)
 
 
 def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
@@ -104,21 +103,17 @@ def _gradient(
     return torch.where(factors == 0, 0.0, gradient * factors)
 
 
-def _losses_and_gradient_(
-    logits: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
+def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> Tensor:
     x = logits.float()
     lse = _log_sum_exp(x)
-    losses = _loss(x, lse, target, ignore_index, label_smoothing, z_loss)
-    logits.copy_(_gradient(x, lse, target, factors, ignore_index, label_smoothing, z_loss))
+    losses = _loss(x, lse, target, *terms)
+    logits.copy_(_gradient(x, lse, target, factors, *terms))
     return losses
 
 
-def _losses_and_codes(
-    logits: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
     x = logits.float()
     lse = _log_sum_exp(x)
-    losses = _loss(x, lse, target, ignore_index, label_smoothing, z_loss)
-    gradient = _gradient(x, lse, target, factors * CODE_SCALE, ignore_index, label_smoothing, z_loss)
+    losses = _loss(x, lse, target, *terms)
+    gradient = _gradient(x, lse, target, factors * CODE_SCALE, *terms)
     return losses, gradient.clamp(-E5M2.max, E5M2.max).to(E5M2.dtype)
