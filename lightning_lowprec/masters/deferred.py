@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.gradients import multiply
-from lightning_lowprec.masters.optimizer import MasterOptimizer
-from lightning_lowprec.masters.registry import all_registries
+from lightning_lowprec.masters.registry import MasterRegistry, all_registries, registry_of
 from lightning_lowprec.numerics.parameters import over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
 from lightning_lowprec.private.torch_optimizers import steps_alone
@@ -31,9 +30,9 @@ def defers(optimizer: Optimizer) -> bool:
     They may if all parameters with masters are on a GPU, no gradient was moved to a master, and the optimizer may step
     some of its parameters at a time (see `steps_alone`).
     """
-    if not isinstance(optimizer, MasterOptimizer) or not steps_alone(optimizer, optimizer._masters.plain):
+    registry = registry_of(optimizer)
+    if registry is None or not steps_alone(optimizer, registry.plain):
         return False
-    registry = optimizer._masters
     registry.add_missing({})
     if not registry.stores or any(store.device.type not in DEVICES for store in registry.stores):
         return False
@@ -47,7 +46,7 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     Gradients of parameters with masters stay as they are, and the step multiplies them. The norm is computed in
     float32, and over all ranks of a mesh.
     """
-    registry = optimizer._masters  # type: ignore[attr-defined]
+    registry: MasterRegistry = optimizer._masters  # type: ignore[attr-defined]
     deferred = registry.deferred_grads()
     others = [p.grad for p in registry.without_master() if p.grad is not None]
     if not deferred and not others:
@@ -66,7 +65,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
 
     The result is a float32 scalar on the device of the gradients.
     """
-    registry = optimizer._masters  # type: ignore[attr-defined]
+    registry: MasterRegistry = optimizer._masters  # type: ignore[attr-defined]
     grads = registry.deferred_grads()
     registry.gradients.fold(inv_scale, grads)
     if not grads:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
+from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import norm_of_norms, parameters_of
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
@@ -216,7 +217,7 @@ def _is_averaged_later(param: Tensor) -> bool:
 def refuse_clipping(optimizer: Optimizer) -> None:
     """Raise if gradients are gone or copied before they could be clipped: RuntimeError or TypeError."""
     refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
-    registry = vars(optimizer).get("_masters")
+    registry = registry_of(optimizer)
     if registry is not None and registry.config.update == "backward":
         raise RuntimeError(clipping_refused("gradients were to be clipped"))
 

@@ -1,7 +1,7 @@
 """Step parameters with masters in one pass over the memory: a kernel reads and writes every value once.
 
 Bytes per parameter, with bf16 gradients and Adam: 28 with float32 masters, 26 with remainders, 22 with stochastic
-rounding, 14 with bf16 moments too. The same step by torch's own code moves gradients and loads masters first.
+rounding. The same step by torch's own code moves gradients and loads masters first.
 
 A parameter is stepped in one pass if it is on a GPU and dense, its optimizer is exactly torch's ``AdamW``, ``Adam``
 (without ``amsgrad``) or ``SGD``, and its state exists: torch's own code makes the first step. The rest goes through

@@ -43,7 +43,7 @@ from lightning_lowprec.masters.moments import (
     taken_out,
 )
 from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
-from lightning_lowprec.masters.registry import MasterRegistry
+from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
 from lightning_lowprec.private.torch_optimizers import (
@@ -124,15 +124,15 @@ def remove_masters(optimizer: Optimizer) -> None:
 
 def masters_are_stale(optimizer: Optimizer, config: MasterConfig) -> bool:
     """Return whether ``optimizer`` has masters of parameters that have another dtype now, or not by ``config``."""
-    if not isinstance(optimizer, MasterOptimizer):
+    registry = registry_of(optimizer)
+    if registry is None:
         return False
-    registry = optimizer._masters
     return config != registry.config or any(p.dtype != store.dtype for store in registry.stores for p in store.params)
 
 
 def has_masters(optimizer: Optimizer) -> bool:
     """Return whether :func:`add_masters` was applied to ``optimizer``."""
-    return isinstance(optimizer, MasterOptimizer)
+    return registry_of(optimizer) is not None
 
 
 def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
@@ -146,7 +146,7 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
     Raises:
         TypeError: ``optimizer`` has no masters.
     """
-    _registry_of(optimizer).move_grads(inv_scale)
+    _expected_registry(optimizer).move_grads(inv_scale)
 
 
 def show_master_grads(optimizer: Optimizer) -> None:
@@ -154,8 +154,8 @@ def show_master_grads(optimizer: Optimizer) -> None:
 
     The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
     """
-    if isinstance(optimizer, MasterOptimizer):
-        optimizer._masters.gradients.show(optimizer._masters.pairs())
+    if (registry := registry_of(optimizer)) is not None:
+        registry.gradients.show(registry.pairs())
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -164,28 +164,29 @@ def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
     Their values may be read until the next ``step`` or ``zero_grad``. After that, a master of the remainder or
     stochastic form has no memory.
     """
-    masters = {}
-    if isinstance(optimizer, MasterOptimizer):
-        optimizer._masters.load()
-        masters = optimizer._masters.master_of
+    registry = registry_of(optimizer)
+    if registry is not None:
+        registry.load()
     for param in parameters_of(optimizer):
-        yield masters.get(id(param), param)
+        yield param if registry is None else registry.master_of.get(id(param), param)
 
 
 def held_masters(optimizer: Optimizer) -> list[Tensor]:
     """Return the masters, to look at their ``grad``; their values may have no memory. Empty without masters."""
-    return list(optimizer._masters.master_of.values()) if isinstance(optimizer, MasterOptimizer) else []
+    registry = registry_of(optimizer)
+    return [] if registry is None else list(registry.master_of.values())
 
 
 def without_masters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of ``optimizer`` that have no masters."""
-    return optimizer._masters.without_master() if isinstance(optimizer, MasterOptimizer) else parameters_of(optimizer)
+    registry = registry_of(optimizer)
+    return parameters_of(optimizer) if registry is None else registry.without_master()
 
 
 def drop_grads(optimizer: Optimizer) -> None:
     """Drop the gradients that were moved to masters; call it for a step that is skipped."""
-    if isinstance(optimizer, MasterOptimizer):
-        optimizer._masters.drop_grads()
+    if (registry := registry_of(optimizer)) is not None:
+        registry.drop_grads()
 
 
 def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
@@ -198,7 +199,7 @@ def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = 
     Raises:
         TypeError: ``optimizer`` has no masters.
     """
-    _registry_of(optimizer).refresh(values)
+    _expected_registry(optimizer).refresh(values)
 
 
 class MasterOptimizer(Optimizer):
@@ -326,9 +327,10 @@ def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
 
 
-def _registry_of(optimizer: Optimizer) -> MasterRegistry:
-    if not isinstance(optimizer, MasterOptimizer):
+def _expected_registry(optimizer: Optimizer) -> MasterRegistry:
+    registry = registry_of(optimizer)
+    if registry is None:
         raise TypeError(
             f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
         )
-    return optimizer._masters
+    return registry

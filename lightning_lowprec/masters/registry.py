@@ -58,7 +58,7 @@ class MasterRegistry:
     def optimizer(self) -> Optimizer | None:
         """Return the optimizer; None if it is gone, or has other masters by now."""
         optimizer = self._optimizer()
-        return optimizer if optimizer is not None and vars(optimizer).get("_masters") is self else None
+        return optimizer if optimizer is not None and registry_of(optimizer) is self else None
 
     def params(self) -> list[Tensor]:
         """Return the tensors in the optimizer's groups, in order."""
@@ -332,6 +332,12 @@ class MasterRegistry:
         optimizer.state.update(items)
 
 
+def registry_of(optimizer: Optimizer) -> MasterRegistry | None:
+    """Return the masters of an optimizer, or None."""
+    registry: MasterRegistry | None = getattr(optimizer, "_masters", None)
+    return registry
+
+
 def all_registries() -> list[MasterRegistry]:
     """Return every registry whose optimizer still exists."""
     return list(_registries.values())
@@ -339,7 +345,8 @@ def all_registries() -> list[MasterRegistry]:
 
 def optimizers_with_masters() -> list[Optimizer]:
     """Return the optimizers that have masters and still exist."""
-    return [optimizer for optimizer in (r.optimizer() for r in all_registries() if r.stores) if optimizer is not None]
+    optimizers = (registry.optimizer() for registry in all_registries() if registry.stores)
+    return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
