@@ -73,7 +73,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     return (~together(_norms(grads, math.inf), math.inf).isfinite()).float()
 
 
-def settle() -> None:
+def multiply_waiting() -> None:
     """Before a backward: multiply gradients that wait for a step, which the new gradients must not share."""
     for registry in all_registries():
         if registry.gradients.waits:

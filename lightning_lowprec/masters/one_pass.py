@@ -171,7 +171,7 @@ def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store,
     for row in rows:
         row.param.grad = row.master.grad = None
     for store in {store for store, _ in places}:
-        store.note_step()
+        store.note_agreement()
 
 
 def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: int) -> Row | None:

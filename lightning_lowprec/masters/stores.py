@@ -109,7 +109,7 @@ class Store(ABC):
         else:
             self.buffer.allocate()
             self._fill()
-        self.note_step()
+        self.note_agreement()
 
     @torch.no_grad()
     def save(self, step: int) -> None:
@@ -122,15 +122,15 @@ class Store(ABC):
     def cast_to_params(self) -> None:
         """Cast the masters into the parameters; the masters stay loaded, for an evaluation inside a step."""
         copy_all_([local(p) for p in self.params], self.buffer.views)
-        self.note_step()
+        self.note_agreement()
 
     def settle(self, step: int) -> None:
-        """Make what is stored between steps current, for a kernel that writes it; :meth:`note_step` must follow."""
+        """Make what is stored between steps current for a kernel, after which :meth:`note_agreement` must follow."""
         if self.buffer.allocated:
             self.load()
             self.save(step)
 
-    def note_step(self) -> None:
+    def note_agreement(self) -> None:
         """Note that the parameters agree with their masters now, for example after a kernel has updated both."""
         self._fingerprints = [_fingerprint(p) for p in self.params]
 

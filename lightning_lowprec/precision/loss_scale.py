@@ -150,7 +150,7 @@ class LossScaler:
         for optimizer, gradients in self._gradients.items():
             if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
-                deferred.settle()
+                deferred.multiply_waiting()
                 if self.scales_loss:
                     _multiply_grads(optimizer, self.scale)
         if not self.scales_loss:

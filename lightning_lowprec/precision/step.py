@@ -44,7 +44,7 @@ def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
 
 def before_backward() -> None:
     """Multiply gradients that wait for a step, if another backward comes before the step."""
-    deferred.settle()
+    deferred.multiply_waiting()
 
 
 # ---- clipping
