@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from lightning_lowprec.numerics.parameters import by_mesh
+from lightning_lowprec.numerics.parameters import grouped, mesh_of
 from lightning_lowprec.numerics.wire_format import (
     WiredWeight,
     WireFormat,
@@ -145,7 +145,7 @@ class GatherScales:
         """
         if not self.stale or not self.weights:
             return
-        for weights in by_mesh(self._sent_as_codes()):
+        for weights in grouped(self._sent_as_codes(), mesh_of):
             amax: Any = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
             # offloaded shards are on CPU, which nccl does not reduce
             amax = torch.clamp(amax.to(amax.device_mesh.device_type), min=self.format.least_amax)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.registry import MasterRegistry, all_registries, registry_of
-from lightning_lowprec.numerics.parameters import over_ranks, together
+from lightning_lowprec.numerics.parameters import grouped, mesh_of, over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
 from lightning_lowprec.private.torch_optimizers import steps_alone
 
@@ -82,7 +81,5 @@ def multiply_waiting() -> None:
 
 def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of gradients by device and mesh: tensor parallelism shards over one mesh more."""
-    groups: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, getattr(grad, "device_mesh", None)), []).append(grad)
-    return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups.values()])
+    groups = grouped(grads, lambda grad: (grad.device, mesh_of(grad)))
+    return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
+from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import copy_all_, multiply_all_
 
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
@@ -122,11 +123,8 @@ def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place, of DTensors the shards; ``factor`` may be a scalar on another device."""
     if is_one(factor):
         return
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(local(grad))
-    for device, members in by_device.items():
-        here = factor.to(device) if isinstance(factor, Tensor) else factor
+    for members in grouped(map(local, grads), lambda grad: grad.device):
+        here = factor.to(members[0].device) if isinstance(factor, Tensor) else factor
         multiply_all_([grad for grad in members if not grad.is_sparse], here)
         for grad in members:
             if grad.is_sparse:

@@ -14,7 +14,7 @@ Operations and names of the update rules are those of ``torch.optim``'s ``_singl
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
@@ -28,6 +28,7 @@ from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.largest import Largest, asked
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device, tensor_on
+from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
@@ -166,7 +167,7 @@ def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store,
     for store in dict.fromkeys(store for store, _ in places):
         registry.settle(store)
     rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
-    for same in _by_variant(rows):
+    for same in grouped(rows, lambda row: (row.variant, local(row.param).device)):
         _step_rows(registry, group, rule, same, factor)
     for row in rows:
         row.param.grad = row.master.grad = None
@@ -224,13 +225,6 @@ def _coded_first_state(rule: Rule, param: Tensor, group: Mapping[str, Any]) -> d
 def _is_plain(weight: Tensor) -> bool:
     """Return whether a kernel may write to the memory of a weight, and can say so where the weight wants to know."""
     return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
-
-
-def _by_variant(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.variant, row.tensors[0].device), []).append(row)  # type: ignore[union-attr]
-    yield from groups.values()
 
 
 def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row], factor: float | Tensor) -> None:

@@ -6,8 +6,8 @@ are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+
+T = TypeVar("T")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -40,15 +42,20 @@ def on_several_meshes(tensors: Iterable[Tensor]) -> bool:
     """Return whether there are DTensors of several meshes, or DTensors and other tensors."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    return len({getattr(tensor, "device_mesh", None) for tensor in tensors}) > 1
+    return len(set(map(mesh_of, tensors))) > 1
 
 
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by their mesh; tensors without a mesh are one group."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """Return lists of the items that share a key, in the order in which the keys come."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """Return the device mesh of a DTensor, or None."""
+    return getattr(tensor, "device_mesh", None)
 
 
 @torch.no_grad()
@@ -56,7 +63,7 @@ def clip_grad_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
-    groups = by_mesh(p for p in parameters if p.grad is not None)
+    groups = grouped((p for p in parameters if p.grad is not None), mesh_of)
     norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if not norms:
         return torch.tensor(0.0)
@@ -96,8 +103,5 @@ def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
 
     Norms of sharded tensors are DTensors that are not yet summed over the ranks.
     """
-    groups: dict[Any, list[Tensor]] = {}
-    for norm in norms:
-        mesh = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
-        groups.setdefault((norm.device, mesh), []).append(norm)
-    return together(over_ranks(torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()))
+    groups = grouped(norms, lambda norm: (norm.device, mesh_of(norm), getattr(norm, "placements", None)))
+    return together(over_ranks(torch.linalg.vector_norm(torch.stack(group)) for group in groups))
