@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.ledger.recorder import Log, Record, mark, recording
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.numerics import one_pass
-from lightning_lowprec.tools.planning import volume
+from lightning_lowprec.tools.planning.per_rank import all_gather, all_reduce
 
 STAGES = {
     "scales": (GatherScales, "refresh"),
@@ -75,7 +75,7 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that this rank sends in a ring; of an all-to-all, all but its own part."""
-        ring = volume.all_reduce if self.kind == "all_reduce" else volume.all_gather
+        ring = all_reduce if self.kind == "all_reduce" else all_gather
         return ring(self.size, self.ranks)
 
 

@@ -107,12 +107,8 @@ def promised(case: Case, model: nn.Module) -> dict[str, Any]:
     """Return the bytes that ``lowprec plan --shards`` prints for this case."""
     name = TABLE.get(case.precision)
     converts = name is not None and name.plugin.backend is not None
-    options: dict[str, Any] = {}
-    if name is not None and converts:
-        options = {"recipe": name.gains, "alignment": name.alignment, "stores_codes": name.keeps_codes}
-    plan = make_plan(model, **options)
-    gathers = name is not None and name.gathers_fp8
-    sizes = footprints(model, plan, case.precision, fp8_all_gather=gathers)
+    plan = make_plan(model, None, name.plan_request() if name is not None and converts else None)
+    sizes = footprints(model, plan, case.precision)
     if not converts:
         sizes = [row for row in sizes[:-1] if row.precision == case.precision]
     ranks = per_rank(

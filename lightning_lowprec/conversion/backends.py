@@ -21,7 +21,8 @@ from lightning_lowprec.conversion import experts, head, in_float32
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_formats import Formats
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.plan import PlanRequest
+from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
 from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
@@ -71,6 +72,19 @@ class PrecisionName:
     def keeps_codes(self) -> bool:
         """Whether weights are kept as codes with a scale, as MS-AMP's are."""
         return self.formats is not None and self.formats.keeps_codes
+
+    def plan_request(self, recipe: Recipe | RecipeMap | None = None) -> PlanRequest:
+        """Return what a plan under this name asks for; ``recipe``: recipes per layer, None: the name's own."""
+        return PlanRequest(
+            recipe=recipe or self.gains,
+            alignment=self.alignment,
+            stores_codes=self.keeps_codes,
+            conv1d=self.conv1d != "kept",
+            pads=self.pads,
+            experts=self.experts,
+            base=self.options.get("base", "bf16"),
+            format=self.plugin.format,
+        )
 
 
 def _no_revert(model: nn.Module) -> None:

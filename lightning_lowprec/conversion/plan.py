@@ -118,66 +118,73 @@ class Plan:
         return plan_table.as_html(self.summary(), self.all_rows, self.format)
 
 
-def make_plan(
-    model: nn.Module,
-    options: LayerOptions | None = None,
-    *,
-    recipe: Recipe | RecipeMap = "tensorwise",
-    alignment: int = selection.FEATURE_ALIGNMENT,
-    alignments: Mapping[str, int] | None = None,
-    converted_class: type[nn.Module] | None = None,
-    stores_codes: bool = False,
-    conv1d: bool = True,
-    pads: bool | None = None,
-    experts: str | None = selection.NO_GROUPED_PRODUCT,
-    base: str = "bf16",
-    head: str = "bf16",
-    format: str = "FP8",
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a precision asks of a plan, beside the user's choices of layers."""
+
+    recipe: Recipe | RecipeMap = "tensorwise"
+    """The recipe whose break-even points and gains are used, or recipes per layer."""
+    alignment: int = selection.FEATURE_ALIGNMENT
+    """Features must be multiples of this number."""
+    alignments: Mapping[str, int] = field(default_factory=dict)
+    """For recipes per layer that need more: by name of the recipe, the number."""
+    converted_class: type[nn.Module] | None = None
+    """The class that an earlier plan gave to Linears; such a layer gets the row of a Linear."""
+    stores_codes: bool = False
+    """Weights become parameters of codes, so a weight that a hook computes at each forward is kept."""
+    conv1d: bool = True
+    """Whether ``Conv1D`` of transformers can convert, whose weight is [in, out]."""
+    pads: bool | None = None
+    """Whether features that are no multiples of ``alignment`` are padded; None: the backend cannot."""
+    experts: str | None = selection.NO_GROUPED_PRODUCT
+    """Why stacked experts stay in high precision; None: they convert."""
+    base: str = "bf16"
+    """The dtype of everything that does not convert."""
+    head: str = "bf16"
+    """The option ``head`` of the precision."""
+    format: str = "FP8"
+    """The format of the weights that convert, in words."""
+
+
+def make_plan(model: nn.Module, options: LayerOptions | None = None, request: PlanRequest | None = None) -> Plan:
     """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
 
     Args:
         model: any module, also a single Linear.
         options: the user's choices beside the built-in rules.
-        recipe: the recipe whose break-even points and gains are used, or recipes per layer.
-        alignment: features must be multiples of this number.
-        alignments: for recipes per layer that need more: by name of the recipe, the number.
-        converted_class: the class that an earlier plan gave to Linears; such a layer gets the row of a Linear.
-        stores_codes: weights become parameters of codes, so a weight that a hook computes at each forward is kept.
-        conv1d: whether ``Conv1D`` of transformers can convert, whose weight is [in, out].
-        pads: whether features that are no multiples of ``alignment`` are padded; None: the backend cannot.
-        experts: why stacked experts stay in high precision; None: they convert.
-        base: the dtype of everything that does not convert.
-        head: the option ``head`` of the precision.
-        format: the format of the weights that convert, in words.
+        request: what the precision asks for; None: what tensorwise FP8 does.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
-    options = options or LayerOptions()
+    options, request = options or LayerOptions(), request or PlanRequest()
+    recipe, pads, alignment = request.recipe, request.pads, request.alignment
     built_in, by_user = selection.built_in(model), selection.by_user(model, options)
     reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
-    found = []
+    products = []
     for matmul, module in matmuls(model):
         multiple = 1 if pads and matmul.kind != STACKED else alignment
-        reason = selection.unsupported(matmul, module, multiple, converted_class, experts)
-        reason = reason or reasons.get(matmul.fqn) or _kept_by(options, module, stores_codes, conv1d)
-        found.append((matmul, module, reason))
+        reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
+        products.append((matmul, module, reason or reasons.get(matmul.fqn) or _kept_by(options, module, request)))
     if isinstance(recipe, RecipeMap):
-        recipe.check({matmul.fqn: reason for matmul, _, reason in found})
+        recipe.check({matmul.fqn: reason for matmul, _, reason in products})
     rows, recipes = [], {}
-    for matmul, module, reason in found:
-        own, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, alignments or {})
+    for matmul, module, reason in products:
+        own, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, request.alignments)
         gain = _gain(recipe if own is None else own.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
         if reason is None and own is not None:
             recipes[matmul.fqn] = own
-        dtype = None if reason is None else runs_in(matmul, module, built_in.get(matmul.fqn, ""), base, head)
+        dtype = (
+            None
+            if reason is None
+            else runs_in(matmul, module, built_in.get(matmul.fqn, ""), request.base, request.head)
+        )
         dtype = FLOAT32 if own is not None and own.name == FLOAT32 else dtype
         row = replace(_row(matmul, module, reason, own, gain), runs_in=dtype)
         rows.append(row if pads is None else replace(row, padded_to=_padded(row, alignment)))
-    return Plan(tuple(rows), _others(model, base), recipes, format)
+    return Plan(tuple(rows), _others(model, request.base), recipes, request.format)
 
 
 def _others(model: nn.Module, base: str) -> tuple[PlanRow, ...]:
@@ -199,10 +206,10 @@ def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe
     return PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=_trains(module), recipe=words)
 
 
-def _kept_by(options: LayerOptions, module: nn.Module, stores_codes: bool, conv1d: bool) -> str | None:
-    if is_conv1d(module) and not conv1d:
+def _kept_by(options: LayerOptions, module: nn.Module, request: PlanRequest) -> str | None:
+    if is_conv1d(module) and not request.conv1d:
         return "no Linear (Conv1D)"
-    computed = selection.computed_weight(module) if stores_codes else None
+    computed = selection.computed_weight(module) if request.stores_codes else None
     return computed or ("frozen" if options.frozen == "keep" and not _trains(module) else None)
 
 

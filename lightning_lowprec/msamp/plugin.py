@@ -15,6 +15,7 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.ddp import DDPModels
@@ -155,12 +156,8 @@ class MSAMP(LowPrecision):
         plan = fp8.plan_or_raise(
             module,
             self.layers,
+            PlanRequest(base=self.base, converted_class=ScaledLayer, stores_codes=True, head=self.head),
             precision=self.precision,
-            base=self.base,
-            converted_class=ScaledLayer,
-            stores_codes=True,
-            head=self.head,
-            conv1d=True,
         )
         layers = scaled_linears(module)
         masters = [required_state_of(layer.weight).master for layer in layers.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -10,12 +10,13 @@ from torch.nn import Module
 
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import Plan, make_plan
-from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
+from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.runs_where import RecipeKey
+
+_LINEARS_ONLY: Final = PlanRequest(conv1d=False)
 
 
 def emulates(emulate: bool | None, device: torch.device) -> bool:
@@ -55,28 +56,20 @@ def peak_dtype(plugin: LowPrecision) -> torch.dtype:
 
 
 def plan_or_raise(
-    module: Module,
-    layers: LayerOptions,
-    *,
-    precision: str,
-    base: str,
-    alignment: int = FEATURE_ALIGNMENT,
-    **options: Any,
+    module: Module, layers: LayerOptions, request: PlanRequest = _LINEARS_ONLY, *, precision: str
 ) -> Plan:
     """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
 
     Args:
         module: the module to convert.
         layers: the user's choices.
+        request: what the precision asks for.
         precision: the name of the precision, for messages.
-        base: the dtype outside of FP8: ``"bf16"`` or ``"fp16"``.
-        alignment: see ``make_plan``.
-        options: the other arguments of ``make_plan``.
 
     Raises:
         ValueError: nothing converts.
     """
-    plan = make_plan(module, layers, base=base, alignment=alignment, **{"conv1d": False, **options})
+    plan = make_plan(module, layers, request)
     if plan.converted:
         return plan
     found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
@@ -84,10 +77,10 @@ def plan_or_raise(
         tokens = layers.tokens or DEFAULT_TOKENS
         rank_zero_info(
             f"{precision}: min_gain='auto' converts {found} (at {tokens} tokens per step, {SOURCE});"
-            f" everything runs in {base}."
+            f" everything runs in {request.base}."
         )
         return plan
-    raise nothing_converts(precision, found, plan, multiple=alignment)
+    raise nothing_converts(precision, found, plan, multiple=request.alignment)
 
 
 def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from torch import nn
@@ -69,15 +69,7 @@ def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
 
 def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
     """Choose the weights that :data:`WITHOUT_FP8` would convert, of a model that no precision has converted."""
-    row = names.resolve(WITHOUT_FP8)
-    plan = make_plan(
-        model,
-        options,
-        recipe=row.gains,
-        alignment=row.alignment,
-        conv1d=row.conv1d != "kept",
-        experts=row.experts,
-    )
+    plan = make_plan(model, options, replace(names.resolve(WITHOUT_FP8).plan_request(), pads=None))
     planned = of_plan(plan, None)
     kept = {model_name(fqn): reason for fqn, reason in planned.kept.items()}
     return RoundedWeights(roundings=dict.fromkeys(map(model_name, planned.roundings)), kept=kept)

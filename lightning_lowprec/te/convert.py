@@ -12,7 +12,7 @@ from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO, matches
 from lightning_lowprec.te import delayed_scaling
 from lightning_lowprec.te.fp8_weight import wire_format_of
@@ -71,11 +71,12 @@ def choose(
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
     options = replace(options, keep=keep, only=only)
-    runs: Any = {"experts": EXPERTS_NEED_TORCHAO, "base": base, "head": head}
+    request = PlanRequest(experts=EXPERTS_NEED_TORCHAO, base=base, head=head)
     if recipes is None:
-        return Choice(linears=make_plan(model, options, alignment=alignment, **runs), norms=reasons)
-    plan = make_plan(model, options, recipe=recipes.patterns, alignments=recipes.alignments, **runs)
-    return Choice(linears=plan, norms=reasons)
+        request = replace(request, alignment=alignment)
+    else:
+        request = replace(request, recipe=recipes.patterns, alignments=recipes.alignments)
+    return Choice(linears=make_plan(model, options, request), norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, take
-from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import WeightOptions
@@ -82,7 +82,7 @@ class TorchAO(Scheduled):
         """Return what gives each recipe its settings."""
 
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of ``make_plan`` that the format decides."""
+        """Return the fields of the ``PlanRequest`` that the format decides."""
         return {}
 
     def check_schedule(self, phases: Schedule) -> None:
@@ -137,11 +137,8 @@ class TorchAO(Scheduled):
         plan = fp8.plan_or_raise(
             module,
             self.layers,
+            PlanRequest(base=self.base, head=self.head, **{"recipe": self.recipes, **self.plan_options(device)}),
             precision=self.precision,
-            base=self.base,
-            head=self.head,
-            conv1d=True,
-            **{"recipe": self.recipes, **self.plan_options(device)},
         )
         recipes, default = self.layer_recipes(device), LayerRecipe(self.kinds[0])
         with unchanged(module):

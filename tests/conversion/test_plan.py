@@ -9,7 +9,7 @@ from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 
 
@@ -190,7 +190,7 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
     model, names = Mixed(), ("up", "down", "experts.gate_up_proj", "experts.down_proj")
 
     def converted(recipe="tensorwise", **options):
-        plan = make_plan(model, LayerOptions(**options), recipe=recipe, experts=None)
+        plan = make_plan(model, LayerOptions(**options), PlanRequest(recipe=recipe, experts=None))
         assert [row.fqn for row in plan.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
         assert plan.linears + plan.stacked == tuple(sorted(plan.converted, key=lambda fqn: "experts" in fqn))
         return plan
@@ -307,7 +307,7 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("head", ["bf16", "chunked", "fp8"])
 def test_the_dtype_of_a_kept_weight_is_said_where_it_is_known(base, head):
     """A gate may run in float32, as the model likes; so may experts that are nobody's, and a replaced forward."""
-    plan = make_plan(Mixture(), base=base, head=head)
+    plan = make_plan(Mixture(), request=PlanRequest(base=base, head=head))
     dtypes = {row.fqn: row.runs_in for row in plan.rows}
     assert dtypes == {
         "gate": None, "experts.w1": None, "doubled": None, "falcon": base, "odd": base, "layer": None, "replaced": None,

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_lowprec import html
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 
 
 class Tags(HTMLParser):
@@ -104,7 +104,7 @@ def test_a_model_without_layers_and_a_model_that_is_a_layer():
     assert read(make_plan(nn.ReLU())).text == ["The model has no Linear."]
     assert repr(make_plan(nn.ReLU())).endswith("(the model has no Linear)")
     assert read(make_plan(nn.Linear(16, 16))).rows[1][0] == "(the model)"
-    other = make_plan(nn.Linear(16, 16), format="int8")
+    other = make_plan(nn.Linear(16, 16), request=PlanRequest(format="int8"))
     assert read(other).rows[1][2] == "int8"
     assert "gains per layer: not known for int8" in read(other).text
 

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 
 
 class Layer(torch.nn.Module):
@@ -65,7 +65,7 @@ def test_fp8_keeps_experts_whose_forward_was_replaced():
     """Nobody knows whether the function calls the module's own forward."""
     model = Layer()
     replace_forward(model.experts)
-    reasons = {row.fqn: row.kept_because for row in make_plan(model, experts=None).rows}
+    reasons = {row.fqn: row.kept_because for row in make_plan(model, request=PlanRequest(experts=None)).rows}
     replaced = "its forward is replaced on the instance"
     assert reasons == {"linear": None, "experts.gate_up_proj": replaced, "experts.down_proj": replaced}
     fabric = L.Fabric(plugins=FP8TorchAO(recipe="rowwise"), accelerator="cpu")

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.torchao.experts import fp8_experts
 from tests.quality import sqnr
 
@@ -170,7 +170,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_computes_something_else_stays_as_it_is(name):
     model, (x, counts) = Layer(DIFFERENT[name](use_grouped_mm=False)), batch()
-    reasons = {row.kept_because for row in make_plan(model, experts=None).rows}
+    reasons = {row.kept_because for row in make_plan(model, request=PlanRequest(experts=None)).rows}
     assert reasons == {"GroupedExperts that do not compute w2(silu(w1 x) * w3 x)"}
     cls, expected = type(model.experts), model(x, counts).detach()
     wrapped = set_up(model, HalfMixed("bf16"))
@@ -180,28 +180,30 @@ def test_what_computes_something_else_stays_as_it_is(name):
 
 def test_other_layouts_and_arguments_stay_as_they_are():
     square = Layer(namesake(forward=_swapped)(dim=DIM, hidden=DIM))
-    assert {row.kept_because for row in make_plan(square, experts=None).rows} == {
+    assert {row.kept_because for row in make_plan(square, request=PlanRequest(experts=None)).rows} == {
         "GroupedExperts, whose forward fails for a small example (RuntimeError)"
     }
     replaced = Layer(GroupedExperts())
     replaced.experts.forward = lambda x, counts: x
-    assert {row.kept_because for row in make_plan(replaced, experts=None).rows} == {
+    assert {row.kept_because for row in make_plan(replaced, request=PlanRequest(experts=None)).rows} == {
         "its forward is replaced on the instance"
     }
     odd = Layer(GroupedExperts(dim=24, use_grouped_mm=False))
-    assert {row.kept_because for row in make_plan(odd, experts=None).rows} == {"features are no multiples of 16"}
+    assert {row.kept_because for row in make_plan(odd, request=PlanRequest(experts=None)).rows} == {
+        "features are no multiples of 16"
+    }
     more = Layer(GroupedExperts())
     more.experts.bias = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
     arguments = Layer(namesake(forward=lambda self, x, counts, scores=None: x)())
     for model in (more, arguments):
-        reasons = {row.kept_because for row in make_plan(model, experts=None).rows}
+        reasons = {row.kept_because for row in make_plan(model, request=PlanRequest(experts=None)).rows}
         assert reasons == {"stacked experts of an unknown class (GroupedExperts)"}
 
 
 def test_recognising_draws_no_random_number_and_leaves_the_module_alone():
     model = Layer(GroupedExperts()).to("meta")
     state, before = torch.get_rng_state(), dict(vars(model.experts))
-    plan = make_plan(model, experts=None)
+    plan = make_plan(model, request=PlanRequest(experts=None))
     assert plan.converted == plan.stacked == ("experts.w1", "experts.w2", "experts.w3")
     assert {row.fqn: (row.in_features, row.out_features) for row in plan.rows} == {
         "experts.w1": (DIM, HIDDEN),
@@ -264,7 +266,7 @@ def test_lists_of_linear_experts_convert():
 
     torch.manual_seed(0)
     model = LLaMAMoE()
-    plan = make_plan(model, experts=None)
+    plan = make_plan(model, request=PlanRequest(experts=None))
     assert len(plan.converted) == 3 * 16
     assert {row.fqn: row.kept_because for row in plan.rows if row.kept_because} == {"gate": "gate beside experts"}
     x, _ = batch()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.planning.volume import (
+from lightning_lowprec.tools.planning.per_rank import (
     Weights,
     all_gather,
     all_reduce,

@@ -13,7 +13,7 @@ from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create, resolve, without_backend
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning.widths import widths
+from lightning_lowprec.tools.planning.pages import widths
 
 FORMS = {"-master": True, "-remainder": "remainder", "-sr": "stochastic"}
 BF16_BASED = [

@@ -7,7 +7,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.tools.planning.widths import widths
+from lightning_lowprec.tools.planning.pages import widths
 
 NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
 

@@ -60,7 +60,7 @@ def test_flops_and_bytes_by_hand():
     assert by_name["fp8-hybrid"].gathered == converted + 2 * (total - converted)
     assert by_name["32-true"].gathered == 4 * total
     assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
-    rowwise = footprints(model, plan, "fp8-rowwise", fp8_all_gather=False)[-1]
+    rowwise = footprints(model, plan, "fp8-rowwise")[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
         scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]

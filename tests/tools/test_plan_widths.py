@@ -30,7 +30,7 @@ from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
-from lightning_lowprec.tools.planning.widths import all_names, text, widths
+from lightning_lowprec.tools.planning.pages import all_names, widths, widths_page
 from tests.masters.master_loops import buffers_of
 from tests.representatives import representatives
 
@@ -208,7 +208,7 @@ def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
     assert widths("fp6-theirs") == {"precision": "fp6-theirs", "reason": reason}
     assert main(["plan", "--precisions"]) == 0
     assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
-    assert text([widths("fp6-theirs")])
+    assert widths_page([widths("fp6-theirs")])
 
 
 def tables_of_numbers():

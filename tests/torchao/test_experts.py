@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Nemo
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import CastExperts, stacks, weight_names
-from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.tools.planning.costs import flops
@@ -329,7 +329,7 @@ def test_most_of_a_mixture_runs_in_fp8(family, share):
     """By the defaults of transformers: shares of all matrix FLOPs."""
     source = load(family, {})
     for experts, expected in ((None, share), ("no FP8 product", 0.12)):
-        plan = make_plan(source.model, experts=experts)
+        plan = make_plan(source.model, request=PlanRequest(experts=experts))
         found = flops(plan, attention_width=source.attention_width).fp8_share
         assert found == pytest.approx(expected, abs=0.005 if experts is None else 0.03)
 

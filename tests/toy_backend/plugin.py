@@ -32,6 +32,6 @@ class Toy(LowPrecision):
 
     def _prepare(self, module: nn.Module, device: torch.device) -> None:
         backends.revert_all(module)
-        self.plan = fp8.plan_or_raise(module, self.layers, precision=self.precision, base="bf16")
+        self.plan = fp8.plan_or_raise(module, self.layers, precision=self.precision)
         with unchanged(module):
             convert(module, self.plan.converted)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import LayerOptions, take
+from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools import strict_json
-from lightning_lowprec.tools.planning import fits_command, widths
-from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints
-from lightning_lowprec.tools.planning.forward_share import forward_share
-from lightning_lowprec.tools.planning.model_plan import converting_name, plan_of, recipes_of
+from lightning_lowprec.tools.planning.costs import SEQUENCE_LENGTH, flops, footprints, forward_share
+from lightning_lowprec.tools.planning.model_plan import converting_name, recipes_of
+from lightning_lowprec.tools.planning.pages import all_names, plan_page, widths, widths_page
 from lightning_lowprec.tools.planning.per_rank import per_rank
-from lightning_lowprec.tools.planning.render import text
 from lightning_lowprec.tools.planning.source import load
 from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
@@ -27,45 +26,31 @@ def run(argv: Sequence[str]) -> int:
     """Print the plan; return 1 if nothing converts."""
     args = _parser().parse_args(argv)
     if args.fits is not None:
+        from lightning_lowprec.tools.planning import fits_command
+
         return fits_command.run(args)
     if args.precisions is not None:
-        rows = [widths.widths(name) for name in widths.all_names()]
-        print(strict_json.dumps(rows) if args.json else widths.text(rows))
+        rows = [widths(name) for name in all_names()]
+        print(strict_json.dumps(rows) if args.json else widths_page(rows))
         return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
+    for option, value in (("fp8_reduce", args.fp8_reduce), ("copies", args.copies)):
+        if args.shards is None and value not in (False, 1):
+            raise ValueError(f"`{option}={value}` is not valid without `--shards`: say how many ranks share one copy.")
     name = converting_name(args.precision)
     with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
         recipes = recipes_of(dict(map(_pattern, args.recipe or ())), args.precision, name)
-        plan = plan_of(source.model, name, recipes, take(LayerOptions, vars(args)))
+        plan = make_plan(source.model, take(LayerOptions, vars(args)), name.plan_request(recipes))
         share, forward = forward_share(source.model, plan)
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
-    gathered = backends.get(name.plugin.backend).recipes if plan.recipes else name.gathers_fp8
-    sizes = footprints(
-        source.model,
-        plan,
-        args.precision,
-        fp8_all_gather=gathered,
-    )
-    if args.shards is None and args.fp8_reduce:
-        raise ValueError("`fp8_reduce=True` is not valid without `--shards`: say how many ranks share one copy.")
-    if args.shards is None and args.copies != 1:
-        raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
-    ranks = []
+    sizes, ranks = footprints(source.model, plan, args.precision), []
     if args.shards is not None:
-        ranks = per_rank(
-            source.model,
-            plan,
-            sizes,
-            shards=args.shards,
-            copies=args.copies,
-            fp8_reduce=args.fp8_reduce,
-            fp8_all_gather=gathered,
-        )
+        ranks = per_rank(source.model, plan, sizes, shards=args.shards, copies=args.copies, fp8_reduce=args.fp8_reduce)
+    write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
     if args.markdown is not None:
-        page = text(source.origin, plan, per_token, sizes, ranks, forward=forward, markdown=True, all_rows=args.all)
-        Path(args.markdown).write_text(f"{page}\n", encoding="utf-8")
+        Path(args.markdown).write_text(f"{write(markdown=True)}\n", encoding="utf-8")
     data = {
         "source": source.origin,
         "precision": args.precision,
@@ -75,8 +60,7 @@ def run(argv: Sequence[str]) -> int:
         "bytes": [asdict(row) for row in sizes],
         "per_rank": [asdict(rank) for rank in ranks],
     }
-    page = text(source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
-    print(strict_json.dumps(data) if args.json else page)
+    print(strict_json.dumps(data) if args.json else write())
     return 0 if plan.converted else 1
 
 

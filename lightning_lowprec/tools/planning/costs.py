@@ -1,15 +1,15 @@
-"""The FLOPs and bytes of a plan."""
+"""The FLOPs of a plan, by formula and in a forward, and the bytes of a model with AdamW, by the formats of a name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_lowprec import names
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
-from lightning_lowprec.conversion.matmuls import CONV1D
+from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.plan_row import PlanRow
@@ -74,6 +74,34 @@ def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
     return 2.0 * gemms * row.per_token * row.in_features * row.out_features
 
 
+def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
+    """Return the share of the FLOPs of a forward of ``example_input_array`` that is low, and a line about the share.
+
+    Nothing is computed: the model is on the meta device. None: not known; the line is empty without an example.
+    """
+    example = getattr(model, "example_input_array", None)
+    if example is None:
+        return None, ""
+    from lightning_lowprec.precision.float32_products import Float32Products
+    from lightning_lowprec.precision.layer_calls import LayerCalls
+    from lightning_lowprec.private.fake_gpu import tensors_of
+    from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
+
+    inputs, parameter = inputs_of(model), next(model.parameters())
+    batch = inputs.batch(tensors_of(example)[0].shape[0], None, parameter.device)
+    rows = [row for row in plan.rows if row.kept_because is None]
+    fqns = {row.fqn.rpartition(".")[0] if row.kind == STACKED else row.fqn for row in rows}
+    layers = {id(model.get_submodule(fqn)) for fqn in fqns}
+    calls = LayerCalls([model], lambda module: id(module) in layers)
+    of = "a forward of `example_input_array`"
+    try:
+        with Float32Products([model], calls):
+            inputs.loss(model, batch)
+    except (NotImplementedError, RuntimeError) as error:  # the forward reads values
+        return None, f"matrix FLOPs of {of}: not known ({str(error).splitlines()[0]})"
+    return calls.share, calls.text(of, plan.format) or f"matrix FLOPs of {of}: not known"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
     """Bytes of a model under one precision with AdamW, before any sharding.
@@ -98,31 +126,17 @@ class Bytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def footprints(
-    model: nn.Module,
-    plan: Plan,
-    precision: str,
-    *,
-    fp8_all_gather: bool | Mapping[str, bool] = True,
-) -> list[Bytes]:
-    """Return the bytes under precisions that convert no layers, and under ``precision`` with this plan.
-
-    Args:
-        model: the model of the plan.
-        plan: the layers that convert.
-        precision: the name of the last row.
-        fp8_all_gather: whether converted weights can be gathered as float8 (tensorwise recipes can); of weights that
-            are kept as codes, whether they run under FSDP2. With recipes per layer: the answer for each recipe.
-    """
+def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
+    """Return the bytes under precisions that convert no layers, and under ``precision`` with this plan."""
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = [_bytes(name, _formats(name), total, trained) for name in COMPARED]
     mixed, formats = rows[-1], _formats(precision)
-    converted = [row for row in plan.rows if row.kept_because is None]
-    coded = sum(row.elements for row in gathered_rows(plan, precision, fp8_all_gather))
-    gathered = mixed.gathered - coded
+    coded = gathered_rows(plan, precision)
+    gathered = mixed.gathered - sum(row.elements for row in coded)
     if not formats.keeps_codes:
         return [*rows, replace(_bytes(precision, formats, total, trained), gathered=gathered)]
+    converted = [row for row in plan.rows if row.kept_because is None]
     inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
     of_codes, others = _bytes("", formats, *inside), _bytes("", _formats(mixed.precision), *inside)
     last = Bytes(
@@ -130,16 +144,19 @@ def footprints(
         weights=mixed.weights - others.weights + of_codes.weights,
         gradients=mixed.gradients - others.gradients + of_codes.gradients,
         optimizer=mixed.optimizer - others.optimizer + of_codes.optimizer,
-        gathered=gathered if fp8_all_gather else 0,
+        gathered=gathered if names.TABLE[precision].gathers_fp8 else 0,
     )
     return [*rows, last]
 
 
-def _formats(precision: str) -> Formats:
-    """Return the formats of a name; those of ``bf16-mixed`` if nobody has said them."""
+def formats_of(precision: str) -> Formats | None:
+    """Return the number formats of a name, Lightning's or registered; None if nobody has said them."""
     row = names.TABLE.get(precision)
-    found = LIGHTNINGS.get(precision) if row is None else row.formats
-    return found or LIGHTNINGS["bf16-mixed"]
+    return LIGHTNINGS.get(precision) if row is None else row.formats
+
+
+def _formats(precision: str) -> Formats:
+    return formats_of(precision) or LIGHTNINGS["bf16-mixed"]
 
 
 def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
@@ -153,17 +170,19 @@ def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
     )
 
 
-def gathered_rows(plan: Plan, precision: str, fp8_all_gather: bool | Mapping[str, bool] = True) -> list[PlanRow]:
-    """Return the rows whose weights FSDP2 gathers as float8; the arguments are those of :func:`footprints`."""
+def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
+    """Return the rows whose weights FSDP2 gathers as float8: by the name, or with recipes per layer by the recipe."""
     name = names.TABLE.get(precision)
-    every = name is None or name.conv1d == "gathered"
+    if name is None or name.plugin.backend is None:
+        return []
+    recipes = backends.get(name.plugin.backend).recipes
 
     def as_codes(row: PlanRow) -> bool:
-        if row.kept_because is not None or not (every or row.kind != CONV1D):
+        if row.kept_because is not None or (row.kind == CONV1D and name.conv1d != "gathered"):
             return False
-        if not isinstance(fp8_all_gather, Mapping):
-            return fp8_all_gather
+        if not plan.recipes:
+            return name.gathers_fp8
         own = plan.recipes[row.fqn]
-        return fp8_all_gather[own.name or ""] and own.in_bf16 <= {"grad_weight"}
+        return recipes[own.name or ""] and own.in_bf16 <= {"grad_weight"}
 
     return [row for row in plan.rows if as_codes(row)]

@@ -46,31 +46,8 @@ def plan(
             f"`model={model!r}` is not valid; expected a Module, or a string as for `lowprec plan`, such as 'llama'."
         )
     name = converting_name(precision)
-    found = load(model, {}).model if isinstance(model, str) else model
-    return plan_of(found, name, recipes_of(recipe, precision, name), LayerOptions(**options))
-
-
-def plan_of(model: nn.Module, name: PrecisionName, recipe: Recipe | RecipeMap, options: LayerOptions) -> Plan:
-    """Return the plan of a model under a precision.
-
-    Args:
-        model: the model.
-        name: the row of the precision in the table of names.
-        recipe: the recipe of the gains, or recipes per layer.
-        options: the user's choices of layers.
-    """
-    return make_plan(
-        model,
-        options,
-        recipe=recipe,
-        alignment=name.alignment,
-        stores_codes=name.keeps_codes,
-        conv1d=name.conv1d != "kept",
-        pads=name.pads,
-        experts=name.experts,
-        base=name.options.get("base", "bf16"),
-        format=name.plugin.format,
-    )
+    request = name.plan_request(recipes_of(recipe, precision, name))
+    return make_plan(load(model, {}).model if isinstance(model, str) else model, LayerOptions(**options), request)
 
 
 def converting_name(precision: str) -> PrecisionName:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -124,16 +124,7 @@ def _choice(args: Any, opened: Opened) -> RoundedWeights:
     row = precisions.resolve(name) if trained_in_fp8 else precisions.resolve(WITHOUT_FP8)
     in_fp8 = trained_in_fp8 and row.plugin.backend is not None
     row = row if in_fp8 else precisions.resolve(WITHOUT_FP8)
-    plan = make_plan(
-        opened.model,
-        take(LayerOptions, vars(args)),
-        recipe=row.gains,
-        alignment=row.alignment,
-        stores_codes=row.keeps_codes,
-        conv1d=row.conv1d != "kept",
-        experts=row.experts,
-        base=row.options.get("base", "bf16"),
-    )
+    plan = make_plan(opened.model, take(LayerOptions, vars(args)), replace(row.plan_request(), pads=None))
     if not plan.converted:
         raise ValueError(f"the plan of {name or WITHOUT_FP8!r} converts no layer:\n{plan}\nUse `--format hf`.")
     return of_plan(plan, row.weight_rounding() if in_fp8 else None)

@@ -1,0 +1,174 @@
+"""The pages that ``lowprec plan`` prints, for a terminal or as Markdown: a plan, and the formats of every name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from lightning_lowprec import names
+from lightning_lowprec.conversion.gains import SOURCE
+from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
+from lightning_lowprec.conversion.name_suffixes import MASTERS, families
+from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.conversion.plan_table import grouped, verdict_with_gain
+from lightning_lowprec.tools.planning.costs import Bytes, Flops, formats_of
+from lightning_lowprec.tools.planning.per_rank import Rank
+from lightning_lowprec.tools.table import format_table
+
+GATHER_NOTE = (
+    "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
+    " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
+    " the bytes of a step. Gradients of 0: each is used and freed during the backward pass (docs/memory.md)."
+)
+RANK_NOTE = (
+    "state: weights, gradients, masters and moments of one rank, and the float8 codes that it keeps of its shards until"
+    " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
+    " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
+)
+FORMAT_NOTES: Final = (
+    "...-master, ...-remainder, ...-sr: an FP8 or int8 name with this suffix; `...` is the format of the name without."
+    " A name with -fp16 has the formats of the name without.",
+    "Bits: e2m1 4; e4m3, e5m2, e5m3 and int8 8; bf16, fp16 and int16 16; fp32 32.",
+    "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
+    "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
+    "ddp: the format in which a gradient is sent. fsdp2: the format in which a weight is sent; gradients go in fp32.",
+    "-: there is none, or the precision does not run under that strategy. half-auto: fp16 on a device without bf16.",
+)
+_OF_THE_NAME: Final = ("output", "grad_input", "grad_weight", "fsdp2")
+"""Columns that a suffix does not change."""
+
+
+class Table(NamedTuple):
+    """Rows of cells, the header first."""
+
+    rows: Sequence[Sequence[str]]
+    words: Collection[int] = (0,)
+    """The columns that are aligned to the left; numbers stand in the others."""
+
+
+def page(parts: Sequence[Table | Sequence[str]], *, markdown: bool = False) -> str:
+    """Return tables and groups of lines as text, an empty line between them."""
+    texts = []
+    for part in parts:
+        if isinstance(part, Table):
+            right = [column for column in range(len(part.rows[0])) if column not in part.words]
+            texts.append("\n".join(format_table(part.rows, right=right, markdown=markdown)))
+        elif part:
+            texts.append("\n".join(part))
+    return "\n\n".join(texts)
+
+
+# ---- a plan
+
+
+def plan_page(
+    origin: str,
+    plan: Plan,
+    flops: Flops,
+    sizes: Sequence[Bytes],
+    ranks: Sequence[Rank] = (),
+    *,
+    forward: str = "",
+    markdown: bool = False,
+    all_rows: bool = False,
+) -> str:
+    """Return the report on a plan.
+
+    Args:
+        origin: the source of the model, in words.
+        plan: the plan.
+        flops: the plan's FLOPs.
+        sizes: the model's bytes, one row per precision.
+        ranks: the bytes of one rank under FSDP2, one row per precision; empty: not asked for.
+        forward: a line about the FLOPs of a forward; empty: no forward is known.
+        markdown: write Markdown.
+        all_rows: one row per layer, not one per kind of block.
+    """
+    rows = [(row.fqn, row) for row in plan.all_rows] if all_rows else grouped(plan.all_rows)
+    layers = [(name or "(the model)", row.shape, verdict_with_gain(row, plan.format)) for name, row in rows]
+    bytes_rows = [
+        (row.precision, *map(_size, (row.weights, row.gradients, row.optimizer, row.state)), _sent(row.gathered))
+        for row in sizes
+    ]
+    parts: list[Table | Sequence[str]] = [
+        [f"{'# ' if markdown else ''}{origin}: {plan.summary()}"],
+        Table([("layer", "in -> out", "verdict"), *layers], words=(0, 2)),
+        [f"{'- ' if markdown else ''}{line}" for line in _flops_lines(plan, flops, forward)],
+        Table([("with AdamW", "weights", "gradients", "moments", "together", "all-gather"), *bytes_rows]),
+        [GATHER_NOTE],
+    ]
+    if ranks:
+        header = ("one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce")
+        parts += [Table([header, *map(_rank_row, ranks)]), [RANK_NOTE]]
+    return page(parts, markdown=markdown)
+
+
+def _rank_row(rank: Rank) -> tuple[str, ...]:
+    gathers = rank.sent.all_gather_forward + rank.sent.all_gather_backward
+    sizes = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
+    return rank.precision, *map(_sent, sizes)
+
+
+def _flops_lines(plan: Plan, flops: Flops, forward: str) -> list[str]:
+    convolutions = sum(not row.per_token for row in plan.others)
+    counted, missing, of = [f"{flops.high_precision:.3g} kept"], list[str](), ""
+    if flops.attention:
+        counted.append(f"{flops.attention:.3g} attention")
+    else:
+        missing, of = ["attention", "products of bare parameters"], " of the linear layers"
+    if convolutions:
+        missing, of = [f"{convolutions} convolutions", *missing], " of the linear layers"
+    if missing:
+        counted.append(f"{', '.join(missing)} not known and not counted")
+    lines = [
+        f"matrix FLOPs per token{of}: {flops.fp8_share:.1%} in {plan.format}"
+        f" ({flops.fp8:.3g} {plan.format}, {', '.join(counted)})",
+        *filter(None, [forward]),
+    ]
+    if plan.format != "FP8":
+        return [*lines, f"gains per layer: not known for {plan.format}"]
+    slow = len(plan.below_break_even())
+    if slow:
+        lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--min-gain=auto` keeps them")
+    lines.append(f"gains per layer: {SOURCE}, nearest shape; coarse")
+    return lines
+
+
+def _sent(value: float) -> str:
+    return _size(value) if value else "-"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e3:.3g} kB"
+
+
+# ---- the formats of every name
+
+
+def all_names() -> list[str]:
+    """Return Lightning's names, then the names of this package and of backends that were registered."""
+    return [*LIGHTNINGS, *names.TABLE]
+
+
+def widths(name: str) -> dict[str, str]:
+    """Return the format for every column, such as ``fp32``, ``bf16`` or ``e4m3``; ``reason`` if nothing is known."""
+    formats = formats_of(name)
+    if formats is None:
+        return {"precision": name, "reason": "its backend does not say it"}
+    return {"precision": name, **formats.row()}
+
+
+def widths_page(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the table of formats, with notes below; families of names, not every member."""
+    stems = {name for names in families([row["precision"] for row in rows]).values() for name in names}
+    lines = [list(row.values()) for row in rows if "reason" not in row and row["precision"] in stems]
+    for suffix in MASTERS:
+        formats = HALF[f"bf16{suffix}"].row()
+        lines.append([f"...{suffix}", *("..." if c in _OF_THE_NAME else of for c, of in formats.items())])
+    header = ["precision", *(column.replace("_", " ") for column in COLUMNS)]
+    table = format_table([header, *lines])
+    table += [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
+    return page([table, FORMAT_NOTES])
