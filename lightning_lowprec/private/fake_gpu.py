@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.private.fake_attention import attention
 from lightning_lowprec.private.torch import SIMULATED_MEMORY, check
 
 FAKE: Final = torch.device("cuda", 0)
@@ -48,6 +47,10 @@ _IN_CPP: Final = torch.device("xla", 0)
 _ATTENTION: Final[Any] = torch.nn.functional.scaled_dot_product_attention
 _DROPOUT: Final[Any] = torch.nn.functional.dropout
 _LINEAR: Final[Any] = torch.nn.functional.linear
+FLASH_BACKWARD: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_HALF: Final = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD: Final = 256
+_ALIGNED: Final = 8  # elements: head dimensions are padded to multiples
 _TABLE: Final = "_ZN3c104impl26device_guard_impl_registryE"
 _LENGTH: Final = 15  # of the part of the table that is read: up to the device "meta"
 
@@ -226,9 +229,8 @@ def _changes_nothing(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    made = attention if _on_gpu(query) else _ATTENTION
-    found: Tensor = made(query, *args, **kwargs)
-    return found
+    out: Tensor = (attention if _on_gpu(query) else _ATTENTION)(query, *args, **kwargs)
+    return out
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -260,3 +262,53 @@ def noting_resized(note: Callable[[Any], None]) -> Iterator[None]:
 
     with _replaced(torch.UntypedStorage, "resize_", resize):
         yield
+
+
+# ---- attention, by CUDA's choice without cuDNN, which keeps what flash keeps
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention as ``scaled_dot_product_attention`` does: (B, H, T, K) and alike -> (B, H, T, V)."""
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
+    widths = {t.shape[-1] for t in (query, key, value)}
+    arguments = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    plain = query.dim() == 4 and query.dtype in _HALF and attn_mask is None
+    if plain and len(widths) == 1 and query.shape[-1] <= _LARGEST_HEAD:
+        return _flash(query, key, value, arguments)
+    refused = (attn_mask is not None and attn_mask.requires_grad) or query.shape[1] != key.shape[1]
+    if query.dim() == 4 and query.dtype in (*_HALF, torch.float32) and not refused:
+        return _efficient(query, key, value, attn_mask, arguments)
+    out: Tensor = _ATTENTION(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **arguments)
+    return out
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+    width = query.shape[-1]
+    more = -width % _ALIGNED
+    if more:
+        query, key, value = (torch.nn.functional.pad(t, (0, more)) for t in (query, key, value))
+        arguments = {**arguments, "scale": arguments["scale"] or width**-0.5}
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **arguments)[0]
+    return out[..., :width] if more else out
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]) -> Tensor:
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(mask, 0)
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    train = any(t.requires_grad for t in (query, key, value))
+    made = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, train, **arguments)
+    out: Tensor = made[0]
+    return out

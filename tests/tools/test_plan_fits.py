@@ -10,12 +10,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning.extrapolation import Simulator, longest_run
-from lightning_lowprec.tools.planning.fits import fits, needed
-from lightning_lowprec.tools.planning.gpu_sizes import read_gpu
-from lightning_lowprec.tools.planning.kernel_memory import cublas
-from lightning_lowprec.tools.planning.memory_step import Setting, simulate
+from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
+from lightning_lowprec.tools.planning.memory_meter import cublas
 from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
+from lightning_lowprec.tools.planning.simulated_step import Setting, simulate
+from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
 
 SIDE, ROWS = 512, 16
 STEP = 512

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 from torch import nn
 
 from lightning_lowprec.registration import validate_name
-from lightning_lowprec.tools.planning.extrapolation import Simulator
-from lightning_lowprec.tools.planning.gpu_sizes import Gpu, read_gpu
 from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.memory_step import Setting
-from lightning_lowprec.tools.planning.sharded_peaks import sharded_peaks
 from lightning_lowprec.tools.planning.simulated_inputs import Inputs, inputs_of
-from lightning_lowprec.tools.planning.simulated_precision import refusal
+from lightning_lowprec.tools.planning.simulated_step import Setting, refusal
+from lightning_lowprec.tools.planning.simulation import Simulator, sharded_peaks
 
 DEFAULT_NAMES: Final = (
     "bf16-mixed",
@@ -33,28 +31,78 @@ MARGIN_SHARE: Final = 0.05
 """Of the peak: for memory that the allocator holds in pieces that do not fit."""
 MARGIN: Final = 10**9
 """Bytes: for CUDA's context, the kernels and NCCL."""
+_MOST_DEVICES: Final = 1024
+_MOST_ROWS: Final = 2**20
+_CLOSE: Final = 50  # a batch is found to one fiftieth
+_STEP_DOWN: Final = 4  # guesses are rarely far too large
+UNITS: Final[Mapping[str, int]] = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
+    "GB300": (288, (10, 3)), "B300": (288, (10, 3)), "GB200": (186, (10, 0)), "B200": (180, (10, 0)),
+    "H200": (141, (9, 0)), "GH200": (96, (9, 0)), "H100": (80, (9, 0)), "H800": (80, (9, 0)), "H20": (96, (9, 0)),
+    "A100": (80, (8, 0)), "A800": (80, (8, 0)), "A40": (48, (8, 6)), "A10": (24, (8, 6)), "A6000": (48, (8, 6)),
+    "RTX 6000 Ada": (48, (8, 9)), "RTX PRO 6000": (96, (12, 0)), "L40S": (48, (8, 9)), "L40": (48, (8, 9)),
+    "L4": (24, (8, 9)), "RTX 5090": (32, (12, 0)), "RTX 5080": (16, (12, 0)), "RTX 4090": (24, (8, 9)),
+    "RTX 4080": (16, (8, 9)), "RTX 3090": (24, (8, 6)), "V100": (32, (7, 0)), "T4": (16, (7, 5)),
+}  # fmt: skip
+"""The memory in GB that the maker names, and the compute capability."""
+_HOPPER: Final = (9, 0)
+_PREFIXES: Final = ("nvidia", "geforce", "tesla")
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What one precision needs, per GPU.
+class Gpu:
+    """A GPU."""
 
-    Args:
-        precision: the name.
-        peak: bytes by category at the moment when most are allocated; empty if the precision was not simulated.
-        at: the part of the step in which that is.
-        fits: whether the peak and the margin are within the memory.
-        largest_batch: the largest batch that fits, to one fiftieth; 0 if none does; None if not looked for.
-        refused: why the precision was not simulated, or None.
+    words: str
+    """As the user wrote it."""
+    size: int
+    """In bytes."""
+    capability: tuple[int, int] = _HOPPER
+    """The compute capability; a Hopper GPU's where only a size is given."""
+
+
+def read_gpu(text: str) -> Gpu:
+    """Return the GPU that ``text`` means.
+
+    Raises:
+        ValueError: neither a size nor the name of a GPU.
     """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if match is not None and match[2].lower() in UNITS and float(match[1]) > 0:
+        return Gpu(words=text, size=round(float(match[1]) * UNITS[match[2].lower()]))
+    names = {_plain(name): name for name in GPUS}
+    name = names.get(_plain(text))
+    if name is None:
+        raise ValueError(
+            f"`fits={text!r}` is not valid; expected a size such as 141GB or 80GiB ({', '.join(UNITS)}), or a GPU:"
+            f" {', '.join(GPUS)}."
+        )
+    gigabytes, capability = GPUS[name]
+    return Gpu(words=f"{name} ({gigabytes} GB)", size=gigabytes * 10**9, capability=capability)
+
+
+def _plain(name: str) -> str:
+    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in _PREFIXES]
+    plain = "".join(words)
+    return plain.removeprefix("rtx") if plain.startswith("rtx") and not plain.startswith("rtxpro") else plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one precision needs, per GPU."""
 
     precision: str
     peak: dict[str, int]
+    """Bytes by category at the moment when most are allocated; empty if the precision was not simulated."""
     at: str = ""
+    """The part of the step in which that is."""
     fits: bool = False
+    """Whether the peak and the margin are within the memory."""
     largest_batch: int | None = None
+    """The largest batch that fits, to one fiftieth; 0 if none does; None if not looked for."""
     refused: str | None = None
+    """Why the precision was not simulated, or None."""
 
     @property
     def total(self) -> int:
@@ -64,27 +112,22 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The verdicts on one model.
-
-    Args:
-        gpu: the GPU.
-        setting: how the model trains, but for the precision.
-        devices: ranks of ``strategy="fsdp2"``; 1 is a single GPU.
-        verdicts: names that fit first, and the largest batch first among them.
-        remedies: what would need less, if nothing fits: in words, and what it would need.
-        parameters: of the model.
-        inputs: the batch and the loss, in words.
-        extrapolated: what was extrapolated, in words, or None.
-    """
+    """The verdicts on one model."""
 
     gpu: Gpu
     setting: Setting
+    """How the model trains, but for the precision."""
     devices: int
+    """Ranks of ``strategy="fsdp2"``; 1 is a single GPU."""
     verdicts: Sequence[Verdict]
+    """Names that fit first, and the largest batch first among them."""
     remedies: Sequence[tuple[str, Verdict]]
+    """If nothing fits: a change in words, and what the step would need."""
     parameters: int
     inputs: str
+    """The batch and the loss, in words."""
     extrapolated: str | None
+    """The blocks that were not simulated, in words, or None."""
 
 
 def needed(peak: float) -> float:
@@ -123,7 +166,7 @@ def fits(
         ValueError: an unknown size, name or number; a model that needs a sequence length; or one that does not run on
             tensors without values.
     """
-    found = read_gpu(gpu)
+    size = read_gpu(gpu)
     for name, number in (("batch", batch), ("devices", devices), ("sequence", sequence)):
         if number is not None and number < 1:
             raise ValueError(f"`{name}={number}` is not valid; expected an integer of at least 1.")
@@ -134,10 +177,10 @@ def fits(
         )
     for name in names:
         validate_name(name)
-    search = _Search(model, inputs, found, devices)
+    search = _Search(model, inputs, size, devices)
     setting = Setting(
         precision="", batch=batch, sequence=sequence, checkpointing=checkpointing, fused=fused,
-        capability=found.capability,
+        capability=size.capability,
     )  # fmt: skip
     verdicts = []
     for name in names:
@@ -148,7 +191,7 @@ def fits(
     if not any(verdict.fits for verdict in verdicts):
         remedies = search.remedies(setting, [v for v in verdicts if v.refused is None], progress)
     return Report(
-        gpu=found, setting=setting, devices=devices, verdicts=verdicts, remedies=remedies,
+        gpu=size, setting=setting, devices=devices, verdicts=verdicts, remedies=remedies,
         parameters=sum(p.numel() for p in model.parameters()), inputs=inputs.words,
         extrapolated=search.simulator.words,
     )  # fmt: skip
@@ -209,19 +252,19 @@ class _Search:
         if not verdicts:
             return []
         least = replace(setting, precision=min(verdicts, key=lambda v: v.total).precision)
-        found: list[tuple[str, Verdict]] = []
+        remedies: list[tuple[str, Verdict]] = []
 
         def tried(words: str, changed: Setting, devices: int | None = None) -> bool:
             progress(words)
             verdict = self.verdict(changed, devices, batches=False)
             if verdict.refused is None:
-                found.append((words, verdict))
+                remedies.append((words, verdict))
             return verdict.refused is None and verdict.fits
 
         together = least
         for words, change in _changes(least):
             tried(words, replace(least, **change))
-            if found and found[-1][0] == words:
+            if remedies and remedies[-1][0] == words:
                 together = replace(together, **change)
         tried("all of these", together)
         if least.sequence is not None and least.sequence > 1:
@@ -232,15 +275,9 @@ class _Search:
             words = f"all of these, --devices {devices} --strategy fsdp2"
             if tried(words, together, devices):
                 break
-            if found and found[-1][0] == words:
-                found.pop()
-        return found
-
-
-_MOST_DEVICES: Final = 1024
-_MOST_ROWS: Final = 2**20
-_CLOSE: Final = 50  # a batch is found to one fiftieth
-_STEP_DOWN: Final = 4  # guesses are rarely far too large
+            if remedies and remedies[-1][0] == words:
+                remedies.pop()
+        return remedies
 
 
 def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:

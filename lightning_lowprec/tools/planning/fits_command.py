@@ -19,8 +19,8 @@ from lightning_lowprec.tools.planning.fits import (
     needed,
 )
 from lightning_lowprec.tools.planning.memory_meter import CATEGORIES
-from lightning_lowprec.tools.planning.memory_step import loaded_in_half
 from lightning_lowprec.tools.planning.pages import Table, page
+from lightning_lowprec.tools.planning.simulated_step import loaded_in_half
 from lightning_lowprec.tools.planning.source import load
 from lightning_lowprec.tools.terminal import prints_to_stderr, working
 

@@ -1,7 +1,7 @@
 """Count the memory of tensors that are made while a step runs, by what the memory is for.
 
 torch's ``MemTracker`` counts the same. This meter also keeps the peak of every stretch of a step, which
-`extrapolation.py` needs, and counts what kernels of CUDA take inside an operation.
+`simulation.py` needs, and counts what kernels of CUDA take inside an operation and no operation shows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
-from lightning_lowprec.private.fake_gpu import DispatchMode, is_fake, tensors_of
-from lightning_lowprec.tools.planning.kernel_memory import inside
+from lightning_lowprec.private.fake_gpu import FLASH_BACKWARD, DispatchMode, is_fake, tensors_of
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "weights", "gradients", "state", "activations", "temporaries"
 CATEGORIES: Final = (WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
@@ -23,6 +22,17 @@ ROUNDED_TO: Final = 512
 """torch's allocator rounds every tensor up to a multiple of so many bytes."""
 Peaks = dict[str, dict[str, int]]
 """By stretch: the bytes by category, when the sum was largest."""
+_CUBLAS: Final = {9: 32 << 20}
+"""Bytes that torch keeps for cuBLAS per thread after the first product, by major compute capability."""
+_CUBLAS_ELSEWHERE: Final = (8 << 20) + (128 << 10)
+_THREADS: Final = 2  # the forward and the backward
+_FLASH_ROWS, _FLASH_COLUMNS = 128, 32  # flash attention rounds lengths and head dimensions up to these
+_FLOAT32: Final = 4
+
+
+def cublas(capability: tuple[int, int]) -> int:
+    """Return the bytes that torch keeps for cuBLAS."""
+    return _THREADS * _CUBLAS.get(capability[0], _CUBLAS_ELSEWHERE)
 
 
 @final
@@ -42,7 +52,7 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         self._now = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
         self._pauses = 0
-        self._known: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
 
     def begin(self, stretch: str, *, making: str) -> None:
         """Begin a stretch of the step."""
@@ -62,23 +72,21 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         """Say what the memory of ``tensors`` is for."""
         for tensor in tensors:
             self._count(tensor)
-            if not is_fake(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            reference, before, size = self._known[id(storage)]
-            self._now[before] -= size
-            self._now[category] += size
-            self._known[id(storage)] = reference, category, size
+            if is_fake(tensor):
+                self._move(id(tensor.untyped_storage()), category)
         self._note(0)
 
     def mark_living(self, category: str, *, but: Iterable[str]) -> None:
         """Say that whatever lives now, outside of the categories ``but``, is ``category``."""
-        kept = set(but)
-        for key, (reference, before, size) in list(self._known.items()):
-            if before not in kept:
-                self._now[before] -= size
-                self._now[category] += size
-                self._known[key] = reference, category, size
+        for key, (_, before, _) in list(self._storages.items()):
+            if before not in but:
+                self._move(key, category)
+
+    def _move(self, key: int, category: str) -> None:
+        reference, before, size = self._storages[key]
+        self._now[before] -= size
+        self._now[category] += size
+        self._storages[key] = reference, category, size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what the operation has made."""
@@ -86,37 +94,33 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         out = func(*args, **(kwargs or {}))
         if self._pauses:
             return out
-        if isinstance(out, Tensor):
-            self._count(out)
-        elif isinstance(out, tuple | list):
-            for tensor in tensors_of(out):
-                self._count(tensor)
-        extra = inside(func, args)
-        if extra:
-            self._note(extra)
+        for tensor in tensors_of(out):
+            self._count(tensor)
+        if func is FLASH_BACKWARD:
+            self._note(_inside_flash_backward(*args))
         return out
 
     def resized(self, storage: Any) -> None:
         """Count a storage whose size has changed."""
-        if id(storage) in self._known:
-            reference, category, before = self._known[id(storage)]
+        if id(storage) in self._storages:
+            reference, category, before = self._storages[id(storage)]
             size = _rounded(storage.nbytes())
-            self._known[id(storage)] = reference, category, size
+            self._storages[id(storage)] = reference, category, size
             self._add(category, size - before)
 
     def _count(self, tensor: Tensor) -> None:
         if not is_fake(tensor):
             return
         storage: Any = tensor.untyped_storage()
-        if id(storage) in self._known:
+        if id(storage) in self._storages:
             return
         size, key = _rounded(storage.nbytes()), id(storage)
 
         def forget(_: Any) -> None:
-            known = self._known.pop(key)
-            self._add(known[1], -known[2])
+            _, category, size = self._storages.pop(key)
+            self._add(category, -size)
 
-        self._known[key] = weakref.ref(storage, forget), self.making, size
+        self._storages[key] = weakref.ref(storage, forget), self.making, size
         self._add(self.making, size)
 
     def _add(self, category: str, size: int) -> None:
@@ -133,3 +137,14 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
 
 def _rounded(size: int) -> int:
     return math.ceil(size / ROUNDED_TO) * ROUNDED_TO
+
+
+def _inside_flash_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """The gradient of the query in float32, one number per row, and per query head the gradients of key and value."""
+    batch, heads, length, width = query.shape
+    rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
+    columns = -(-width // _FLASH_COLUMNS) * _FLASH_COLUMNS
+    of_query = _FLOAT32 * batch * heads * rows * (columns + 1)
+    if key.shape[1] == heads:
+        return of_query
+    return of_query + 2 * batch * heads * key.shape[2] * width * key.element_size()

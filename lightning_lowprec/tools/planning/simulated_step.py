@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import torch
+from lightning.fabric.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
+from lightning_lowprec import names
+from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.launches import simulated
+from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
 from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
-from lightning_lowprec.private.transformers import as_with_values
-from lightning_lowprec.tools.planning import kernel_memory
-from lightning_lowprec.tools.planning.checkpointed import checkpoint_blocks
+from lightning_lowprec.private.transformers import as_with_values, is_model
 from lightning_lowprec.tools.planning.memory_meter import (
     ACTIVATIONS,
     GRADIENTS,
@@ -36,35 +38,56 @@ from lightning_lowprec.tools.planning.memory_meter import (
     WEIGHTS,
     MemoryMeter,
     Peaks,
+    cublas,
 )
 from lightning_lowprec.tools.planning.simulated_inputs import Inputs
-from lightning_lowprec.tools.planning.simulated_precision import Running, running
 
 SET_UP, FORWARD, BACKWARD, OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 STEPS: Final = 2
+LIGHTNINGS: Final[Mapping[str, Callable[[], Precision]]] = {
+    "32-true": Precision,
+    "bf16-mixed": partial(MixedPrecision, "bf16-mixed", FAKE.type),
+    "bf16-true": partial(HalfPrecision, "bf16-true"),
+}
+"""Lightning's own precisions that are simulated."""
+_ELSEWHERE: Final = "se `lowprec compare` on a GPU, which measures."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model trains.
-
-    Args:
-        precision: a name for ``precision=``.
-        batch: sequences, images or rows of a step.
-        sequence: tokens of a sequence; None if the model reads none.
-        checkpointing: whether each block of the model is computed again in the backward.
-        fused: whether AdamW is fused; else torch's own choice on a GPU, one call for many parameters (foreach).
-        options: options of the plugin, such as ``{"head": "chunked"}``.
-        capability: the compute capability of the GPU.
-    """
+    """How a model trains."""
 
     precision: str
+    """A name for ``precision=``."""
     batch: int = 1
+    """Sequences, images or rows of a step."""
     sequence: int | None = None
+    """Tokens of a sequence; None if the model reads none."""
     checkpointing: bool = False
+    """Whether each block of the model is computed again in the backward."""
     fused: bool = False
+    """Whether AdamW is fused; else torch's own choice on a GPU, one call for many parameters (foreach)."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the plugin, such as ``{"head": "chunked"}``."""
     capability: tuple[int, int] = (9, 0)
+    """The compute capability of the GPU."""
+
+
+def refusal(precision: str) -> str | None:
+    """Return why a precision cannot be simulated, and the remedy; None if it can."""
+    if precision in LIGHTNINGS:
+        return None
+    if precision not in names.TABLE:
+        return f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated. U{_ELSEWHERE}"
+    row = names.resolve(precision)
+    if row.plugin.backend == "te":
+        return (
+            "the kernels of Transformer Engine do not run on tensors without values. 'fp8-tensorwise' (torchao) is"
+            f" simulated; u{_ELSEWHERE}"
+        )
+    if row.keeps_codes:
+        return f"MS-AMP's tensors of codes need values. `lowprec plan` shows their bytes at rest. U{_ELSEWHERE}"
+    return None
 
 
 def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping[int, int] | None = None) -> Peaks:
@@ -97,9 +120,8 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
         numbers = _to_gpu(model, blocks or {})
         if setting.checkpointing:
             checkpoint_blocks(model)
-        step = running(setting.precision, setting.options, model, FAKE)
         try:
-            return _steps(model.train(), inputs, setting, step, meter, numbers)
+            return _steps(model.train(), inputs, setting, meter, numbers)
         except NEEDS_VALUES as error:
             raise ValueError(
                 f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, and"
@@ -110,7 +132,7 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
 
 def loaded_in_half(precision: str) -> bool:
     """Return whether the model is taken to be bf16 before set-up: float32 weights would take more than a whole step."""
-    row = TABLE.get(precision)
+    row = names.TABLE.get(precision)
     masters = None if row is None else row.options.get("master_weights")
     return isinstance(masters, MasterConfig) and masters.update == "backward"
 
@@ -126,33 +148,72 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def _steps(
-    model: nn.Module, inputs: Inputs, setting: Setting, step: Running, meter: MemoryMeter, blocks: Mapping[int, int]
-) -> Peaks:
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Compute blocks again in the backward, in place: by the switch of transformers, else the repeated blocks.
+
+    Raises:
+        ValueError: the model has no repeated blocks.
+    """
+    for module in filter(is_model, model.modules()):
+        if getattr(module, "supports_gradient_checkpointing", False):
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            return
+    blocks = blocks_of(model).values()
+    if not blocks:
+        raise ValueError(
+            f"`checkpointing=True` found no repeated blocks in {type(model).__name__} (children of one class in an"
+            " nn.ModuleList or nn.Sequential). Checkpoint inside the model, and leave the option out."
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter, blocks: Mapping[int, int]) -> Peaks:
     meter.begin(SET_UP, making=STATE)
-    optimizer = step.prepare(partial(AdamW, fused=True) if setting.fused else partial(AdamW, foreach=True))
+    plugin, optimizer = _set_up(model, setting)
     meter.mark([*model.parameters(), *model.buffers()], WEIGHTS)
     _watch_gradients(model, meter, blocks)
     batch = inputs.batch(setting.batch, setting.sequence, FAKE)
     for _ in range(STEPS):
-        _step(model, inputs, batch, step, meter, optimizer)
-    extra = kernel_memory.cublas(setting.capability)
+        _step(model, inputs, batch, plugin, meter, optimizer)
+    extra = cublas(setting.capability)
     return {name: {**peak, TEMPORARIES: peak[TEMPORARIES] + extra} for name, peak in meter.peaks.items()}
 
 
-def _step(
-    model: nn.Module, inputs: Inputs, batch: Any, step: Running, meter: MemoryMeter, optimizer: Optimizer
-) -> None:
+def _set_up(model: nn.Module, setting: Setting) -> tuple[Any, Optimizer]:
+    """Convert the model, and return the plugin and the optimizer, with masters."""
+    if setting.precision in LIGHTNINGS:
+        plugin: Any = LIGHTNINGS[setting.precision]()
+    else:
+        row = names.resolve(setting.precision)
+        plugin = row.plugin(**{**row.options, **setting.options})
+        plugin.bind_device(FAKE)
+    plugin.convert_module(model)
+    way = {"fused": True} if setting.fused else {"foreach": True}
+    optimizer = AdamW(model.parameters(), **way)  # type: ignore[arg-type]
+    if isinstance(plugin, LowPrecision):
+        plugin.see_optimizer(optimizer)
+    return plugin, optimizer
+
+
+def _step(model: nn.Module, inputs: Inputs, batch: Any, plugin: Any, meter: MemoryMeter, optimizer: Optimizer) -> None:
     meter.begin(FORWARD, making=ACTIVATIONS)
-    with step.forward():
-        loss = inputs.loss(model, step.input(batch))
+    with plugin.forward_context(), _without_cache():
+        loss = inputs.loss(model, plugin.convert_input(batch))
     optimizer.zero_grad()
     meter.begin(BACKWARD, making=TEMPORARIES)
-    step.backward(loss)
+    plugin.backward(loss, None)
     del loss
     meter.begin(OPTIMIZER, making=TEMPORARIES)
-    step.step(optimizer)
+    plugin.optimizer_step(optimizer)
     meter.mark_living(STATE, but=(WEIGHTS, GRADIENTS))
+
+
+def _without_cache() -> torch.autocast:
+    """Keep no casts of weights, as in the Trainer."""
+    kind = FAKE.type
+    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False)
 
 
 def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[int, int]) -> None:
@@ -178,23 +239,23 @@ def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
     Returns the numbers of blocks by the position of a parameter among the model's parameters.
     """
     numbers = {i: blocks[id(p)] for i, p in enumerate(model.parameters()) if id(p) in blocks}
-    made: dict[int, Tensor] = {}
+    moved: dict[int, Tensor] = {}
 
     def on_gpu(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in moved:
             new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=FAKE)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-        return made[id(tensor)]
+            moved[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+        return moved[id(tensor)]
 
     for module in model.modules():
         if isinstance(module, Metric):  # updates need values, and states are small
             vars(module).update(dict.fromkeys(("forward", "update", "compute"), _zero))
         dicts = (value for value in vars(module).values() if isinstance(value, dict))  # torchmetrics' defaults too
-        for held in [vars(module), *dicts]:
-            for name, value in list(held.items()):
+        for attributes in [vars(module), *dicts]:
+            for name, value in list(attributes.items()):
                 if isinstance(value, Tensor):
-                    held[name] = on_gpu(value)
+                    attributes[name] = on_gpu(value)
     return numbers
 
 

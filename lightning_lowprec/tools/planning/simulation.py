@@ -4,21 +4,28 @@ Every block adds the same to what lives at any moment of a step: its weights, gr
 until its backward. So the memory at each moment is a constant plus a number per block. Two depths give both. The
 moments are stretches of a step: the forward, the backward before the blocks, of the last block, of those between, of
 the first, and the optimizer's step.
+
+Of one rank of ``strategy="fsdp2"``, weights, gradients and state are computed and activations simulated.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, final
 
 from torch import nn
 
-from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.memory_step import Setting, simulate
+from lightning_lowprec import names
+from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.tools.planning.costs import COMPARED, footprints
+from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
+from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.simulated_inputs import Inputs
+from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, SET_UP, Setting, simulate
 
 DEPTHS: Final = (3, 4)
 """Numbers of blocks that are simulated: the first, the last, and one or two between."""
@@ -68,7 +75,7 @@ class Simulator:
         self.inputs = inputs
         self.run = longest_run(model)
         self._model = model if self.run is None else _cut(model, self.run, max(DEPTHS))
-        self._known: dict[str, Peaks] = {}
+        self._simulated: dict[str, Peaks] = {}
 
     @property
     def words(self) -> str | None:
@@ -82,14 +89,14 @@ class Simulator:
         """Return the peak of every stretch of a step: bytes by category.
 
         Raises:
-            ValueError: see :func:`~lightning_lowprec.tools.planning.memory_step.simulate`.
+            ValueError: see :func:`~lightning_lowprec.tools.planning.simulated_step.simulate`.
         """
         key = repr(setting)
-        if key not in self._known:
-            self._known[key] = self._simulated(setting)
-        return self._known[key]
+        if key not in self._simulated:
+            self._simulated[key] = self._simulate(setting)
+        return self._simulated[key]
 
-    def _simulated(self, setting: Setting) -> Peaks:
+    def _simulate(self, setting: Setting) -> Peaks:
         if self.run is None:
             return simulate(copy.deepcopy(self._model), self.inputs, setting)
         few, more = (self._at(depth, self.run, setting) for depth in DEPTHS)
@@ -104,18 +111,18 @@ class Simulator:
 
 
 def _numbers(blocks: list[nn.Module]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for position, block in enumerate(blocks):
         number = _FIRST if position == 0 else _LAST if position == len(blocks) - 1 else _BETWEEN
-        found |= {id(parameter): number for parameter in block.parameters()}
-    return found
+        numbers |= {id(parameter): number for parameter in block.parameters()}
+    return numbers
 
 
 def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
     """Return a copy of the model with ``depth`` blocks of the run."""
     cut = slice(run.start + depth, run.start + run.length)
     stack: Any = model.get_submodule(run.fqn)
-    left_out = {id(part): None for block in stack[cut] for part in [block]}
+    left_out = {id(block): None for block in stack[cut]}
     copied = copy.deepcopy(model, left_out)  # blocks that are left out are not copied
     kept: Any = copied.get_submodule(run.fqn)
     del kept[cut]
@@ -130,3 +137,53 @@ def extended(few: Peaks, more: Peaks, *, at: tuple[int, int], to: int) -> Peaks:
         return {name: round(start[name] + steps * (end[name] - start[name])) for name in start}
 
     return {stretch: line(few[stretch], more[stretch]) for stretch in few if stretch in more}
+
+
+def sharded_peaks(model: nn.Module, simulator: Simulator, setting: Setting, devices: int) -> Peaks:
+    """Return the peak of every stretch of a step of one rank, in bytes by category.
+
+    The shards' weights, gradients and optimizer state stand under ``state``, gathered weights and gradients on their
+    way, an upper bound, under ``temporaries``.
+
+    Args:
+        model: the whole model.
+        simulator: simulates the model on one GPU.
+        setting: how the model trains, with the batch of one rank.
+        devices: ranks, one copy of the model.
+
+    Raises:
+        ValueError: the precision does not run under FSDP2, or the model does not divide into so many shards.
+    """
+    precision = setting.precision
+    row = names.TABLE.get(precision)
+    converts = row is not None and row.plugin.backend is not None
+    plan = make_plan(model)
+    sizes = footprints(model, plan, precision)
+    if not converts:
+        sizes = sizes[:-1]
+    layout = precision if converts or precision in COMPARED else "bf16-mixed"
+    ranks = [rank for rank in per_rank(model, plan, sizes, shards=devices) if rank.precision == layout]
+    if not ranks:
+        raise ValueError(f"`precision={precision!r}` does not run under strategy='fsdp2'.")
+    rank = ranks[-1]
+    on_one = simulator.peaks(replace(setting, precision=_of_gathered(precision, converts=converts)))
+    return {
+        stretch: {
+            **dict.fromkeys(peak, 0),
+            STATE: round(rank.state),
+            ACTIVATIONS: peak[ACTIVATIONS],
+            TEMPORARIES: peak[TEMPORARIES] // devices if stretch == OPTIMIZER else peak[TEMPORARIES] + rank.in_flight,
+        }
+        for stretch, peak in on_one.items()
+        if stretch != SET_UP  # shards are set up from the meta device
+    }
+
+
+def _of_gathered(precision: str, *, converts: bool) -> str:
+    """Return the name whose weights have on one GPU the dtype in which FSDP2 gathers them: no casts are kept."""
+    if precision in ("32-true", "bf16-true"):
+        return precision
+    stem, suffix = split(precision)
+    if not converts:
+        return "bf16-sr"
+    return f"{stem if suffix in MASTERS else precision}-sr"
