@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _OWN: Final = "lightning_lowprec."
+_pytree: Any = torch.utils._pytree
 Place = tuple[dict[str, Any], str]
 Pause = Callable[[], AbstractContextManager[Any]]
 
@@ -29,7 +31,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
     Args:
         pause: a context in which a graph is made; what is allocated there does not count.
     """
-    graphs: dict[Any, Any] = {}
+    graphs: dict[Any, _Graphs] = {}
     own: Any = torch.compile
 
     def compile(model: Any = None, **options: Any) -> Any:
@@ -38,7 +40,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         module = getattr(model, "__self__", model)
         if not isinstance(module, nn.Module):
             return model  # a function of a few operations: nothing is kept for a backward
-        return _Graphs(module, model, graphs, pause)
+        return partial(_call, module, model, graphs, pause)
 
     torch.compile = compile
     try:
@@ -47,88 +49,73 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         torch.compile = own
 
 
+def _call(
+    module: nn.Module, function: Callable[..., Any], graphs: dict[Any, _Graphs], pause: Pause, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``function`` of a module by the graphs of the first module that was like it, and called like it."""
+    flat, form = _pytree.tree_flatten((args, kwargs))
+    inputs = [value for value in flat if isinstance(value, Tensor)]
+    places = list(_places(module))
+    weights = [where[name] for where, name in places]
+
+    def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
+        left = iter(inputs)
+        values = [next(left) if isinstance(value, Tensor) else value for value in flat]
+        own_args, own_kwargs = _pytree.tree_unflatten(values, form)
+        with _in_place_of(places, weights):
+            return function(*own_args, **own_kwargs)
+
+    shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
+    others = [value for value in flat if isinstance(value, int | float | str)]
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), module.training
+    key = type(module), repr(shapes), repr(others), modes
+    if key not in graphs:
+        graphs[key] = _Graphs(pure, weights, inputs, pause)
+    return graphs[key](weights, inputs)
+
+
 @final
 class _Graphs:
-    """The compiled call of a module."""
+    """The forward and the backward of a function as a compiler cuts them.
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any], known: dict[Any, Any], pause: Pause) -> None:
-        self._module, self._call, self._known, self._pause = module, call, known, pause
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pytree: Any = torch.utils._pytree
-        flat, form = pytree.tree_flatten((args, kwargs))
-        tensors = [value for value in flat if isinstance(value, Tensor)]
-        rest = [None if isinstance(value, Tensor) else value for value in flat]
-        places = list(_places(self._module))
-        held = [where[name] for where, name in places]
-        key = self._key(held, tensors, [value for value in rest if isinstance(value, int | float | str)])
-        if key in self._known:
-            return self._known[key](held, tensors)
-
-        def pure(parameters: list[Tensor], inputs: list[Tensor]) -> Any:
-            left = iter(inputs)
-            values = [
-                next(left) if isinstance(value, Tensor) else other for value, other in zip(flat, rest, strict=True)
-            ]
-            own_args, own_kwargs = pytree.tree_unflatten(values, form)
-            with _in_place_of(places, parameters):
-                return self._call(*own_args, **own_kwargs)
-
-        self._known[key] = _traced(pure, self._pause)
-        return self._known[key](held, tensors)
-
-    def _key(self, *parts: Any) -> Any:
-        shapes = [[(p.shape, p.dtype, p.requires_grad) if isinstance(p, Tensor) else p for p in part] for part in parts]
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), self._module.training
-        return type(self._module), repr(shapes), modes
-
-
-def _traced(function: Callable[..., Any], pause: Pause) -> Callable[..., Any]:
-    """Return a function that makes the graphs at its first call.
-
-    A checkpoint within the module, which a compiler also resolves, becomes one around the graphs.
+    A checkpoint within the function, which a compiler also resolves, becomes one around the graphs.
     """
-    aot: Any = importlib.import_module("torch._functorch.aot_autograd")
-    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-    decompositions: Any = importlib.import_module("torch._inductor.decomposition")
-    made: Any = None
-    checkpointed = False
 
-    def compiler(graph: Any, example: Any) -> Any:
-        return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
+    def __init__(self, function: Callable[..., Any], weights: Any, inputs: Any, pause: Pause) -> None:
+        def compiler(graph: Any, example: Any) -> Any:
+            return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
 
-    def run(parameters: list[Tensor], inputs: list[Tensor]) -> Any:
-        nonlocal made, checkpointed
-        if made is None:
-            made = aot.aot_function(
-                function,
-                fw_compiler=compiler,
-                bw_compiler=compiler,
-                partition_fn=partitioners.min_cut_rematerialization_partition,
-                decompositions=decompositions.select_decomp_table(),
-            )
-            with pause(), _as_compiling() as checkpoints:
-                made(parameters, inputs)
-            checkpointed = bool(checkpoints)
-        return checkpoint(made, parameters, inputs, use_reentrant=False) if checkpointed else made(parameters, inputs)
+        self._graphs: Any = importlib.import_module("torch._functorch.aot_autograd").aot_function(
+            function,
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition,
+            decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
+        )
+        with pause(), _as_compiling() as checkpoints:
+            self._graphs(weights, inputs)
+        self._checkpointed = bool(checkpoints)
 
-    return run
+    def __call__(self, weights: list[Tensor], inputs: list[Tensor]) -> Any:
+        if self._checkpointed:
+            return checkpoint(self._graphs, weights, inputs, use_reentrant=False)
+        return self._graphs(weights, inputs)
 
 
 @contextmanager
 def _as_compiling() -> Iterator[list[bool]]:
     """Let code see a compiler, and no checkpoint; return a list with an entry per checkpoint."""
     module: Any = importlib.import_module("torch.utils.checkpoint")
-    found: list[bool] = []
+    checkpoints: list[bool] = []
 
     def without(*args: Any, **kwargs: Any) -> Iterator[None]:
-        found.append(True)
+        checkpoints.append(True)
         yield
 
     own = torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator
     torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator = lambda: True, without
     try:
-        yield found
+        yield checkpoints
     finally:
         torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator = own
 
@@ -157,10 +144,10 @@ def _places(module: nn.Module) -> Iterator[Place]:
     """Yield where a module keeps tensors: parameters, buffers, and what the layers of this package keep beside them."""
     seen: set[int] = set()
     for child in module.modules():
-        kept = _of_own_objects(vars(child))
-        deeper = [found for values in kept for found in _of_own_objects(values)]
-        holders: list[Any] = [child._parameters, child._buffers, *kept, *deeper]
-        for where in holders:
+        ours = _of_own_objects(vars(child))
+        deeper = [values for attributes in ours for values in _of_own_objects(attributes)]
+        dicts: list[Any] = [child._parameters, child._buffers, *ours, *deeper]
+        for where in dicts:
             for name, value in where.items():
                 if isinstance(value, Tensor) and id(value) not in seen:
                     seen.add(id(value))

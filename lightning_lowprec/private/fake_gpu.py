@@ -4,28 +4,25 @@ torch's fake tensors have a shape, a dtype and a device, and no values. Two part
 fake CUDA tensor than a machine without a GPU can answer:
 
 * autograd asks for the current stream of the tensor's device, and raises where no CUDA device exists;
-* autocast takes part only where the device is CUDA, or XLA, which shares the lists of CUDA.
+* autocast takes part only where the device is CUDA.
 
-So C++ code sees the device XLA, for which autograd asks nothing, and Python code sees the device CUDA. Operations that
-treat XLA in another way are called as CUDA would call them (attention, dropout, linear). C++ code finds the stream of a
-device in a table of torch, which has no entry for XLA. The entry of the device "meta", which does nothing, takes this
-place for as long as a context of :func:`fake_gpu` is open.
+So Python code sees the device CUDA, and C++ code the device "lazy", whose stream does nothing. Autocast for CUDA is
+done in Python, by torch's lists: C++ code would find no tensor of its device. Attention is that of CUDA.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec.private.torch import SIMULATED_MEMORY, check
+from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tree_map_only
 
 FAKE: Final = torch.device("cuda", 0)
 """The device, as Python code sees it."""
@@ -43,16 +40,25 @@ NEEDS_VALUES: Final[tuple[type[Exception], ...]] = tuple(
     if hasattr(_module, name)
 )
 """What operations raise that need values."""
-_IN_CPP: Final = torch.device("xla", 0)
+_IN_CPP: Final = torch.device("lazy", 0)
 _ATTENTION: Final[Any] = torch.nn.functional.scaled_dot_product_attention
-_DROPOUT: Final[Any] = torch.nn.functional.dropout
-_LINEAR: Final[Any] = torch.nn.functional.linear
 FLASH_BACKWARD: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _HALF: Final = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD: Final = 256
 _ALIGNED: Final = 8  # elements: head dimensions are padded to multiples
-_TABLE: Final = "_ZN3c104impl26device_guard_impl_registryE"
-_LENGTH: Final = 15  # of the part of the table that is read: up to the device "meta"
+_IN_HALF: Final = {
+    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linalg_multi_dot", "linalg_vecdot",
+    "linear", "matmul", "mm", "mv", "prelu", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "cudnn_convolution",
+    "cudnn_convolution_transpose", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "gru_cell", "lstm_cell",
+    "rnn_relu_cell", "rnn_tanh_cell", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+}  # fmt: skip
+"""Operations that autocast runs in half precision."""
+_IN_WIDEST: Final = {
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot",
+    "vdot",
+}  # fmt: skip
+"""Operations that autocast runs in the widest dtype of their arguments; all others that it knows run in float32."""
 
 
 @contextmanager
@@ -82,7 +88,6 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
         "set_rng_state": lambda state, device=None: None,
     }
     with ExitStack() as stack:
-        stack.enter_context(_stream_of_xla())
         for name, answer in answers.items():
             stack.enter_context(_replaced(torch.cuda, name, answer))
         stack.enter_context(_replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
@@ -95,15 +100,10 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(_replaced(module.FakeTensor, "cuda", lambda t, *args, **kwargs: t.to(FAKE)))
         functional: Any = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
         stack.enter_context(_replaced(functional, "device", property(_python_device)))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(module.FakeTensorMode())
         stack.enter_context(_Devices())  # type: ignore[no-untyped-call]
-        for name, function in (
-            ("scaled_dot_product_attention", _attention),
-            ("dropout", _dropout),
-            ("linear", _linear),
-        ):
-            stack.enter_context(_replaced(torch.nn.functional, name, function))
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", attention))
+        stack.enter_context(_autocast())
         yield
 
 
@@ -169,26 +169,45 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _stream_of_xla() -> Iterator[None]:
-    """Let C++ code find a stream, which does nothing, for the device XLA; an entry that is there stays."""
-    kinds: Any = torch._C._autograd.DeviceType
-    xla, meta = int(kinds.XLA), int(kinds.Meta)
-    folder = Path(torch.__file__).parent / "lib"
-    libraries = [path for ending in ("so", "dylib") for path in folder.glob(f"libc10.{ending}")]
+def _autocast() -> Iterator[None]:
+    """Let autocast for CUDA cast the arguments of its operations, in Python."""
+    key = torch._C.DispatchKey.AutocastCUDA
+    operations = []
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key.name):
+        library, _, qualified = name.partition("::")
+        packet, _, overload = qualified.partition(".")
+        operation: Any = getattr(getattr(getattr(torch.ops, library), packet), overload or "default")
+        operation.py_kernels[key] = partial(_with_casts, operation, packet)
+        operation._dispatch_cache.clear()
+        operations.append(operation)
     try:
-        table = (ctypes.c_void_p * _LENGTH).in_dll(ctypes.CDLL(str(libraries[0])), _TABLE)
-    except (IndexError, ValueError, OSError) as error:
-        raise ImportError(
-            f"memory cannot be simulated with torch {torch.__version__} on this system: torch's table of devices was"
-            " not found. Run the command on Linux or macOS."
-        ) from error
-    before = table[xla]
-    if before is None:
-        table[xla] = table[meta]
-    try:
-        yield
+        with torch._C._EnablePythonDispatcher():
+            yield
     finally:
-        table[xla] = before
+        for operation in operations:
+            del operation.py_kernels[key]
+            operation._dispatch_cache.clear()
+
+
+def _with_casts(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operation as autocast does."""
+    tensors = [value for value in tensors_of((args, kwargs)) if _is_cast(value)]
+    arguments = [argument.name for argument in operation._schema.arguments]
+    half = torch.get_autocast_dtype(FAKE.type)
+    all_half = name in _IN_WIDEST and not any(tensor.dtype == torch.float32 for tensor in tensors)
+    dtype = half if name in _IN_HALF or all_half else torch.float32
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)):
+        if "dtype" in arguments:  # of the result: nothing is cast
+            position = arguments.index("dtype")
+            if tensors and kwargs.get("dtype") is None and args[position : position + 1] in ((), (None,)):
+                return operation(*args[:position], **{**kwargs, "dtype": dtype})
+            return operation(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(dtype) if _is_cast(t) else t, (args, kwargs))
+        return operation(*args, **kwargs)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return is_fake(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 @final
@@ -220,34 +239,8 @@ def _zero(tensor: Tensor) -> bool | int | float:
     return 0.0 if tensor.is_floating_point() else 0
 
 
-def _on_gpu(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.device.type == FAKE.type
-
-
 def _changes_nothing(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
     return is_fake(tensor) and kwargs.get("dtype") in (None, tensor.dtype) and not kwargs.get("memory_format")
-
-
-def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = (attention if _on_gpu(query) else _ATTENTION)(query, *args, **kwargs)
-    return out
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep a mask of one byte per value, as CUDA's kernel does."""
-    if not (_on_gpu(input) and training and 0 < p < 1) or inplace:
-        out: Tensor = _DROPOUT(input, p, training, inplace)
-        return out
-    return torch.native_dropout(input, p, True)[0]
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add the bias within the product, also over sequences."""
-    if bias is None or input.dim() != 3 or not _on_gpu(input):
-        out: Tensor = _LINEAR(input, weight, bias)
-        return out
-    rows: Tensor = _LINEAR(input.reshape(-1, input.shape[-1]), weight, bias)
-    return rows.view(*input.shape[:-1], weight.shape[0])
 
 
 @contextmanager
@@ -278,16 +271,18 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention as ``scaled_dot_product_attention`` does: (B, H, T, K) and alike -> (B, H, T, V)."""
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
+    arguments = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    on_gpu = query.device.type == FAKE.type
+    if on_gpu and torch.is_autocast_enabled(FAKE.type):
+        dtype = torch.get_autocast_dtype(FAKE.type)
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
     widths = {t.shape[-1] for t in (query, key, value)}
-    arguments = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    plain = query.dim() == 4 and query.dtype in _HALF and attn_mask is None
+    has_kernels = on_gpu and query.dim() == 4
+    plain = has_kernels and query.dtype in _HALF and attn_mask is None
     if plain and len(widths) == 1 and query.shape[-1] <= _LARGEST_HEAD:
         return _flash(query, key, value, arguments)
     refused = (attn_mask is not None and attn_mask.requires_grad) or query.shape[1] != key.shape[1]
-    if query.dim() == 4 and query.dtype in (*_HALF, torch.float32) and not refused:
+    if has_kernels and query.dtype in (*_HALF, torch.float32) and not refused:
         return _efficient(query, key, value, attn_mask, arguments)
     out: Tensor = _ATTENTION(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **arguments)
     return out

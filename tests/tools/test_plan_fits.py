@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec.private import fake_gpu
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
 from lightning_lowprec.tools.planning.memory_meter import cublas
@@ -285,6 +286,37 @@ def test_an_operation_that_needs_values_is_named():
     assert "lowprec compare" in verdict.refused
 
 
+@pytest.mark.parametrize(
+    ("compute", "dtype"),
+    [
+        (lambda x, h: nn.functional.linear(x, x), torch.bfloat16),
+        (lambda x, h: x @ h.T, torch.bfloat16),
+        (lambda x, h: nn.functional.layer_norm(h, (16,)), torch.float32),
+        (lambda x, h: h.softmax(-1), torch.float32),
+        (lambda x, h: h.softmax(-1, dtype=torch.bfloat16), torch.bfloat16),
+        (lambda x, h: h.sum(), torch.float32),
+        (lambda x, h: h.norm(), torch.float32),
+        (lambda x, h: nn.functional.mse_loss(h, h), torch.float32),
+        (lambda x, h: torch.dot(h[0], h[0]), torch.bfloat16),
+        (lambda x, h: torch.dot(x[0], h[0]), torch.float32),
+        (lambda x, h: nn.functional.gelu(h), torch.bfloat16),
+    ],
+)
+def test_autocast_is_that_of_cuda(compute, dtype):
+    """By torch's page on autocast: products in half, norms and losses in float32, a few in the widest, others as is."""
+    with fake_gpu.fake_gpu((9, 0)), torch.autocast("cuda", dtype=torch.bfloat16):
+        x = torch.empty(16, 16, device=fake_gpu.FAKE, requires_grad=True)
+        out = compute(x, x.detach().bfloat16())
+        assert out.dtype == dtype
+        assert not out.requires_grad or torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
+
+
+def test_torch_knows_every_operation_of_autocast():
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
+    assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
+
+
 def test_nothing_is_left_behind():
     """The process can train after a simulation."""
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
@@ -293,3 +325,4 @@ def test_nothing_is_left_behind():
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()
     assert x.grad.eq(4).all()
+    assert torch._C.DispatchKey.AutocastCUDA not in torch.ops.aten.mm.default.py_kernels

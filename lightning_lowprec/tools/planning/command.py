@@ -35,8 +35,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
-    for option, value in (("fp8_reduce", args.fp8_reduce), ("copies", args.copies)):
-        if args.shards is None and value not in (False, 1):
+    for option, value, default in (("fp8_reduce", args.fp8_reduce, False), ("copies", args.copies, 1)):
+        if args.shards is None and value != default:
             raise ValueError(f"`{option}={value}` is not valid without `--shards`: say how many ranks share one copy.")
     name = converting_name(args.precision)
     with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):

@@ -16,31 +16,20 @@ from lightning_lowprec.conversion.plan_row import PlanRow
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
-    "32-true",
-    "bf16-true",
-    "bf16-lean-sr",
-    "bf16-lean",
-    "bf16-sr",
-    "bf16-remainder",
-    "bf16-master",
-    "bf16-mixed",
-)
+    "32-true", "bf16-true", "bf16-lean-sr", "bf16-lean", "bf16-sr", "bf16-remainder", "bf16-master", "bf16-mixed",
+)  # fmt: skip
 """Names that convert no layers, beside which a plan is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Matrix FLOPs of one training step, per token: forward 2, backward 4 per weight that trains.
-
-    Args:
-        fp8: in FP8.
-        high_precision: in linear layers that are kept, recurrent layers and ``nn.MultiheadAttention.in_proj``.
-        attention: the scores and their sum over values, causal; 0 if the model's attention is not known.
-    """
+    """Matrix FLOPs of one training step, per token: forward 2, backward 4 per weight that trains."""
 
     fp8: float
     high_precision: float
+    """In linear layers that are kept, recurrent layers and ``nn.MultiheadAttention.in_proj``."""
     attention: float
+    """The scores and their sum over values, causal; 0 if the model's attention is not known."""
 
     @property
     def fp8_share(self) -> float:
@@ -53,20 +42,16 @@ def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUEN
     """Return the FLOPs of a plan.
 
     Args:
-        plan: the plan.
+        plan: which products run in FP8.
         attention_width: heads x head_dim x layers.
         sequence_length: tokens per sequence; a causal token attends to half of them on average.
     """
     total = sum(_of(row) for row in plan.all_rows)
-    fp8 = sum(_of(row, _in_bf16(plan, row)) for row in plan.rows if row.kept_because is None)
+    in_bf16 = {fqn: recipe.in_bf16 for fqn, recipe in plan.recipes.items()}
+    fp8 = sum(_of(row, in_bf16.get(row.fqn, NO_GEMM)) for row in plan.rows if row.kept_because is None)
     # scores and values: 2 products of 2 FLOPs, half the positions, three times with backward
     attention = 6.0 * sequence_length * attention_width
     return Flops(fp8=fp8, high_precision=total - fp8, attention=attention)
-
-
-def _in_bf16(plan: Plan, row: PlanRow) -> InBF16:
-    own = plan.recipes.get(row.fqn)
-    return NO_GEMM if own is None else own.in_bf16
 
 
 def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
@@ -104,21 +89,15 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of a model under one precision with AdamW, before any sharding.
-
-    Args:
-        precision: the name.
-        weights: of all weights.
-        gradients: of all gradients.
-        optimizer: AdamW's two moments, and masters where the precision has some.
-        gathered: all weights once, in the dtype in which ``strategy="fsdp2"`` gathers them; 0 where it does not run.
-    """
+    """Bytes of a model under one precision with AdamW, before any sharding."""
 
     precision: str
     weights: int
     gradients: int
     optimizer: int
+    """AdamW's two moments, and masters where the precision has some."""
     gathered: int
+    """All weights once, in the dtype in which ``strategy="fsdp2"`` gathers them; 0 where it does not run."""
 
     @property
     def state(self) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 from torch import nn
 
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.simulated_inputs import Inputs, inputs_of
+from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
 from lightning_lowprec.tools.planning.simulated_step import Setting, refusal
-from lightning_lowprec.tools.planning.simulation import Simulator, sharded_peaks
+from lightning_lowprec.tools.planning.simulation import Simulator
 
 DEFAULT_NAMES: Final = (
     "bf16-mixed",
@@ -117,8 +117,6 @@ class Report:
     gpu: Gpu
     setting: Setting
     """How the model trains, but for the precision."""
-    devices: int
-    """Ranks of ``strategy="fsdp2"``; 1 is a single GPU."""
     verdicts: Sequence[Verdict]
     """Names that fit first, and the largest batch first among them."""
     remedies: Sequence[tuple[str, Verdict]]
@@ -154,11 +152,7 @@ def fits(
         model: the model, on the meta device.
         gpu: such as ``"141GB"``, ``"80GiB"`` or ``"H200"``.
         names: precisions.
-        batch: sequences, images or rows per GPU and step.
-        sequence: tokens per sequence.
-        checkpointing: whether each block is computed again in the backward.
-        fused: whether AdamW is fused.
-        devices: ranks of ``strategy="fsdp2"``.
+        batch: per GPU; as in :class:`Setting`, and so are ``sequence``, ``checkpointing``, ``fused`` and ``devices``.
         data: a batch of your own, on CPU; None if the model reads tokens, or has an ``example_input_array``.
         progress: is called with each precision before its simulation.
 
@@ -177,107 +171,95 @@ def fits(
         )
     for name in names:
         validate_name(name)
-    search = _Search(model, inputs, size, devices)
+    simulator = Simulator(model, inputs)
     setting = Setting(
         precision="", batch=batch, sequence=sequence, checkpointing=checkpointing, fused=fused,
-        capability=size.capability,
+        capability=size.capability, devices=devices,
     )  # fmt: skip
     verdicts = []
     for name in names:
         progress(name)
-        verdicts.append(search.verdict(replace(setting, precision=name)))
+        verdicts.append(_verdict(simulator, replace(setting, precision=name), size.size))
     verdicts.sort(key=lambda v: (v.refused is not None, not v.fits, -(v.largest_batch or 0), v.total))
+    simulated = [verdict for verdict in verdicts if verdict.refused is None]
     remedies: list[tuple[str, Verdict]] = []
-    if not any(verdict.fits for verdict in verdicts):
-        remedies = search.remedies(setting, [v for v in verdicts if v.refused is None], progress)
+    if simulated and not any(verdict.fits for verdict in simulated):
+        least = min(simulated, key=lambda v: v.total).precision
+        remedies = _remedies(simulator, replace(setting, precision=least), size.size, progress)
     return Report(
-        gpu=size, setting=setting, devices=devices, verdicts=verdicts, remedies=remedies,
-        parameters=sum(p.numel() for p in model.parameters()), inputs=inputs.words,
-        extrapolated=search.simulator.words,
+        gpu=size, setting=setting, verdicts=verdicts, remedies=remedies, inputs=inputs.words,
+        parameters=sum(p.numel() for p in model.parameters()), extrapolated=simulator.words,
     )  # fmt: skip
 
 
-@final
-class _Search:
-    """The simulations of one model for one kind of GPU."""
+def _verdict(simulator: Simulator, setting: Setting, size: int, *, batches: bool = True) -> Verdict:
+    """Simulate one setting; ``batches``: also look for the largest batch."""
+    reason = refusal(setting.precision)
+    if reason is not None:
+        return Verdict(precision=setting.precision, peak={}, refused=reason)
+    try:
+        peaks = simulator.peaks(setting)
+        largest = _largest_batch(simulator, setting, size) if batches else None
+    except (ValueError, RuntimeError, ImportError) as error:
+        return Verdict(precision=setting.precision, peak={}, refused=str(error).splitlines()[0])
+    at = max(peaks, key=lambda stretch: sum(peaks[stretch].values()))
+    return Verdict(
+        precision=setting.precision, peak=peaks[at], at=at, fits=_fit(peaks, size), largest_batch=largest,
+    )  # fmt: skip
 
-    def __init__(self, model: nn.Module, inputs: Inputs, gpu: Gpu, devices: int) -> None:
-        self.simulator = Simulator(model, inputs)
-        self._model, self._gpu, self._devices = model, gpu, devices
 
-    def verdict(self, setting: Setting, devices: int | None = None, *, batches: bool = True) -> Verdict:
-        """Simulate one setting; ``batches``: also look for the largest batch."""
-        reason = refusal(setting.precision)
-        if reason is not None:
-            return Verdict(precision=setting.precision, peak={}, refused=reason)
-        ranks = self._devices if devices is None else devices
-        try:
-            peaks = self._peaks(setting, ranks)
-            largest = self._largest_batch(setting, ranks) if batches else None
-        except (ValueError, RuntimeError, ImportError) as error:
-            return Verdict(precision=setting.precision, peak={}, refused=str(error).splitlines()[0])
-        at = max(peaks, key=lambda stretch: sum(peaks[stretch].values()))
-        return Verdict(
-            precision=setting.precision, peak=peaks[at], at=at, fits=self._fits(peaks), largest_batch=largest,
-        )  # fmt: skip
+def _fit(peaks: Peaks, size: int) -> bool:
+    return all(needed(sum(peak.values())) <= size for peak in peaks.values())
 
-    def _fits(self, peaks: Peaks) -> bool:
-        return all(needed(sum(peak.values())) <= self._gpu.size for peak in peaks.values())
 
-    def _largest_batch(self, setting: Setting, ranks: int) -> int:
-        """Return the largest batch that fits, simulated, as the batch above it: a line is a guess from below."""
+def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
+    """Return the largest batch that fits, simulated, as the batch above it: a line is a guess from below."""
 
-        def fits_with(batch: int) -> bool:
-            return self._fits(self._peaks(replace(setting, batch=batch), ranks))
+    def fits_with(batch: int) -> bool:
+        return _fit(simulator.peaks(replace(setting, batch=batch)), size)
 
-        least = setting.batch if fits_with(setting.batch) else 1 if setting.batch > 1 and fits_with(1) else 0
-        if not least:
-            return 0
-        one, two = (self._peaks(replace(setting, batch=n * least), ranks) for n in (1, 2))
-        above = first_guess(one, two, least, self._gpu.size)
-        if fits_with(above):
-            return above
-        while above - least > max(1, least // _CLOSE):
-            between = above - max(1, (above - least) // _STEP_DOWN)
-            least, above = (between, above) if fits_with(between) else (least, between)
-        return least
+    least = setting.batch if fits_with(setting.batch) else 1 if setting.batch > 1 and fits_with(1) else 0
+    if not least:
+        return 0
+    one, two = (simulator.peaks(replace(setting, batch=n * least)) for n in (1, 2))
+    above = first_guess(one, two, least, size)
+    if fits_with(above):
+        return above
+    while above - least > max(1, least // _CLOSE):
+        between = above - max(1, (above - least) // _STEP_DOWN)
+        least, above = (between, above) if fits_with(between) else (least, between)
+    return least
 
-    def _peaks(self, setting: Setting, devices: int) -> Peaks:
-        if devices == 1:
-            return self.simulator.peaks(setting)
-        return sharded_peaks(self._model, self.simulator, setting, devices)
 
-    def remedies(self, setting: Setting, verdicts: Sequence[Verdict], progress: Progress) -> list[tuple[str, Verdict]]:
-        """Simulate what may help, alone and together, for the precision that needs the least."""
-        if not verdicts:
-            return []
-        least = replace(setting, precision=min(verdicts, key=lambda v: v.total).precision)
-        remedies: list[tuple[str, Verdict]] = []
+def _remedies(simulator: Simulator, least: Setting, size: int, progress: Progress) -> list[tuple[str, Verdict]]:
+    """Simulate what may help, alone and together, for the precision that needs the least."""
+    remedies: list[tuple[str, Verdict]] = []
 
-        def tried(words: str, changed: Setting, devices: int | None = None) -> bool:
-            progress(words)
-            verdict = self.verdict(changed, devices, batches=False)
-            if verdict.refused is None:
-                remedies.append((words, verdict))
-            return verdict.refused is None and verdict.fits
+    def tried(words: str, changed: Setting) -> Verdict | None:
+        progress(words)
+        verdict = _verdict(simulator, changed, size, batches=False)
+        if verdict.refused is not None:
+            return None
+        remedies.append((words, verdict))
+        return verdict
 
-        together = least
-        for words, change in _changes(least):
-            tried(words, replace(least, **change))
-            if remedies and remedies[-1][0] == words:
-                together = replace(together, **change)
-        tried("all of these", together)
-        if least.sequence is not None and least.sequence > 1:
-            tried("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
-        devices = self._devices
-        while devices < _MOST_DEVICES:
-            devices *= 2
-            words = f"all of these, --devices {devices} --strategy fsdp2"
-            if tried(words, together, devices):
-                break
-            if remedies and remedies[-1][0] == words:
-                remedies.pop()
-        return remedies
+    together = least
+    for words, change in _changes(least):
+        if tried(words, replace(least, **change)) is not None:
+            together = replace(together, **change)
+    tried("all of these", together)
+    if least.sequence is not None and least.sequence > 1:
+        tried("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
+    devices = least.devices
+    while devices < _MOST_DEVICES:
+        devices *= 2
+        words = f"all of these, --devices {devices} --strategy fsdp2"
+        verdict = tried(words, replace(together, devices=devices))
+        if verdict is not None and verdict.fits:
+            break
+        if verdict is not None:
+            remedies.pop()
+    return remedies
 
 
 def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
@@ -297,11 +279,7 @@ def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
 def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
     """Return a batch that may fit; no larger batch does, because memory grows by more per row, never by less.
 
-    Args:
-        peaks: of a batch of ``batch``, which fits.
-        double: of twice the batch.
-        batch: rows.
-        size: bytes of the GPU.
+    ``peaks`` are those of ``batch`` rows, which fit ``size`` bytes; ``double`` those of twice the batch.
     """
     limit = (size - MARGIN) / (1 + MARGIN_SHARE)
     best = float(_MOST_ROWS)

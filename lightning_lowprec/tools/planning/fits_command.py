@@ -67,6 +67,7 @@ def _json(report: Report, origin: str) -> dict[str, Any]:
     return {
         "source": origin,
         "simulated": True,
+        "devices": report.setting.devices,
         **asdict(report),
         "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
         "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
@@ -104,7 +105,7 @@ def _heading(report: Report, origin: str) -> list[str]:
     shape = f"batch {setting.batch} per GPU" + (f", {setting.sequence} tokens" if setting.sequence is not None else "")
     optimizer = f"AdamW ({'fused' if setting.fused else 'foreach, the default of torch'})"
     blocks = ", blocks computed again in the backward" if setting.checkpointing else ""
-    ranks = f"; {report.devices} GPUs, strategy='fsdp2', figures of one" if report.devices > 1 else ""
+    ranks = f"; {setting.devices} GPUs, strategy='fsdp2', figures of one" if setting.devices > 1 else ""
     lines = [
         f"{origin}: {report.parameters / 1e9:.2f} B parameters; {shape}; {optimizer}{blocks}{ranks}.",
         "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
@@ -115,7 +116,7 @@ def _heading(report: Report, origin: str) -> list[str]:
         lines.append(f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`.")
     if report.extrapolated is not None:
         lines.append(f"Figures are {report.extrapolated}.")
-    if report.devices > 1:
+    if setting.devices > 1:
         lines.append(
             "State per GPU and gathered weights are computed, activations simulated; gathered weights: at most."
         )

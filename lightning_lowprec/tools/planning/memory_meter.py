@@ -22,17 +22,14 @@ ROUNDED_TO: Final = 512
 """torch's allocator rounds every tensor up to a multiple of so many bytes."""
 Peaks = dict[str, dict[str, int]]
 """By stretch: the bytes by category, when the sum was largest."""
-_CUBLAS: Final = {9: 32 << 20}
-"""Bytes that torch keeps for cuBLAS per thread after the first product, by major compute capability."""
-_CUBLAS_ELSEWHERE: Final = (8 << 20) + (128 << 10)
-_THREADS: Final = 2  # the forward and the backward
+_CUBLAS_ON_HOPPER, _CUBLAS_ELSEWHERE = 32 << 20, (8 << 20) + (128 << 10)  # bytes per thread, after its first product
 _FLASH_ROWS, _FLASH_COLUMNS = 128, 32  # flash attention rounds lengths and head dimensions up to these
 _FLOAT32: Final = 4
 
 
 def cublas(capability: tuple[int, int]) -> int:
-    """Return the bytes that torch keeps for cuBLAS."""
-    return _THREADS * _CUBLAS.get(capability[0], _CUBLAS_ELSEWHERE)
+    """Return the bytes that torch keeps for cuBLAS: for the thread of the forward, and that of the backward."""
+    return 2 * (_CUBLAS_ON_HOPPER if capability[0] == 9 else _CUBLAS_ELSEWHERE)
 
 
 @final

@@ -76,10 +76,8 @@ def plan_page(
 
     Args:
         origin: the source of the model, in words.
-        plan: the plan.
-        flops: the plan's FLOPs.
-        sizes: the model's bytes, one row per precision.
-        ranks: the bytes of one rank under FSDP2, one row per precision; empty: not asked for.
+        plan: of the model, and so are ``flops`` and ``sizes``.
+        ranks: of one rank under FSDP2, one row per precision; empty: not asked for.
         forward: a line about the FLOPs of a forward; empty: no forward is known.
         markdown: write Markdown.
         all_rows: one row per layer, not one per kind of block.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,19 +16,17 @@ from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.transformers import is_model
 
 
-class Inputs(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
     """The batch and the loss of a model."""
 
     words: str
     """The batch and the loss, in words."""
-    reads_sequences: bool
+    batch: Callable[[int, int | None, torch.device], Any]
+    """Returns a batch without values: of so many rows, of so many tokens each."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    reads_sequences: bool = False
     """Whether the length of a sequence is asked for."""
-
-    def batch(self, size: int, sequence: int | None, device: torch.device) -> Any:
-        """Return a batch without values."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch."""
 
 
 def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
@@ -40,15 +40,19 @@ def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
         ValueError: nothing tells what the model reads.
     """
     if data is not None:
-        return _FromData(data)
+        loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
+        return Inputs(words="a batch of the data", batch=partial(_rows_like, data), loss=loss)
     example = getattr(model, "example_input_array", None)
     if example is not None:
-        return _FromData(example, forward=True)
-    if is_model(model) and getattr(model, "main_input_name", "") == "input_ids":
-        return _Tokens(labels=_has_head(model))
+        words = "`example_input_array`; the mean of the output as loss"
+        return Inputs(words=words, batch=partial(_rows_like, example), loss=_mean_of_output)
+    if is_model(model) and getattr(model, "main_input_name", "") == "input_ids" and _has_head(model):
+        words = "token ids; the model's own loss"
+        return Inputs(words=words, batch=_tokens, loss=_loss_of_language_model, reads_sequences=True)
     first = next((module for module in model.modules() if list(module.parameters(recurse=False))), None)
-    if isinstance(first, nn.Embedding):
-        return _Tokens(labels=False)
+    if isinstance(first, nn.Embedding) or (is_model(model) and getattr(model, "main_input_name", "") == "input_ids"):
+        words = "token ids; the mean of the output as loss"
+        return Inputs(words=words, batch=_tokens, loss=_mean_of_output, reads_sequences=True)
     raise ValueError(
         f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or give"
         " the model an `example_input_array`."
@@ -59,55 +63,35 @@ def _has_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
-@final
-class _Tokens:
-    """Token ids, and the model's own loss where the model has an output head."""
-
-    reads_sequences = True
-
-    def __init__(self, *, labels: bool) -> None:
-        self._labels = labels
-        self.words = "token ids; the model's own loss" if labels else "token ids; the mean of the output as loss"
-
-    def batch(self, size: int, sequence: int | None, device: torch.device) -> Any:
-        assert sequence is not None
-        return torch.zeros(size, sequence, dtype=torch.long, device=device)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        if self._labels:
-            found: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
-            return found
-        return _mean(model(batch))
+def _tokens(size: int, sequence: int | None, device: torch.device) -> Tensor:
+    assert sequence is not None
+    return torch.zeros(size, sequence, dtype=torch.long, device=device)
 
 
-@final
-class _FromData:
-    """A batch of the user's, with other numbers of rows."""
+def _rows_like(example: Any, size: int, sequence: int | None, device: torch.device) -> Any:
+    def rows(t: Tensor) -> Tensor:
+        return torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device)
 
-    reads_sequences = False
-
-    def __init__(self, example: Any, *, forward: bool = False) -> None:
-        self._example, self._forward = example, forward
-        self.words = "`example_input_array`; the mean of the output as loss" if forward else "a batch of the data"
-
-    def batch(self, size: int, sequence: int | None, device: torch.device) -> Any:
-        def rows(t: Tensor) -> Tensor:
-            return torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device)
-
-        return tree_map_only(Tensor, rows, self._example)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        if isinstance(model, LightningModule) and not self._forward:
-            found = model.training_step(batch, 0)
-            found = found["loss"] if isinstance(found, Mapping) else found
-            assert isinstance(found, Tensor)
-            return found
-        if isinstance(batch, Mapping):
-            return _mean(model(**batch))
-        return _mean(model(*batch) if isinstance(batch, tuple | list) else model(batch))
+    return tree_map_only(Tensor, rows, example)
 
 
-def _mean(output: Any) -> Tensor:
+def _loss_of_language_model(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+    return loss
+
+
+def _training_step(model: Any, batch: Any) -> Tensor:
+    output = model.training_step(batch, 0)
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _mean_of_output(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(loss, Tensor):
         return loss

@@ -26,7 +26,6 @@ from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.numerics.launches import simulated
-from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
 from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
 from lightning_lowprec.private.transformers import as_with_values, is_model
@@ -50,7 +49,7 @@ LIGHTNINGS: Final[Mapping[str, Callable[[], Precision]]] = {
     "bf16-true": partial(HalfPrecision, "bf16-true"),
 }
 """Lightning's own precisions that are simulated."""
-_ELSEWHERE: Final = "se `lowprec compare` on a GPU, which measures."
+_MEASURED: Final = "Use `lowprec compare` on a GPU, which measures."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +70,8 @@ class Setting:
     """Options of the plugin, such as ``{"head": "chunked"}``."""
     capability: tuple[int, int] = (9, 0)
     """The compute capability of the GPU."""
+    devices: int = 1
+    """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
 
 
 def refusal(precision: str) -> str | None:
@@ -78,31 +79,33 @@ def refusal(precision: str) -> str | None:
     if precision in LIGHTNINGS:
         return None
     if precision not in names.TABLE:
-        return f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated. U{_ELSEWHERE}"
+        return f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated. {_MEASURED}"
     row = names.resolve(precision)
     if row.plugin.backend == "te":
         return (
             "the kernels of Transformer Engine do not run on tensors without values. 'fp8-tensorwise' (torchao) is"
-            f" simulated; u{_ELSEWHERE}"
+            f" simulated. {_MEASURED}"
         )
     if row.keeps_codes:
-        return f"MS-AMP's tensors of codes need values. `lowprec plan` shows their bytes at rest. U{_ELSEWHERE}"
+        return f"MS-AMP's tensors of codes need values. `lowprec plan` shows their bytes at rest. {_MEASURED}"
     return None
 
 
-def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping[int, int] | None = None) -> Peaks:
+def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping[str, int] | None = None) -> Peaks:
     """Return the peak of every stretch of the training steps: bytes by category, as torch's allocator counts them.
 
     Args:
         model: the model, on the meta device; the simulation changes the model.
         inputs: make the batch, and the loss.
         setting: how the model trains.
-        blocks: the number of a block by the ``id`` of its parameters, for a stretch of the backward per block.
+        blocks: the number of each block by the beginning of its parameters' fqns, for a stretch of the backward each.
 
     Raises:
         ValueError: an operation of the model needs values, or does not run on tensors that have none.
         ImportError: torch has moved a private name.
     """
+    if setting.precision == "bf16-true":
+        model.bfloat16()  # Lightning makes the model so
     if loaded_in_half(setting.precision):
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
@@ -117,11 +120,11 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
         stack.enter_context(compiling_on_fakes(meter.paused))
         stack.enter_context(meter)
         meter.begin(SET_UP, making=STATE)
-        numbers = _to_gpu(model, blocks or {})
+        _to_gpu(model)
         if setting.checkpointing:
             checkpoint_blocks(model)
         try:
-            return _steps(model.train(), inputs, setting, meter, numbers)
+            return _steps(model.train(), inputs, setting, meter, blocks or {})
         except NEEDS_VALUES as error:
             raise ValueError(
                 f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, and"
@@ -168,7 +171,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter, blocks: Mapping[int, int]) -> Peaks:
+def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter, blocks: Mapping[str, int]) -> Peaks:
     meter.begin(SET_UP, making=STATE)
     plugin, optimizer = _set_up(model, setting)
     meter.mark([*model.parameters(), *model.buffers()], WEIGHTS)
@@ -182,16 +185,13 @@ def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMete
 
 def _set_up(model: nn.Module, setting: Setting) -> tuple[Any, Optimizer]:
     """Convert the model, and return the plugin and the optimizer, with masters."""
-    if setting.precision in LIGHTNINGS:
-        plugin: Any = LIGHTNINGS[setting.precision]()
-    else:
-        row = names.resolve(setting.precision)
-        plugin = row.plugin(**{**row.options, **setting.options})
+    row = None if setting.precision in LIGHTNINGS else names.resolve(setting.precision)
+    plugin: Any = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**{**row.options, **setting.options})
+    if row is not None:
         plugin.bind_device(FAKE)
-    plugin.convert_module(model)
-    way = {"fused": True} if setting.fused else {"foreach": True}
-    optimizer = AdamW(model.parameters(), **way)  # type: ignore[arg-type]
-    if isinstance(plugin, LowPrecision):
+        plugin.convert_module(model)
+    optimizer = AdamW(model.parameters(), fused=setting.fused or None, foreach=not setting.fused or None)
+    if row is not None:
         plugin.see_optimizer(optimizer)
     return plugin, optimizer
 
@@ -216,7 +216,7 @@ def _without_cache() -> torch.autocast:
     return torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False)
 
 
-def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[int, int]) -> None:
+def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[str, int]) -> None:
     """Mark gradients, and begin a stretch with the first gradient of every block."""
 
     def note(number: int | None, parameter: Tensor) -> None:
@@ -226,19 +226,14 @@ def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[int, 
         if number is not None and meter.stretch != stretch:
             meter.begin(stretch, making=TEMPORARIES)
 
-    fqns = {id(parameter): position for position, parameter in enumerate(model.parameters())}
-    for parameter in model.parameters():
+    for fqn, parameter in model.named_parameters():
         if parameter.requires_grad:
-            hook = partial(note, blocks.get(fqns[id(parameter)]))
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            number = next((number for start, number in blocks.items() if fqn.startswith(start)), None)
+            parameter.register_post_accumulate_grad_hook(partial(note, number))  # type: ignore[no-untyped-call]
 
 
-def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
-    """Give every tensor of a model on the meta device memory on the simulated GPU; ties and flags stay.
-
-    Returns the numbers of blocks by the position of a parameter among the model's parameters.
-    """
-    numbers = {i: blocks[id(p)] for i, p in enumerate(model.parameters()) if id(p) in blocks}
+def _to_gpu(model: nn.Module) -> None:
+    """Give every tensor of a model on the meta device memory on the simulated GPU; ties and flags stay."""
     moved: dict[int, Tensor] = {}
 
     def on_gpu(tensor: Tensor) -> Tensor:
@@ -256,7 +251,6 @@ def _to_gpu(model: nn.Module, blocks: Mapping[int, int]) -> dict[int, int]:
             for name, value in list(attributes.items()):
                 if isinstance(value, Tensor):
                     attributes[name] = on_gpu(value)
-    return numbers
 
 
 def _zero(*args: Any, **kwargs: Any) -> Tensor:

@@ -64,22 +64,18 @@ def _shape(block: nn.Module) -> Any:
 
 @final
 class Simulator:
-    """Simulate settings of one model; every setting once.
-
-    Args:
-        model: the model, on the meta device; it stays as it is.
-        inputs: make the batch and the loss.
-    """
+    """Simulate settings of one model, on the meta device, which stays as it is; every setting once."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.inputs = inputs
         self.run = longest_run(model)
+        self._whole = model
         self._model = model if self.run is None else _cut(model, self.run, max(DEPTHS))
         self._simulated: dict[str, Peaks] = {}
 
     @property
     def words(self) -> str | None:
-        """What is extrapolated, in words, or None."""
+        """The blocks that are not simulated, in words, or None."""
         if self.run is None:
             return None
         shown = " and ".join(map(str, DEPTHS))
@@ -93,7 +89,7 @@ class Simulator:
         """
         key = repr(setting)
         if key not in self._simulated:
-            self._simulated[key] = self._simulate(setting)
+            self._simulated[key] = self._simulate(setting) if setting.devices == 1 else self._of_one_rank(setting)
         return self._simulated[key]
 
     def _simulate(self, setting: Setting) -> Peaks:
@@ -103,19 +99,42 @@ class Simulator:
         return extended(few, more, at=DEPTHS, to=self.run.length)
 
     def _at(self, depth: int, run: Run, setting: Setting) -> Peaks:
-        cut = Run(run.fqn, run.start, max(DEPTHS))
-        model = _cut(self._model, cut, depth)
-        stack: Any = model.get_submodule(run.fqn)
-        blocks = list(stack)[run.start : run.start + depth]
-        return simulate(model, self.inputs, setting, blocks=_numbers(blocks))
+        model = _cut(self._model, replace(run, length=max(DEPTHS)), depth)
+        blocks = [f"{run.fqn}.{run.start + position}.".lstrip(".") for position in range(depth)]
+        numbers = dict.fromkeys(blocks, _BETWEEN) | {blocks[0]: _FIRST, blocks[-1]: _LAST}
+        return simulate(model, self.inputs, setting, blocks=numbers)
 
+    def _of_one_rank(self, setting: Setting) -> Peaks:
+        """The shards stand under ``state``; gathered weights, and gradients on their way, under ``temporaries``.
 
-def _numbers(blocks: list[nn.Module]) -> dict[int, int]:
-    numbers: dict[int, int] = {}
-    for position, block in enumerate(blocks):
-        number = _FIRST if position == 0 else _LAST if position == len(blocks) - 1 else _BETWEEN
-        numbers |= {id(parameter): number for parameter in block.parameters()}
-    return numbers
+        Raises:
+            ValueError: the precision does not run under FSDP2, or the model does not divide into so many shards.
+        """
+        precision, model = setting.precision, self._whole
+        name = names.TABLE.get(precision)
+        converts = name is not None and name.plugin.backend is not None
+        plan = make_plan(model)
+        sizes = footprints(model, plan, precision)
+        if not converts:
+            sizes = sizes[:-1]
+        layout = precision if converts or precision in COMPARED else "bf16-mixed"
+        ranks = [rank for rank in per_rank(model, plan, sizes, shards=setting.devices) if rank.precision == layout]
+        if not ranks:
+            raise ValueError(f"`precision={precision!r}` does not run under strategy='fsdp2'.")
+        rank = ranks[-1]
+        on_one = self.peaks(replace(setting, devices=1, precision=_of_gathered(precision, converts=converts)))
+        return {
+            stretch: {
+                **dict.fromkeys(peak, 0),
+                STATE: round(rank.state),
+                ACTIVATIONS: peak[ACTIVATIONS],
+                TEMPORARIES: peak[TEMPORARIES] // setting.devices
+                if stretch == OPTIMIZER
+                else peak[TEMPORARIES] + rank.in_flight,
+            }
+            for stretch, peak in on_one.items()
+            if stretch != SET_UP  # shards are set up from the meta device
+        }
 
 
 def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
@@ -137,46 +156,6 @@ def extended(few: Peaks, more: Peaks, *, at: tuple[int, int], to: int) -> Peaks:
         return {name: round(start[name] + steps * (end[name] - start[name])) for name in start}
 
     return {stretch: line(few[stretch], more[stretch]) for stretch in few if stretch in more}
-
-
-def sharded_peaks(model: nn.Module, simulator: Simulator, setting: Setting, devices: int) -> Peaks:
-    """Return the peak of every stretch of a step of one rank, in bytes by category.
-
-    The shards' weights, gradients and optimizer state stand under ``state``, gathered weights and gradients on their
-    way, an upper bound, under ``temporaries``.
-
-    Args:
-        model: the whole model.
-        simulator: simulates the model on one GPU.
-        setting: how the model trains, with the batch of one rank.
-        devices: ranks, one copy of the model.
-
-    Raises:
-        ValueError: the precision does not run under FSDP2, or the model does not divide into so many shards.
-    """
-    precision = setting.precision
-    row = names.TABLE.get(precision)
-    converts = row is not None and row.plugin.backend is not None
-    plan = make_plan(model)
-    sizes = footprints(model, plan, precision)
-    if not converts:
-        sizes = sizes[:-1]
-    layout = precision if converts or precision in COMPARED else "bf16-mixed"
-    ranks = [rank for rank in per_rank(model, plan, sizes, shards=devices) if rank.precision == layout]
-    if not ranks:
-        raise ValueError(f"`precision={precision!r}` does not run under strategy='fsdp2'.")
-    rank = ranks[-1]
-    on_one = simulator.peaks(replace(setting, precision=_of_gathered(precision, converts=converts)))
-    return {
-        stretch: {
-            **dict.fromkeys(peak, 0),
-            STATE: round(rank.state),
-            ACTIVATIONS: peak[ACTIVATIONS],
-            TEMPORARIES: peak[TEMPORARIES] // devices if stretch == OPTIMIZER else peak[TEMPORARIES] + rank.in_flight,
-        }
-        for stretch, peak in on_one.items()
-        if stretch != SET_UP  # shards are set up from the meta device
-    }
 
 
 def _of_gathered(precision: str, *, converts: bool) -> str:

@@ -22,17 +22,13 @@ EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model without weights.
-
-    Args:
-        model: the model, on the meta device.
-        origin: the source, in words.
-        attention_width: heads x head_dim x layers; 0 if the model's attention is not known.
-    """
+    """A model on the meta device, without weights."""
 
     model: nn.Module
     origin: str
+    """In words."""
     attention_width: int = 0
+    """Heads x head_dim x layers; 0 if the model's attention is not known."""
 
 
 def load(source: str, arguments: Mapping[str, Any]) -> Source:
