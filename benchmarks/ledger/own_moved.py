@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.ledger.recorder import position
-from lightning_lowprec.masters import one_pass
+from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.numerics import fp8_matrices, multiply
 
 Seen = Callable[[str, int, int, int], None]
@@ -26,7 +26,7 @@ GRADIENT = 2
 def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
-        _watch(one_pass, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
+        _watch(kernel_step, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
         _watch(fp8_matrices, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
         _watch(multiply, "multiply", lambda *_: 0, seen),
     ]
@@ -57,7 +57,7 @@ def of_codes(weight: Tensor) -> int:
     return weight.numel() * (weight.element_size() + 2)
 
 
-def of_a_step(row: one_pass.Row) -> int:
+def of_a_step(row: kernel_step.Row) -> int:
     """Return the bytes that a step of one parameter reads and writes."""
     total = 0
     for place, tensor in enumerate(row.tensors):

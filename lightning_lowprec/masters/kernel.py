@@ -29,7 +29,7 @@ second moment; 0: there is none), its number of elements, the position of its fi
 the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
 wants it)."""
 NUMBERS: Final = tl.constexpr(9)
-"""float32 numbers of a parameter, see ``one_pass.numbers_of``."""
+"""float32 numbers of a parameter, see ``kernel_step.numbers_of``."""
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
 
 

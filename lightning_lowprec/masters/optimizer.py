@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
 from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
+from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_one
 from lightning_lowprec.masters.moments import (
     MASTER_REMAINDER,
     decoded_entry,
@@ -42,7 +43,6 @@ from lightning_lowprec.masters.moments import (
     params_by_key,
     taken_out,
 )
-from lightning_lowprec.masters.one_pass import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check

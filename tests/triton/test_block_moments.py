@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters import one_pass
+from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters
 from tests.masters.master_loops import equal, through_file
@@ -50,7 +50,7 @@ def test_steps_as_torchs_operations_do(form, make, update, launches, monkeypatch
     ours, optimizer = train(OPTIMIZERS[make], form=form, moments="8bit", update=update)
     assert launches
     assert {row.moment for rows in launches for row in rows} == {"8bit", "fp32"}, "biases keep float32 moments"
-    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(kernel_step, "DEVICES", set())
     reference, theirs = train(OPTIMIZERS[make], form=form, moments="8bit", update=update)
     for a, b in zip(ours, reference, strict=True):
         assert (a != b).sum() <= 2 + a.numel() // 500  # float32 is rounded in another order, so a code may differ

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.masters import deferred, one_pass, registry
+from lightning_lowprec.masters import deferred, kernel_step, registry
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
 from lightning_lowprec.numerics.largest import asked, largest
 from tests.masters.master_loops import equal, through_file
@@ -33,13 +33,13 @@ ULPS = 4 * 2.0**-23
 @pytest.fixture
 def launches(monkeypatch):
     """The variants of the rows of every launch of the kernel."""
-    seen, launch = [], one_pass.launch
+    seen, launch = [], kernel_step.launch
 
     def noted(rows, *args):
         seen.append([row.variant for row in rows])
         launch(rows, *args)
 
-    monkeypatch.setattr(one_pass, "launch", noted)
+    monkeypatch.setattr(kernel_step, "launch", noted)
     return seen
 
 
@@ -78,7 +78,7 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
     first = 0 if make == "sgd" else 1  # torch makes the state in the first step
     assert len(launches) == 4 - first, "one launch per step"
     assert all(len(rows) == 4 for rows in launches)
-    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(kernel_step, "DEVICES", set())
     monkeypatch.setattr(deferred, "DEVICES", set())
     reference = net()
     theirs = train(reference, add_masters(OPTIMIZERS[make](reference.parameters()), form), 4, clip)
@@ -268,7 +268,7 @@ def test_a_fit_is_the_same(make, clip, launches, monkeypatch):
     assert has_masters(optimizer)
     assert len(launches) == 3
     ours = optimizer.state_dict()["state"]
-    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(kernel_step, "DEVICES", set())
     monkeypatch.setattr(deferred, "DEVICES", set())
     _, reference = fit(make(), clip)
     for entry, expected in zip(ours.values(), reference.state_dict()["state"].values(), strict=True):
@@ -301,7 +301,7 @@ def in_fabric(plugin, clip):
 def test_fabric_is_the_same(make, clip, launches, monkeypatch):
     norms, ours = in_fabric(make(), clip)
     assert len(launches) == 3
-    monkeypatch.setattr(one_pass, "DEVICES", set())
+    monkeypatch.setattr(kernel_step, "DEVICES", set())
     monkeypatch.setattr(deferred, "DEVICES", set())
     expected_norms, theirs = in_fabric(make(), clip)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
@@ -337,7 +337,7 @@ def test_a_backward_after_clipping_adds_an_unclipped_gradient():
     """Clip, run another backward, step: the sum is the clipped gradient plus the new one, as without deferral."""
     found = []
     for devices in ({"cpu"}, set()):
-        one_pass.DEVICES, deferred.DEVICES = devices, devices
+        kernel_step.DEVICES, deferred.DEVICES = devices, devices
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
         module = Module().net
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -357,7 +357,7 @@ def test_gradients_that_replace_clipped_ones_are_not_clipped(dropped):
     """Clip, drop gradients at the parameters, run a bare backward, and step or clip again: as without deferral."""
     found = []
     for devices in ({"cpu"}, set()):
-        one_pass.DEVICES, deferred.DEVICES = devices, devices
+        kernel_step.DEVICES, deferred.DEVICES = devices, devices
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
         module = Module().net
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -387,7 +387,7 @@ def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
     """The kernel writes to the memory of the shards, which are gathered as float8 with scales of their values."""
     found = []
     for devices in ({"cpu"}, set()):
-        monkeypatch.setattr(one_pass, "DEVICES", devices)
+        monkeypatch.setattr(kernel_step, "DEVICES", devices)
         monkeypatch.setattr(deferred, "DEVICES", devices)
         fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-tensorwise-remainder")
         fabric.launch()
