@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 
 import pytest
 import torch
@@ -80,6 +81,25 @@ def test_float32_everywhere_is_torchs_adamw_on_the_same_gradients():
         assert equal([p.detach() for p in model.parameters()], [p.detach().bfloat16() for p in reference])
         runs[update] = optimizer.state_dict()
     assert equal(runs["step"], runs["backward"])
+
+
+def calls_of_a_backward(count):
+    """Calls, of functions in C too, of a backward that updates ``count`` parameters."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count))).bfloat16()
+    config = MasterConfig(form="remainder", moments="8bit", update="backward")
+    optimizer = add_masters(torch.optim.AdamW(model.parameters()), config)
+    model(torch.ones(2, 4).bfloat16()).float().sum().backward()
+    optimizer.step()  # makes the state
+    loss = model(torch.ones(2, 4).bfloat16()).float().sum()
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    loss.backward()
+    sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+def test_the_work_of_a_backward_is_linear_in_the_number_of_parameters():
+    assert calls_of_a_backward(256) < 4.2 * calls_of_a_backward(64)
 
 
 def test_a_parameter_that_thaws_in_the_middle_is_hooked_from_the_next_step_on():
