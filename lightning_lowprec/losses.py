@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
+    LossTerms,
     Results,
     Wanted,
     dtype_of_grad_weight,
@@ -29,7 +30,6 @@ from lightning_lowprec.numerics.linear_cross_entropy import (
     in_half,
 )
 from lightning_lowprec.numerics.multiply import multiply_
-from lightning_lowprec.numerics.row_losses import LossTerms
 
 Reduction = Literal["mean", "sum", "none"]
 __all__ = ["linear_cross_entropy"]

@@ -12,6 +12,16 @@ of tokens, and fp16 holds them. The caller multiplies them by the rest (mean, lo
 
 Logits are rounded to the dtype of ``hidden``, as those of a Linear are; the rest of the loss is float32.
 
+With ``p = softmax(x)`` of one row ``x`` of V logits, ``lse = log(sum(exp(x)))``, target ``t``, label smoothing ``e``
+and factor ``z`` of the z-loss:
+
+    loss    = lse - (1 - e) * x[t] - e * mean(x) + z * lse**2
+    d/dx[v] = (1 + 2 * z * lse) * p[v] - (1 - e) * [v == t] - e / V
+
+The gradient of a row is that of its own loss: no mean is taken, so its values lie between -1 and 1 (without z-loss)
+for any number of rows. A small format holds such values with a scale that is known in advance. Rows whose target is
+``ignore_index`` have loss 0 and gradient 0. On CUDA losses and gradient of some rows are one kernel.
+
 In FP8 the three products take codes. The weight is encoded once per call, and the gradient of the logits with a scale
 that is known in advance. The products of the weight's gradient add up over up to ``SPAN_BYTES`` of such codes inside of
 one FP8 product, because FP8 products cannot add to a matrix. Where one product is enough, it returns the dtype of the
@@ -28,10 +38,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics import row_losses
+from lightning_lowprec.numerics.formats import E5M2
 from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
-from lightning_lowprec.numerics.row_losses import CODE_SCALE, LossTerms
+from lightning_lowprec.numerics.one_pass import rows_in_one_pass
 
 MEMORY: Final = 1_400_000_000
 """Bytes that a copy of the weight and the logits of one chunk may take together."""
@@ -43,8 +53,28 @@ SPAN_BYTES: Final = 1_100_000_000
 """Bytes of codes of the gradient that are kept for one FP8 product of the weight's gradient."""
 _BLOCK: Final = 8192
 """Rows of the weight's gradient that are added at a time."""
+CODE_SCALE: Final = 2.0**14
+"""The scale of gradients in float8_e5m2: values up to 3.5 have a code, which leaves room for the z-loss, and 2**-28 is
+a normal number. The average of 128k probabilities is 2**-17. float8_e4m3fn would lose those below 2**-18."""
 FP16_GRADIENT_SCALE: Final = 2.0**7
 """Small gradients of logits stay above fp16's subnormal numbers, and products with weights of up to 250 stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """The terms of the loss of one row; see above."""
+
+    ignore_index: int = -100
+    """Rows with this target have no loss."""
+    label_smoothing: float = 0.0
+    """``e``: the part of the target's probability that is spread over all classes."""
+    z_loss: float = 0.0
+    """``z``: the factor of ``lse**2``."""
+
+    @property
+    def constants(self) -> tuple[int, float, float]:
+        """The terms as arguments of the functions of this module."""
+        return self.ignore_index, self.label_smoothing, self.z_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +148,9 @@ def in_half(
         x, t = hidden[part], target[part]
         logits = F.linear(x, cast, bias)
         if wanted:
-            results.losses[part] = row_losses.losses_and_gradient_(logits, t, _of(factors, part), terms)
+            results.losses[part] = losses_and_gradient_(logits, t, _of(factors, part), terms)
         else:
-            results.losses[part] = row_losses.losses_alone(logits, t, terms)
+            results.losses[part] = losses_alone(logits, t, terms)
         if results.hidden is not None:
             torch.mm(logits, cast, out=results.hidden[part])
         if results.weight is not None:
@@ -164,10 +194,10 @@ def in_fp8(
             here = slice(part.start, min(part.stop, len(hidden)))
             logits = run.logits(part, bias)
             if not wanted:
-                losses = row_losses.losses_alone(logits, target[part], terms)
+                losses = losses_alone(logits, target[part], terms)
                 results.losses[here] = losses[: here.stop - here.start]
                 continue
-            losses, codes = row_losses.losses_and_codes(logits, target[part], _of(factors, part), terms)
+            losses, codes = losses_and_codes(logits, target[part], _of(factors, part), terms)
             results.losses[here] = losses[: here.stop - here.start]
             del logits
             if results.bias is not None:
@@ -290,3 +320,81 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, first: bool
         torch.mm(gradient.t(), hidden, out_dtype=torch.float32, out=total)
     else:
         torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)
+
+
+# ---- losses and gradients of some rows
+
+
+def losses_alone(logits: Tensor, target: Tensor, terms: LossTerms) -> Tensor:
+    """(M, V) any float, (M,) int64 -> (M,) float32."""
+    losses: Tensor = rows_in_one_pass(_losses, logits, target, *terms.constants)
+    return losses
+
+
+def losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, terms: LossTerms) -> Tensor:
+    """(M, V) any float, (M,) int64, (M,) or () float32 -> (M,) float32; ``logits`` become their gradient.
+
+    ``factors`` multiply the gradient, and leave the losses alone.
+    """
+    losses: Tensor = rows_in_one_pass(_losses_and_gradient_, logits, target, factors, *terms.constants)
+    return losses
+
+
+def losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
+    """(M, V) any float, (M,) int64, (M,) or () float32 -> losses (M,) float32, gradient (M, V) float8_e5m2.
+
+    The codes are ``gradient * factors * CODE_SCALE``. A value beyond the format becomes its largest value; NaN stays.
+    """
+    losses, codes = rows_in_one_pass(_losses_and_codes, logits, target, factors, *terms.constants)
+    return losses, codes
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    top = x.amax(-1, keepdim=True)
+    return top + (x - top).exp().sum(-1, keepdim=True).log()
+
+
+def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
+    x = logits.float()
+    return _loss(x, _log_sum_exp(x), target, *terms)
+
+
+def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
+    counts = target != ignore_index
+    at_target = x.gather(-1, torch.where(counts, target, 0)[:, None])
+    loss = lse - at_target
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1, keepdim=True))
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    return torch.where(counts, loss[:, 0], 0.0)
+
+
+def _gradient(
+    x: Tensor, lse: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    gradient = (x - lse).exp()
+    if z_loss:
+        gradient = gradient * (1 + 2 * z_loss * lse)
+    classes = torch.arange(x.shape[-1], device=x.device)
+    gradient = gradient - torch.where(classes == target[:, None], 1 - label_smoothing, 0.0)
+    if label_smoothing:
+        gradient = gradient - label_smoothing / x.shape[-1]
+    factors = torch.where(target != ignore_index, factors, 0.0)[:, None]
+    return torch.where(factors == 0, 0.0, gradient * factors)
+
+
+def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> Tensor:
+    x = logits.float()
+    lse = _log_sum_exp(x)
+    losses = _loss(x, lse, target, *terms)
+    logits.copy_(_gradient(x, lse, target, factors, *terms))
+    return losses
+
+
+def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    x = logits.float()
+    lse = _log_sum_exp(x)
+    losses = _loss(x, lse, target, *terms)
+    gradient = _gradient(x, lse, target, factors * CODE_SCALE, *terms)
+    return losses, gradient.clamp(-E5M2.max, E5M2.max).to(E5M2.dtype)
