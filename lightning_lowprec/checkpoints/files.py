@@ -113,7 +113,7 @@ def read(path: Path, weights_only: bool | None) -> Any:
                 f"{str(path)!r} has {path.stat().st_size / 1e9:.1f} GB, and this system maps no more than its memory"
                 " and swap. Add swap, or set `vm.overcommit_memory=1`."
             ) from error
-        raise refusal(path, error, weights_only) or _damaged(path, is_zip, error) from error
+        raise refused_object(path, error, weights_only) or _damaged(path, is_zip, error) from error
 
 
 def check_records(path: Path, part: int = 0, parts: int = 1) -> bool:
@@ -155,7 +155,7 @@ def remedy(weights_only: bool | None) -> str:
     return f"If you trust the file, {passed}{forced}."
 
 
-def refusal(path: Path, error: Exception, weights_only: bool | None) -> UnpicklingError | None:
+def refused_object(path: Path, error: Exception, weights_only: bool | None) -> UnpicklingError | None:
     """Return the error to raise if ``torch.load`` refused an object in ``path``; None if ``error`` says otherwise."""
     name = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, UnpicklingError) else None
     if name is None:

@@ -160,7 +160,7 @@ class ShardFolder:
             ) from None
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise files.refusal(path, error, self._weights_only) or ValueError(
+            raise files.refused_object(path, error, self._weights_only) or ValueError(
                 f"{str(path)!r} is damaged, or belongs to another save ({type(error).__name__}: {reason})."
                 " Load another checkpoint."
             ) from error

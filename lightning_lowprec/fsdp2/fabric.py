@@ -101,10 +101,9 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of any precision and number of ranks into ``state``; return what ``state`` has no key for.
+        """Load a folder or file of any precision and number of ranks into ``state``; return what ``state`` lacks.
 
-        The checkpoint may be a folder or a single file. ``weights_only=None`` is torch's default: True, unless
-        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
+        ``weights_only=None`` is torch's default: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
         stored = open_checkpoint(Path(self.broadcast(path)), weights_only, verify=self.verify_checkpoints)
         if isinstance(state, Module):

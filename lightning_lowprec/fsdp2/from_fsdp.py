@@ -129,10 +129,10 @@ def _modules(policy: Any, argument: str, option: str) -> Modules | None:
         return _by_module(keywords["lambda_fn"])
     if function is wrap.always_wrap_policy:
         return _by_module(lambda module: any(True for _ in module.parameters(recurse=False)))
-    reason = "has no equal in FSDP2, which does not ask a policy about sizes or where to descend"
-    if function is wrap.size_based_auto_wrap_policy:
-        reason = "chooses modules by their size, which FSDP2 does not"
-    raise ValueError(f"`{argument}={policy!r}` {reason}; {remedy}, or leave it out to gather the repeated blocks.")
+    raise ValueError(
+        f"`{argument}={policy!r}` has no equal in FSDP2, which does not ask a policy about sizes or where to descend;"
+        f" {remedy}, or leave it out to gather the repeated blocks."
+    )
 
 
 def _by_module(function: Any) -> Modules:

@@ -237,7 +237,7 @@ def write(
     config = _config(model, content, options)  # before the weights, because a format may refuse the options
     writer = OneWriter(is_shared=_is_sharded(model))
     with ExitStack() as opened:
-        files = writer.run(lambda: opened.enter_context(_new_files(out, content, options)))
+        files = writer.on_writer(lambda: opened.enter_context(_new_files(out, content, options)))
         writer.take(content.chunks(), None if files is None else files.write, agree_after=options.shard_bytes)
         kept_adapter = adapted.layers if not options.merge_adapters else 0
         matrices = adapted.tensors(DTYPES[options.dtype]) if kept_adapter else {}
@@ -251,7 +251,7 @@ def write(
             _write_beside(files.folder, model, config, options, tokenizer, done)
             opened.close()  # gives the folder its name
 
-        writer.run(finish)
+        writer.on_writer(finish)
     return done
 
 

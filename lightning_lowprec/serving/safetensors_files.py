@@ -260,7 +260,7 @@ class OneWriter:
         self._is_shared = is_shared and dist.is_initialized()
         self._writes = not self._is_shared or dist.get_rank() == 0
 
-    def run(self, action: Callable[[], T]) -> T | None:
+    def on_writer(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` on the rank that writes, and return its result there; None elsewhere. An error is shared."""
 
         def mine() -> T | None:
@@ -295,4 +295,4 @@ class OneWriter:
             if failure is not None:
                 raise failure
 
-        self.run(mine)
+        self.on_writer(mine)

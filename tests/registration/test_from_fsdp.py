@@ -138,7 +138,7 @@ def test_always_wrap_takes_every_module_that_has_parameters():
 
 
 def test_policies_that_look_at_sizes_are_refused():
-    remedy = r"chooses modules by their size.*pass classes or a function \(fqn, module\) -> bool by `wrap=`"
+    remedy = r"does not ask a policy about sizes.*pass classes or a function \(fqn, module\) -> bool by `wrap=`"
     for policy in (size_based_auto_wrap_policy, partial(size_based_auto_wrap_policy, min_num_params=100)):
         with pytest.raises(ValueError, match=remedy):
             options(auto_wrap_policy=policy)
