@@ -31,7 +31,8 @@ REFERENCE = "half-auto, bf16"
 ROWS = (
     REFERENCE, "half-auto, chunked", "half-auto, fp8", "fp8-tensorwise, bf16", "fp8-tensorwise, fp8",
     "fp8-tensorwise-remainder, bf16", "fp8-tensorwise-remainder, fp8", "fp8-tensorwise-sr, fp8", "32-true, bf16",
-    "bf16-remainder, bf16", "bf16-lean, bf16", "bf16-lean-sr, bf16", "fp8-lean, bf16",
+    "bf16-remainder, bf16", "bf16-lean, bf16", "bf16-lean-sr, bf16", "fp8-lean, bf16", "msamp-o1, bf16",
+    "msamp-o2, bf16", "msamp-o3, bf16",
 )  # fmt: skip
 
 
@@ -51,12 +52,12 @@ class WithLoss(ByteGPT):
         return linear_cross_entropy(self.norm(x), self.lm_head.weight, targets, fp8=self.head == "fp8")
 
 
-def train(row: str, seed: int, steps: int) -> float:
-    """Return the validation loss after ``steps``."""
+def train(row: str, seed: int, steps: int, **sizes: int) -> float:
+    """Return the validation loss after ``steps`` of the model with these sizes."""
     precision, _, head = row.partition(", ")
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]  # our names
     torch.manual_seed(seed)
-    bare = WithLoss()
+    bare = WithLoss(**sizes)
     bare.head = head
     configured: Any = bare.configure_optimizers()
     model, optimizer = fabric.setup(bare, configured["optimizer"])

@@ -1,27 +1,20 @@
 """Measure the cost of our hooks: a training step with FP8TorchAO, and the same torchao code written by hand.
 
-    python -m benchmarks.hook_overhead [--steps 60] [--out results.json]
+    python -m benchmarks.hook_overhead
 
 By hand means: the model is converted with torchao's own ``convert_to_float8_training``, the step contains an autocast,
 and Lightning's stock ``Precision`` runs the loop. On CPU a hook also casts the input, because torchao does not see CPU
 autocast. Three things are counted per step: aten operations that write memory, below torchao's tensors too, Python
-calls, and collectives (under DDP with one process). The time is a ratio of medians in one run: Fabric alternates step
-by step, the Trainer fit by fit, which a busy machine disturbs. Counts are the same on every machine; the time has a
-meaning on a GPU only.
+calls, and collectives (under DDP with one process). Counts are the same on every machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -40,6 +33,8 @@ WIDTH, DEPTH, TOKENS = (64, 4, 64) if DEVICE.type == "cpu" else (2048, 8, 8192)
 EMULATE = DEVICE.type == "cpu"
 
 
+STEPS = 4
+"""Of a fit of the Trainer."""
 NAMES = "add", "add_", "copy_", "mul", "mul_", "div", "clamp", "abs", "max", "mm", "sum", "mean"
 WRITING = {f"aten::{name}" for name in NAMES}
 
@@ -157,23 +152,21 @@ def fabric_step(by_hand: bool, strategy: Any) -> Callable[[], None]:
 
 
 class Stepper(L.Callback):
-    """Count and time the batches of the Trainer from inside ``fit``."""
+    """Count the batches of the Trainer from inside ``fit``."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
         self.steps: list[Step] = []
         self._calls = Calls()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Batch 2 counts calls, batch 3 operations and collectives, later ones are timed."""
+        """Batch 2 counts calls, batch 3 operations and collectives."""
         if batch_idx == 2:
             self._calls.__enter__()
         elif batch_idx == 3:
             self._prof = profile(activities=[ProfilerActivity.CPU])
             self._prof.__enter__()
-        self._start = _now()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Stop the counter that ``on_train_batch_start`` started."""
@@ -183,73 +176,38 @@ class Stepper(L.Callback):
         elif batch_idx == 3:
             self._prof.__exit__(None, None, None)
             self.steps.append(Step.of(self._calls.count, self._prof))
-        elif batch_idx > 5:
-            self.times.append(_now() - self._start)
 
 
-def _now() -> float:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def trainer_run(by_hand: bool, strategy: str, steps: int) -> Stepper:
-    """Run a fit of ``steps`` timed steps after the counted steps."""
+def trainer_run(by_hand: bool, strategy: str) -> Stepper:
+    """Run a fit of the counted steps."""
     stepper = Stepper()
-    fit(by_hand, strategy, steps + 6, stepper)
-    return stepper
-
-
-def fit(by_hand: bool, strategy: str, steps: int, callback: L.Callback) -> None:
-    """Run ``steps`` steps of the Trainer with a callback."""
     model, plugin = make(by_hand)
     trainer = L.Trainer(
-        accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=steps, callbacks=[callback], logger=False,
+        accelerator=DEVICE.type, devices=1, strategy=strategy, max_steps=STEPS, callbacks=[stepper], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         plugins=StockTrainer() if plugin is None else plugin,
     )  # fmt: skip
-    trainer.fit(
-        model, train_dataloaders=DataLoader([torch.randn(TOKENS, WIDTH) for _ in range(steps)], batch_size=None)
-    )
+    trainer.fit(model, DataLoader([torch.randn(TOKENS, WIDTH) for _ in range(STEPS)], batch_size=None))
+    return stepper
 
 
-def measure(strategy: str = "auto", steps: int = 0) -> dict[str, Any]:
-    """Return the counts of Trainer and Fabric, ``ours`` and ``by_hand``, and with ``steps`` the time ratio."""
+def measure(strategy: str = "auto") -> dict[str, Any]:
+    """Return the counts of Trainer and Fabric, ``ours`` and ``by_hand``."""
     result: dict[str, Any] = {}
-    runs = {by_hand: [trainer_run(by_hand, strategy, steps)] for by_hand in (True, False)}
-    result["trainer"] = {"by_hand": runs[True][0].steps[0], "ours": runs[False][0].steps[0]}
+    runs = {by_hand: trainer_run(by_hand, strategy) for by_hand in (True, False)}
+    result["trainer"] = {"by_hand": runs[True].steps[0], "ours": runs[False].steps[0]}
     loops = {by_hand: fabric_step(by_hand, strategy) for by_hand in (True, False)}
     for loop in loops.values():
         for _ in range(4):  # the first steps build optimizer state, decide on the device and watch the model
             loop()
     result["fabric"] = {"by_hand": count(loops[True]), "ours": count(loops[False])}
-    if steps:
-        runs[True].append(trainer_run(True, strategy, steps))
-        runs[False].append(trainer_run(False, strategy, steps))
-        median = {k: statistics.median(t for run in v for t in run.times) for k, v in runs.items()}
-        result["trainer"]["time_ratio"] = median[False] / median[True]
-        result["fabric"]["time_ratio"] = _alternate(loops, steps)
     return result
 
 
-def _alternate(loops: dict[bool, Callable[[], None]], steps: int) -> float:
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(steps):
-        for by_hand, loop in loops.items():
-            start = _now()
-            loop()
-            times[by_hand].append(_now() - start)
-    return statistics.median(times[False]) / statistics.median(times[True])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each kind")
-    parser.add_argument("--out", type=Path, help="write the raw figures there as JSON")
-    args = parser.parse_args()
     if DEVICE.type == "cpu":
         torch.set_num_threads(1)
-    results = {strategy: measure(strategy, args.steps) for strategy in ("auto", "ddp")}
+    results = {strategy: measure(strategy) for strategy in ("auto", "ddp")}
     print(f"{DEVICE.type}, {DEPTH} linears of {WIDTH} x {WIDTH}, {TOKENS} tokens, torch {torch.__version__}")
     for strategy, result in results.items():
         for where, row in result.items():
@@ -257,10 +215,8 @@ def main() -> None:
             print(
                 f"{where:8} {strategy:5} aten ops {sum(ours.aten.values())} vs {sum(by_hand.aten.values())} by hand,"
                 f" collectives {sum(ours.collectives.values())} vs {sum(by_hand.collectives.values())},"
-                f" Python calls {ours.calls} vs {by_hand.calls}, time {row['time_ratio']:.3f}x"
+                f" Python calls {ours.calls} vs {by_hand.calls}"
             )
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1, default=asdict))
 
 
 if __name__ == "__main__":

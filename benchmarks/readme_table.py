@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_lane import figures, targets
 from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, SHARDED
-from benchmarks.gpu_lane.markdown import number, table
+from benchmarks.gpu_lane.figures import number, table
 from benchmarks.gpu_lane.results import FILE, means_nothing
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,6 @@ NOTHING = (
     "Nothing has been measured on a GPU yet. `make gpu-lane` measures on a machine with an FP8 GPU;\n"
     f"[{RESULTS}]({RESULTS}/README.md) says how the figures get here."
 )
-PARTS = {"step8b": "8B-shaped stack", "step1b": "1B model"}
 SHOWN = (
     BASELINE, "lightning bf16-true, compiled", MAIN_TE, MAIN, "ours fp8-rowwise", SHARDED,
     "torchao tensorwise, compiled", "te delayed", "accelerate torchao, compiled", "accelerate te",
@@ -72,7 +71,7 @@ def _of_device(device: str, date: str, folder: str, data: dict[str, Any]) -> str
     meant = targets.fp8_hybrid(data).removeprefix("ours ")
     return "\n\n".join(filter(None, (
         f"**{device}**, {date}{', ' + used if used else ''}, commit {commits}:",
-        _steps(data),
+        table_of_steps(data),
         f"How many times faster than Lightning's bf16-mixed with compiled blocks is in brackets; `fp8-hybrid` is"
         f" {meant} there. Of the lane's targets"
         f" {verdicts.count(True)} are met, {verdicts.count(False)} missed, {verdicts.count(None)} not measured:"
@@ -80,34 +79,22 @@ def _of_device(device: str, date: str, folder: str, data: dict[str, Any]) -> str
     )))  # fmt: skip
 
 
-def _steps(data: dict[str, Any]) -> str:
-    """Return the table of tokens per second, with the ratio to the baseline, and of memory."""
-    parts = {part: found for part in PARTS if (found := figures.comparable(data, part))}
-    head = [
-        "",
-        *(f"{_model(part, steps)}, {what}" for part, steps in parts.items() for what in ("tokens/s", "peak GB")),
-    ]
+def table_of_steps(data: dict[str, Any]) -> str:
+    """Return the table of tokens per second, with the ratio to the baseline, and of memory; empty without steps."""
+    steps = figures.comparable(data, "step8b")
+    if not steps:
+        return ""
+    layers = next(iter(steps.values())).get("layers")  # the stack has half of the layers on 80 GB
+    model = "8B-shaped stack" if layers is None else f"8B-shaped stack of {layers} layers"
+    speedups = figures.speedups(steps)
     rows = []
     for name in SHOWN:
-        cells = [cell for steps in parts.values() for cell in _cells(name, steps)]
-        if any(cell != "-" for cell in cells):
-            rows.append((f"**{name}**" if name.startswith("ours") else name, *cells))
-    return table(head, rows)
-
-
-def _model(part: str, steps: dict[str, Any]) -> str:
-    """Return the name of the model and its layers, because the stack has half of the layers on 80 GB."""
-    layers = next(iter(steps.values())).get("layers")
-    return PARTS[part] if layers is None else f"{PARTS[part]} of {layers} layers"
-
-
-def _cells(name: str, steps: dict[str, Any]) -> tuple[str, str]:
-    if name not in steps:
-        return "-", "-"
-    ratio = figures.speedups(steps).get(name)
-    speed = f"{steps[name]['tokens_per_s']:.0f}{'' if ratio is None else f' ({ratio:.2f}x)'}"
-    peak = steps[name].get("peak_bytes")
-    return speed, number(None if peak is None else peak / 1e9, 1)
+        if name in steps:
+            ratio, peak = speedups.get(name), steps[name].get("peak_bytes")
+            speed = f"{steps[name]['tokens_per_s']:.0f}{'' if ratio is None else f' ({ratio:.2f}x)'}"
+            memory = number(None if peak is None else peak / 1e9, 1)
+            rows.append((f"**{name}**" if name.startswith("ours") else name, speed, memory))
+    return table(("", f"{model}, tokens/s", "peak GB"), rows)
 
 
 def updated(readme: str, root: Path) -> str:

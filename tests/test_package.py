@@ -9,6 +9,7 @@ import tomllib
 import yaml
 
 import lightning_lowprec
+from tools import versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -88,3 +89,46 @@ def test_links_and_targets_are_there(name):
 
 def test_ci_builds_the_package():
     assert "make package" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_a_release_is_built_without_rights_and_published_without_a_password():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {}, "each job names its own"
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert build["permissions"] == {"contents": "read"}
+    assert publish["permissions"] == {"id-token": "write", "attestations": "write"}
+    assert publish["needs"] == "build"
+    assert not any("run" in step for step in publish["steps"]), "no code of the repository where the rights are"
+    actions = [step["uses"] for job in (build, publish) for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+\.\d+\.\d+", action) for action in actions), actions
+    used = {action.partition("@")[0] for action in actions}
+    assert {"actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"} <= used
+    assert "cyclonedx-py" in text
+    assert not re.search(r"password|secrets\.", "".join(line for line in text.splitlines() if "#" not in line))
+
+
+def test_the_table_of_versions_follows_the_environments(tmp_path):
+    packages = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages"
+    for name, version in (("torch", "2.13.0"), ("torchao", "0.18.0"), ("deepspeed", "9.9")):
+        folder = packages if name != "deepspeed" else tmp_path / ".site-deepspeed"
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    before = f"a\n{versions.BEGIN}\n| `make test-floor` | old |\n{versions.END}\nb\n"
+    page = tmp_path / versions.PAGE
+    page.parent.mkdir()
+    page.write_text(before)
+    assert versions.main(["--check"], tmp_path) == 1
+    assert versions.main([], tmp_path) == 0
+    lines = page.read_text().splitlines()
+    assert "| `make test` | 3.12 | 2.13.0 | - | 0.18.0 | - | - | - | - |" in lines
+    assert "| `make test-deepspeed` | 3.12 | 2.13.0 | - | 0.18.0 | - | 9.9 | - | - |" in lines
+    assert "| `make test-floor` | old |" in lines, "an environment that is not there keeps its line"
+    assert (lines[0], lines[-1]) == ("a", "b")
+    assert versions.main(["--check"], tmp_path) == 0
+
+
+def test_ci_writes_the_versions_that_it_tested():
+    assert "python3 -m tools.versions" in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert versions.updated((ROOT / versions.PAGE).read_text()).count("| `make ") >= 4

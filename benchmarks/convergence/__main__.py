@@ -15,24 +15,17 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.convergence import page, precisions, subjects
-from benchmarks.convergence.corpus import Corpus, collect
+from benchmarks.convergence import page, precisions, subjects, text
 from benchmarks.convergence.facts import guesses, machine_facts
-from benchmarks.convergence.journal import FILE as RUNS
-from benchmarks.convergence.journal import Journal
-from benchmarks.convergence.precisions import BASELINE, Precisions
+from benchmarks.convergence.precisions import BASELINE
 from benchmarks.convergence.results import SCHEMA, Results, today
-from benchmarks.convergence.runner import LOG, tasks, train_all
-from benchmarks.convergence.subjects import Subject
-from benchmarks.convergence.training import settings
+from benchmarks.convergence.runs import FILE as RUNS
+from benchmarks.convergence.runs import Runs, tasks, train_all
 from benchmarks.gpu_lane import machine
 
-MAX_BYTES = 200_000_000
-SMOKE_BYTES = 6_000_000
 SMOKE_NAMES = (BASELINE, "bf16-mixed", "fp8-hybrid")
 
 
@@ -85,48 +78,33 @@ def train(options: argparse.Namespace) -> None:
     chosen = subjects.smoke() if options.smoke else subjects.committed()
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
         work = Path(folder)
-        corpus = collect(work / "text.bin", SMOKE_BYTES if options.smoke else MAX_BYTES)
-        depends_on = {"subjects": [settings(s) for s in chosen], **_settings(corpus)}
-        journal = Journal(options.out, depends_on, machine.commit())
-        todo = tasks(chosen, found, options.seeds, corpus, work)
-        train_all(todo, journal, options.workers, options.out / LOG)
-        results = Results(_data(options, chosen, corpus, found, journal, todo))
+        facts, settings = machine_facts(), [asdict(subject) for subject in chosen]
+        depends_on = {"subjects": settings, "text": text.facts(), "cpu": facts["cpu"], "versions": facts["versions"]}
+        runs = Runs(options.out, depends_on, machine.commit())
+        todo = tasks(chosen, found, options.seeds, work)
+        train_all(todo, runs, options.workers)
+        finished = runs.by_key
+        results = Results(
+            {
+                "schema": SCHEMA,
+                "date": today(),
+                "smoke": options.smoke,
+                "seeds": options.seeds,
+                "workers": options.workers,
+                "seconds": round(sum(runs.of("seconds")), 1),
+                "commits": runs.of("commit"),
+                "machine": facts,
+                "settings": {"subjects": settings, "text": depends_on["text"]},
+                "guesses": guesses(chosen),
+                "left_out": found.left_out,
+                "same": found.same,
+                "bases": runs.of("base"),
+                "runs": [finished[task.key] for task in todo],
+            }
+        )
     results.write(options.out)
     write_report(results, options.out)
     print(f"{len(todo)} runs; the report: {options.out / 'report.md'}")
-
-
-def _settings(corpus: Corpus) -> dict[str, Any]:
-    """Return what the result of a run depends on, beside its subject, precision and seed."""
-    facts = machine_facts()
-    return {"text": corpus.facts(), "cpu": facts["cpu"], "versions": facts["versions"]}
-
-
-def _data(
-    options: argparse.Namespace,
-    chosen: Sequence[Subject],
-    corpus: Corpus,
-    found: Precisions,
-    journal: Journal,
-    todo: Sequence[Any],
-) -> dict[str, Any]:
-    """Return the content of ``results.json``: the runs in the order in which they were asked for."""
-    return {
-        "schema": SCHEMA,
-        "date": today(),
-        "smoke": options.smoke,
-        "seeds": options.seeds,
-        "workers": options.workers,
-        "seconds": round(journal.seconds, 1),
-        "commits": journal.commits,
-        "machine": machine_facts(),
-        "settings": {"subjects": [settings(s) for s in chosen], "text": corpus.facts()},
-        "guesses": guesses(chosen, corpus),
-        "left_out": found.left_out,
-        "same": found.same,
-        "bases": list(journal.bases.values()),
-        "runs": [journal.runs[task.subject.key, task.precision, task.seed] for task in todo],
-    }
 
 
 def write_report(results: Results, folder: Path) -> None:

@@ -72,14 +72,7 @@ def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Digits(L.LightningDataModule):
-    """Batches of pictures and classes. Training pictures depend on ``seed``; those of validation are always the same.
-
-    Args:
-        batch_size: pictures in a batch.
-        train_pictures: pictures in an epoch of training.
-        val_pictures: pictures of validation.
-        seed: seed of the training pictures.
-    """
+    """Batches of pictures and classes. Training pictures depend on ``seed``; those of validation never change."""
 
     def __init__(
         self, batch_size: int = 32, train_pictures: int = 4096, val_pictures: int = 512, seed: int = 0

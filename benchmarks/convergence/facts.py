@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.convergence.corpus import Corpus, Span
 from benchmarks.convergence.digits import CLASSES
 from benchmarks.convergence.subjects import Subject
+from benchmarks.convergence.text import parts
 
 PACKAGES = (
     "lightning-lowprec",
@@ -48,18 +48,15 @@ def cpu_model() -> str:
     return platform.processor() or "unknown CPU"
 
 
-def guesses(subjects: Sequence[Subject], corpus: Corpus) -> dict[str, dict[str, Any]]:
+def guesses(subjects: Sequence[Subject]) -> dict[str, dict[str, Any]]:
     """Return the loss of a guess for each subject: by the frequencies of the bytes, or equal for all digits."""
-    by_kind: dict[str | None, float] = {}
     found = {}
     for subject in subjects:
-        if not subject.reads_text:
+        if subject.reads_text:
+            loss = frequency_loss(*parts(python=subject.data.endswith("StdlibText")))
+            found[subject.key] = {"words": "a guess by the frequencies of bytes", "loss": loss}
+        else:
             found[subject.key] = {"words": "a guess with equal chances", "loss": math.log(CLASSES)}
-            continue
-        if subject.text not in by_kind:
-            parts = (_bytes(corpus, corpus.span(part, subject.text)) for part in ("train", "val"))
-            by_kind[subject.text] = frequency_loss(*parts)
-        found[subject.key] = {"words": "a guess by the frequencies of bytes", "loss": by_kind[subject.text]}
     return found
 
 
@@ -68,10 +65,6 @@ def frequency_loss(train: Tensor, val: Tensor) -> float:
     counts = torch.bincount(train, minlength=256).double() + 1
     share = torch.bincount(val, minlength=256).double() / len(val)
     return float(-(share * (counts / counts.sum()).log()).sum())
-
-
-def _bytes(corpus: Corpus, span: Span) -> Tensor:
-    return torch.from_file(str(corpus.path), shared=False, size=span[1], dtype=torch.uint8)[span[0] :]
 
 
 def _version(package: str) -> str | None:

@@ -24,13 +24,8 @@ from lightning_lowprec.tools.compare.result import relative_gap
 class Row:
     """One precision of one subject, over the seeds.
 
-    Args:
-        precision: the name.
-        losses: the validation loss of each seed after the last step.
-        accuracies: the same of the accuracy, if the subject has one.
-        gaps: the relative differences from the baseline's losses; () for the baseline, and where a run failed.
-        error: why a run failed.
-        twin: a name before this one whose losses are the same bit for bit, in every step of every seed.
+    ``gaps`` is empty for the baseline, and where a run failed. ``twin`` is a name before this one whose losses are the
+    same bit for bit, in every step of every seed.
     """
 
     precision: str

@@ -1,16 +1,14 @@
-"""Draw the gaps with their intervals, and the losses of a few precisions, with matplotlib and without a display."""
+"""Draw the gaps with their intervals, with matplotlib and without a display."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.convergence.gaps import Row
-from benchmarks.convergence.precisions import BASELINE
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.training import BLOCK
 from lightning_lowprec.names import TABLE, resolve
 from lightning_lowprec.tools.compare.pictures import COLOURS
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GAPS, LOSSES = "gaps.png", "losses.png"
+GAPS = "gaps.png"
 FAMILIES: Final = {
     "HalfMixed": ("bf16 and fp16 of this package", COLOURS[1], "s"),
     "FP8TorchAO": ("FP8", COLOURS[2], "o"),
@@ -28,17 +26,12 @@ FAMILIES: Final = {
 }
 """The words, the colour and the shape of a family of names, by the class of the plugin."""
 LIGHTNING: Final = ("Lightning's own", COLOURS[0], "P")
-SHOWN: Final = (BASELINE, "bf16-mixed", "fp8-hybrid", "fp8-rowwise", "int8-mixed", "mxfp8", "msamp-o3")
-"""The precisions whose losses are drawn, as many as there are colours."""
-CONTROL_SHOWN: Final = {BASELINE: COLOURS[0], "bf16-true": COLOURS[2], "bf16-sr": COLOURS[1]}
-"""Those of the positive control, with their colours."""
 ROW = 0.215  # inches per name
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Write both pictures."""
+    """Write the picture."""
     gaps(results).savefig(folder / GAPS)
-    losses(results).savefig(folder / LOSSES)
 
 
 def gaps(results: Results) -> Figure:
@@ -113,41 +106,3 @@ def _say(axes: Axes, at: int, words: str) -> None:
 def family(name: str) -> tuple[str, str, str]:
     """Return the words, the colour and the shape of the family that a name belongs to."""
     return FAMILIES[resolve(name).plugin.__name__] if name in TABLE else LIGHTNING
-
-
-def losses(results: Results) -> Figure:
-    """Return a panel per subject: the training loss of a few precisions, the mean of the seeds."""
-    from matplotlib.figure import Figure
-
-    keys = list(results.titles)
-    figure = Figure(figsize=(3.4 * len(keys), 3.6), layout="constrained", dpi=100)
-    labels: dict[str, Any] = {}
-    for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
-        for name in SHOWN if key in results.compared else CONTROL_SHOWN:
-            curve = _curve(results, key, name)
-            if curve:
-                steps = [BLOCK * (i + 0.5) for i in range(len(curve))]
-                labels.setdefault(name, axes.plot(steps, curve, **_style(name))[0])
-        axes.set_title(results.titles[key].replace(": ", ":\n"), fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(True, alpha=0.25)
-    figure.supylabel("training loss, nats", fontsize=8)
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(SHOWN) + 2, frameon=False)
-    return figure
-
-
-def _curve(results: Results, key: str, name: str) -> list[float]:
-    runs = [run for run in results.data["runs"] if (run["subject"], run["precision"]) == (key, name)]
-    whole = [run["train_losses"] for run in runs if run["error"] is None]
-    return [statistics.fmean(values) for values in zip(*whole, strict=True)]
-
-
-def _style(name: str) -> dict[str, Any]:
-    """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
-    if name not in SHOWN:
-        return {"color": CONTROL_SHOWN[name], "linewidth": 1.4, "linestyle": (0, (6, 1, 1, 1, 1, 1))}
-    at = SHOWN.index(name)
-    if at == 0:
-        return {"color": COLOURS[0], "linewidth": 4.0, "alpha": 0.45}
-    return {"color": COLOURS[at], "linewidth": 1.4, "linestyle": ("-", "--", "-.", ":")[(at - 1) % 4]}

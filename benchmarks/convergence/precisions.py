@@ -23,13 +23,7 @@ FINER = ("64-true",)
 
 @dataclass(frozen=True, kw_only=True)
 class Precisions:
-    """The names to train, the baseline first.
-
-    Args:
-        names: the names.
-        left_out: the reason for each name that does not train here.
-        same: the names that mean what another name means, and that other name.
-    """
+    """The names to train, the baseline first; why a name is left out; and names that mean another name."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]

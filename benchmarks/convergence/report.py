@@ -32,15 +32,15 @@ FINE_PRINT = (
 
 def markdown(results: Results) -> str:
     """Return the report."""
-    data = results.data
-    parts = ["# Low precision against float32 on a CPU", facts(results), HOW, *findings(results)]
-    for key, title in results.titles.items():
-        parts += [f"## {_upper(title)}", learned(results, key), "\n".join(_table(results, key))]
-    parts += ["## Names without a run", "\n".join(left_out(results)), "## What this does not show", FINE_PRINT]
-    parts += ["## Messages of the precisions", "\n".join(_notes(results))]
-    versions = [f"- {name}: {version or 'not installed'}" for name, version in data["machine"]["versions"].items()]
-    parts += ["## Versions", "\n".join(versions)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts = [
+        "# Low precision against float32 on a CPU",
+        HOW,
+        summary(results),
+        "### What this does not show",
+        FINE_PRINT,
+    ]
+    versions = [f"- {name}: {found or 'not installed'}" for name, found in results.data["machine"]["versions"].items()]
+    return "\n\n".join([*parts, "### Versions", "\n".join(versions)]) + "\n"
 
 
 def summary(results: Results) -> str:
@@ -54,13 +54,14 @@ def summary(results: Results) -> str:
 def facts(results: Results) -> str:
     """Return where, when and how long."""
     data, text = results.data, results.data["settings"]["text"]
+    where = text.get("where") or f"{text['files']} files of the installed packages"
     runs = len(data["runs"])
     smoke = "**Toy sizes: these figures mean nothing.** " if data["smoke"] else ""
     return (
         f"{smoke}{runs} runs with {data['seeds']} seeds on {data['machine']['cpu']}, {data['workers']} at a time with"
         f" one thread each, {data['seconds'] / 60:.0f} minutes, {data['date']}, torch"
-        f" {data['machine']['versions']['torch']}. The text: {text['bytes'] / 1e6:.0f} MB in {text['files']} files of"
-        f" the installed packages (SHA-256 `{text['sha256'][:16]}`), a twentieth of the files for validation."
+        f" {data['machine']['versions']['torch']}. The text: {text['bytes'] / 1e6:.0f} MB in {where} (SHA-256"
+        f" `{text['sha256'][:16]}`), {text.get('share', 'a twentieth')} of the files for validation."
     )
 
 
@@ -190,18 +191,6 @@ def left_out(results: Results) -> list[str]:
     return lines
 
 
-def _table(results: Results, key: str) -> list[str]:
-    found = results.rows[key]
-    accuracy = ["accuracy"] if found[0].accuracies else []
-    table = [["precision", "validation loss", *accuracy, "gap", "gap of each seed", "after Holm"]]
-    for row in found:
-        mean = [f"{statistics.fmean(row.accuracies):.1%}" if row.accuracies else "-"] if accuracy else []
-        seeds = " ".join(f"{gap:+.2%}" for gap in row.gaps)
-        verdict = "differs" if (key, row.precision) in results.remaining else ""
-        table.append([row.precision, _mean(row.losses), *mean, _percent(row), seeds or "-", verdict])
-    return format_table(table, right=range(1, len(table[0]) - 1), markdown=True)
-
-
 def _cell(results: Results, key: str, row: Row | None) -> str:
     if row is None:
         return "-"
@@ -223,17 +212,6 @@ def _mean(losses: Sequence[float]) -> str:
         return "-"
     mean = f"{statistics.fmean(losses):.4f}"
     return mean if len(losses) == 1 else f"{mean} ± {statistics.stdev(losses):.4f}"
-
-
-def _notes(results: Results) -> list[str]:
-    """Return what the precisions said, each message once, with the subjects in which it was said."""
-    said = defaultdict(list)
-    for run in results.data["runs"]:
-        for note in run["notes"]:
-            keys = said[run["precision"], note]
-            if run["subject"] not in keys:
-                keys.append(run["subject"])
-    return [f"- {name} ({', '.join(keys)}): {note}" for (name, note), keys in said.items()]
 
 
 def _upper(title: str) -> str:

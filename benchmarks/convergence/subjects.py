@@ -15,27 +15,13 @@ CONTROL: Final = (BASELINE, "bf16-true", "bf16-master", "bf16-sr")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One model with its data.
-
-    Args:
-        key: the name in files.
-        title: the name in tables and pictures.
-        model: the class path of the LightningModule.
-        model_args: its arguments.
-        text: the kind of text that is read, None for all kinds; pictures of digits need no text.
-        data: the class path of the data.
-        data_args: its arguments.
-        steps: optimizer steps.
-        choice: which precisions are trained.
-        base: for a fine-tune, how the weights are made that it begins with.
-    """
+    """One model with its data; ``base`` makes the weights that a fine-tune begins with."""
 
     key: str
     title: str
     model: str
     model_args: Mapping[str, Any]
-    text: str | None = None
-    data: str = "benchmarks.convergence.windows.TextWindows"
+    data: str = "lightning_lowprec.tools.demo.StdlibText"
     data_args: Mapping[str, Any] = field(default_factory=dict)
     steps: int
     choice: Choice = "every"
@@ -43,8 +29,8 @@ class Subject:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the data are windows of the text."""
-        return self.data.endswith("TextWindows")
+        """Whether the data are windows of a text."""
+        return self.data.endswith("Text")
 
     def chosen(self, precisions: Precisions) -> tuple[str, ...]:
         """Return the precisions of this subject, the baseline first."""
@@ -65,8 +51,8 @@ def smoke() -> list[Subject]:
 STEPS: Final = {"gpt": 180, "llama": 140, "vit": 200, "lora": 80, "base": 400, "control": 120}
 SMOKE: Final = dict.fromkeys(STEPS, 6)
 LEARNING_RATES: Final = {"gpt": 4e-3, "llama": 5e-3, "vit": 2e-3, "lora": 5e-3, "base": 4e-3, "control": 1e-4}
-_LLAMA: Final = "benchmarks.convergence.llama.ByteLlama"
-_GPT: Final = "benchmarks.convergence.gpt.DecayedGPT"
+_LLAMA: Final = "benchmarks.convergence.models.ByteLlama"
+_GPT: Final = "benchmarks.convergence.models.DecayedGPT"
 
 
 def _subjects(*, steps: Mapping[str, int], width: int, depth: int, val_windows: int) -> list[Subject]:
@@ -85,7 +71,6 @@ def _subjects(*, steps: Mapping[str, int], width: int, depth: int, val_windows: 
         title="Llama, base of the fine-tune",
         model=_LLAMA,
         model_args={**language, **lr("base")},
-        text="python",
         data_args=data("base"),
         steps=steps["base"],
     )
@@ -94,12 +79,13 @@ def _subjects(*, steps: Mapping[str, int], width: int, depth: int, val_windows: 
                 data_args=data("gpt"), steps=steps["gpt"]),
         Subject(key="llama", title="Llama", model=_LLAMA, model_args={**language, **lr("llama")},
                 data_args=data("llama"), steps=steps["llama"]),
-        Subject(key="vit", title="ViT on rendered digits", model="benchmarks.convergence.vision.DigitViT",
+        Subject(key="vit", title="ViT on rendered digits", model="benchmarks.convergence.models.DigitViT",
                 model_args={**sizes, "patch": 7, **lr("vit")}, data="benchmarks.convergence.digits.Digits",
                 data_args={"batch_size": 32, "train_pictures": 32 * steps["vit"], "val_pictures": 2 * val_windows},
                 steps=steps["vit"], choice="without suffix"),
-        Subject(key="lora", title="LoRA fine-tune of a Llama", model="benchmarks.convergence.llama.LoraLlama",
-                model_args={**language, "rank": 8, **lr("lora")}, text="c", data_args=data("lora"),
+        Subject(key="lora", title="LoRA fine-tune of a Llama", model="benchmarks.convergence.models.LoraLlama",
+                model_args={**language, "rank": 8, **lr("lora")},
+                data="benchmarks.convergence.text.HeaderText", data_args=data("lora"),
                 steps=steps["lora"], choice="without suffix", base=base),
         Subject(key="control", title="positive control: the GPT with a small learning rate", model=_GPT,
                 model_args={**language, **lr("control")}, data_args=data("control"), steps=steps["control"],

@@ -1,11 +1,14 @@
-"""The GPU lane.
+"""The GPU lane: step time, products, losses and memory on a GPU with FP8, in one call of at most 25 minutes.
 
-    python -m benchmarks.gpu_lane --part smoke linear --out OUT [--minutes 8] [--smoke] [--only KEY ...]
+    make gpu-lane                                                          # everything, into gpu-lane-out/
+    python -m benchmarks.gpu_lane --out OUT --minutes 9.5                  # the same in several calls: each goes on
+    python -m benchmarks.gpu_lane --part linear --out OUT [--smoke] [--only KEY ...]
     python -m benchmarks.gpu_lane --merge DIR DIR ... [--out OUT]
 
-Writes OUT/results.json after every item, then report.md, gains.json (the linear table for ``layers/gains.py``) and
-pictures. A call with an OUT that has results already goes on with what is not there yet. Without ``--out`` merged
-results go where they are committed: ``benchmarks/results``, named by device and date.
+Writes OUT/results.json after every item, then report.md, gains.json (the linear table for plans and ``min_gain``) and
+pictures, and prints the table of the README and the paths of the pictures. A call with an OUT that has results already
+goes on with what is not there yet. Without ``--out`` merged results go where they are committed:
+``benchmarks/results``, named by device and date.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from typing import Any
 from benchmarks.gpu_lane.settings import Settings
 
 COMMITTED = "benchmarks/results"
-ONE_MINUTE = {"smoke": 2.0}
-"""Parts that take no more than this, in minutes, whatever ``--minutes`` says."""
+MINUTES = {"step8b": 9.0, "linear": 5.0, "loss": 7.5, "memory": 3.5}
+"""The parts in order of value, and what each takes at most of a call of 25 minutes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.out is None and not args.merge:
-        parser.error("--part needs --out")
+        parser.error("a measurement needs --out")
     if args.merge:
         return _merge(args.merge, args.out)
     import torch
@@ -66,13 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.out}: {error}", file=sys.stderr)
         return 2
     isolate = args.isolate or device.type != "cpu"
-    for index, name in enumerate(args.part):
-        minutes = min(args.minutes, ONE_MINUTE.get(name, args.minutes))
-        deadline = (started if index == 0 else time.monotonic()) + time_limit(minutes * 60)
+    end = started + time_limit(args.minutes * 60)
+    for name in args.part:
+        deadline = min(end, time.monotonic() + time_limit(MINUTES[name] * 60))
         run_part(PARTS[name], settings, results, isolate=isolate, deadline=deadline)
         write(results.data, args.out)
-    print((args.out / "report.md").read_text())
+    print(closing(results.data, args.out))
     return 0
+
+
+def closing(data: dict[str, Any], out: Path) -> str:
+    """Return what a call ends with: the README's table of these results, and where report and pictures lie."""
+    from benchmarks.readme_table import table_of_steps
+
+    steps = table_of_steps(data) or "No training step was measured."
+    return "\n\n".join([steps, "\n".join(map(str, [out / "report.md", *sorted(out.glob("*.png"))]))])
 
 
 def write(data: dict[str, Any], folder: Path) -> None:
@@ -115,7 +126,6 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
         compile=device != "cpu",
         steps=args.steps or (6 if args.smoke else 20),
         batch=args.batch,
-        seconds=args.seconds,
         seeds=args.seeds,
         only=tuple(args.only),
         out=str(args.out.resolve()),
@@ -126,30 +136,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_lane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = (
-        "smoke",
-        "smoke-all",
-        "linear",
-        "step8b",
-        "step1b",
-        "tests",
-        "overhead",
-        "memory",
-        "optimizer",
-        "accumulation",
-        "convergence",
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--part", nargs="+", choices=names, help="one or more, in this order")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--part", nargs="+", choices=MINUTES, default=list(MINUTES), help="one or more, in this order")
     what.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="folders of earlier calls")
     parser.add_argument("--out", type=Path, help="where results go; continued if there are some")
     parser.add_argument("--smoke", action="store_true", help="toy sizes; the only way without a GPU")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for each part (smoke: 2 at most)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time for the whole call (25)")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="items whose key contains one of these")
-    parser.add_argument("--steps", type=int, help="training steps of step8b and step1b (20)")
+    parser.add_argument("--steps", type=int, help="training steps of step8b (20)")
     parser.add_argument("--batch", type=int, help="sequences per step (what fits)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="training time of a run of convergence (60)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each contender of convergence (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each precision of loss (1)")
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--isolate", action="store_true", help="worker processes on CPU too")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the run, if the clock is wrong")

@@ -1,8 +1,8 @@
-"""What follows from the raw figures: ratios, limits, bounds, the table of gains. Pure functions."""
+"""What follows from the raw figures: ratios, bounds, the table of gains, tables as Markdown. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, LIGHTNING_BF16
@@ -10,9 +10,9 @@ from benchmarks.gpu_lane.linear_runs import BF16, FLOAT32, column
 from benchmarks.gpu_lane.part_linear import PEAKS
 from benchmarks.gpu_lane.results import OK, figures_of, means_nothing
 
-FP8_PEAK = "fp8 tensorwise"
 Figures = Mapping[str, Any]
 Shape = tuple[int, int, int]
+Row = Iterable[object]
 
 
 def times(row: Figures, field: str = "ms") -> dict[str, float]:
@@ -27,24 +27,9 @@ def ratios(row: Figures, field: str = "ms") -> dict[str, float]:
     return {name: found[base[name]] / ms for name, ms in found.items() if base[name] in found}
 
 
-def of_limit(row: Figures, peak_tflops: float) -> dict[str, float]:
-    """The share of the peak rate that the three GEMMs of one Linear (6 M K N FLOPs) reach, by contender."""
-    limit_ms = 6.0 * row["m"] * row["k"] * row["n"] / peak_tflops / 1e9
-    return {name: limit_ms / ms for name, ms in times(row).items()}
-
-
 def linear_rows(data: Figures) -> dict[Shape, Figures]:
     """The linear table by (M, K, N)."""
     return {(f["m"], f["k"], f["n"]): f for key, f in figures_of(dict(data), "linear").items() if key != PEAKS}
-
-
-def peak_tflops(data: Figures) -> float | None:
-    """The measured rate of large FP8 products."""
-    for part in ("linear", "smoke"):
-        rate = figures_of(dict(data), part).get(PEAKS, {}).get("tflops", {}).get(FP8_PEAK)
-        if rate is not None:
-            return float(rate)
-    return None
 
 
 def gains(data: Figures) -> list[dict[str, Any]]:
@@ -135,3 +120,14 @@ def speedups(steps: Mapping[str, Figures], baseline: str = BASELINE) -> dict[str
     if baseline not in steps:
         return {}
     return {name: steps[baseline]["ms"] / step["ms"] for name, step in steps.items()}
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """A Markdown table; empty if there are no rows."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    head = list(head)
+    return "\n".join([f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head), *lines]) if lines else ""
+
+
+def number(value: object, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-" if value is None else str(value)

@@ -7,10 +7,18 @@ their operands: ``tst`` and ``hsh`` are bf16 and fp16, the longer words are FP8.
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_lane import measure
 
 Event = Mapping[str, Any]
 CATEGORIES = ("gemm bf16", "gemm fp8", "attention", "elementwise", "optimizer", "copies")
@@ -25,6 +33,25 @@ FP8_WORD = re.compile(r"e4m3|e5m2|fp8|float8", re.IGNORECASE)
 OPTIMIZER = re.compile(r"multi_tensor_apply|adam", re.IGNORECASE)
 NAMED, NAME_LENGTH = 12, 100
 """So many kernels are listed by name, and so much of a name."""
+
+
+def profiled(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Run and profile a warm training step: the figures of ``summary``, or the reason why there are none.
+
+    Nothing is run on a device that is no GPU, because there are no kernels.
+    """
+    if device.type != "cuda":
+        return {}
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            step()
+            torch.cuda.synchronize(device)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            found.export_chrome_trace(str(path))
+            return summary(json.loads(path.read_text(errors="replace")), 1)
+    except Exception as error:  # the step's own figures are there already
+        return {"failed": measure.describe(error)}
 
 
 def category(event: Event, operations: Iterable[str] = ()) -> str:

@@ -152,26 +152,3 @@ def _gemms(problem: Problem) -> Run:
             torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     return run
-
-
-def peaks(device: torch.device, n: int) -> dict[str, tuple[float, Run]]:
-    """Square matrix products by kind: FLOPs and a run each, on random data."""
-    torch.manual_seed(0)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device=device)
-    rows, cols = torch.ones(n, 1, device=device), torch.ones(1, n, device=device)
-
-    def scaled(scale_a: Tensor, scale_b: Tensor, fast: bool) -> Run:
-        def run() -> None:
-            torch._scaled_mm(a8, b8, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-        return run
-
-    flops = 2.0 * n**3
-    return {
-        "bf16": (flops, lambda: torch.mm(a, b)),
-        "fp8 tensorwise": (flops, scaled(one, one, True)),
-        "fp8 tensorwise, exact accumulation": (flops, scaled(one, one, False)),
-        "fp8 rowwise": (flops, scaled(rows, cols, True)),
-    }

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import Item, stage
-from benchmarks.gpu_lane.linear_runs import BF16, FEWER, NAMES, OF_STEPS, Problem, make, peaks, why_not
+from benchmarks.gpu_lane.linear_runs import BF16, FEWER, NAMES, OF_STEPS, Problem, make, why_not
 from benchmarks.gpu_lane.rates import rates
 from benchmarks.gpu_lane.results import FAILED, MISSING, OK
 from benchmarks.gpu_lane.settings import Settings
@@ -15,27 +15,26 @@ from benchmarks.gpu_lane.sizes import step_tokens
 PEAKS = "peaks"
 LLAMA_8B = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024))
 LLAMA_70B = ((8192, 28672), (28672, 8192), (8192, 8192), (8192, 1024))
-LLAMA_1B = ((2048, 8192), (8192, 2048), (2048, 2048), (2048, 512))
 SMALL = ((1024, 2048, 1024), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 1024, 4096), (8192, 2048, 8192))
 LARGE = ((8192, 8192, 28672), (8192, 8192, 8192))
 TOY_SHAPES = ((32, 64, 128), (32, 128, 64))
 VALUABLE = 4
 """So many shapes, those of the 8B-shaped step, have every recipe; others leave out the least used compiled one."""
-ALL_STEPS = 13
-"""The shapes of both steps are among so many."""
+ALL_STEPS = 9
+"""The shapes of the step are among so many."""
 SAMPLE_SECONDS = 0.3
 """Time for the samples of one contender at one shape."""
 
 
 def shapes(settings: Settings) -> list[tuple[int, int, int]]:
-    """(M, K, N), the most valuable first: what the 8B-shaped step is made of, the 8192 class, small ones, the 1B step.
+    """(M, K, N), the most valuable first: what the 8B-shaped step is made of, the 8192 class, small ones.
 
-    M is that of the steps on this device, without which there is no bound on them; then others.
+    M is that of the step on this device, without which there is no bound on them; then others.
     """
     if settings.smoke:
         return list(TOY_SHAPES)
-    m8b, m1b = step_tokens("8b", settings), step_tokens("1b", settings)
-    first = [*((m8b, k, n) for k, n in LLAMA_8B), *LARGE, *SMALL[:3], *((m1b, k, n) for k, n in LLAMA_1B)]
+    tokens = step_tokens(settings)
+    first = [*((tokens, k, n) for k, n in LLAMA_8B), *LARGE, *SMALL[:3]]
     further = [(m, k, n) for m in (8192, 16384) for k, n in (*LLAMA_8B, *LLAMA_70B)]
     return list(dict.fromkeys([*first, *further[4:8], *SMALL[3:], *further]))
 
@@ -60,7 +59,7 @@ def columns(shape: tuple[int, int, int], settings: Settings) -> tuple[str, ...]:
     """Who is measured at a shape: everyone at the first ones, float32 weights at those of the steps."""
     listed = shapes(settings)
     index = listed.index(shape) if shape in listed else len(listed)
-    of_step = settings.smoke or (shape[1:] in LLAMA_8B + LLAMA_1B and index < ALL_STEPS)
+    of_step = settings.smoke or (shape[1:] in LLAMA_8B and index < ALL_STEPS)
     return (*(NAMES if index < VALUABLE else FEWER), *(OF_STEPS if of_step else ()))
 
 
@@ -73,26 +72,10 @@ def _wants(key: str, settings: Settings) -> float:
 
 
 def measure_peaks(settings: Settings) -> dict[str, Any]:
-    """TFLOP/s of large square products by kind, and the named rates of this device (see ``rates``)."""
-    device, n = settings.torch_device, 64 if settings.smoke else 8192
-    found: dict[str, Any] = {"n": n, "tflops": {}, "failed": {}, "samples": {}}
-    for name, (flops, run) in peaks(device, n).items():
-        try:
-            for _ in range(3):
-                run()
-            samples = [measure.one(run, device) for _ in range(20)]
-        except Exception as error:
-            found["failed"][name] = measure.describe(error)
-            continue
-        row = measure.summary(samples)
-        found["samples"][name] = row["samples"]
-        found["tflops"][name] = flops / row["ms"] / 1e9
-    measure.forget(device)
-    stage("rates", **found)
-    found |= rates(settings)
-    measure.forget(device)
-    listed = ", ".join(f"{name} {rate:.0f}" for name, rate in found["tflops"].items())
-    return {**found, "headline": f"TFLOP/s: {listed}; {len(found['rates'])} named rates"}
+    """The named rates of this device (see ``rates``)."""
+    found = rates(settings)
+    measure.forget(settings.torch_device)
+    return {**found, "headline": f"{len(found['rates'])} named rates, {len(found['rates_failed'])} failed"}
 
 
 def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:

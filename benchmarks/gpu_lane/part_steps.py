@@ -1,19 +1,18 @@
-"""``step8b``, ``step1b``: whole training steps, tokens per second, memory, loss; every contender in a fresh process."""
+"""``step8b``: whole training steps, tokens per second, memory, loss; every contender in a fresh process."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu_lane import measure, models
-from benchmarks.gpu_lane.contenders import BASELINE, MAIN, MAIN_TE, contenders, find
-from benchmarks.gpu_lane.device_state import attention_backend, watched
+from benchmarks.gpu_lane.contenders import BASELINE, contenders, find
 from benchmarks.gpu_lane.item import Item, stage
-from benchmarks.gpu_lane.profiled_step import profiled
+from benchmarks.gpu_lane.kernel_times import profiled
 from benchmarks.gpu_lane.running import Job, Running, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.setups import HEAD
@@ -24,16 +23,12 @@ from lightning_lowprec.tools.planning.costs import flops
 AGAIN = " (again)"
 """The baseline once more, last: how far the machine drifted meanwhile."""
 WARM_STEPS = 4
-TRACED = (BASELINE, MAIN, MAIN_TE)
-"""Whose trace of the profiler is kept."""
 
 
 class Steps:
-    """The part of one model."""
+    """The part."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.name = f"step{model}"
+    name = "step8b"
 
     def items(self, settings: Settings) -> list[Item]:
         device = settings.torch_device
@@ -47,11 +42,11 @@ class Steps:
         return [*found, replace(found[0], key=BASELINE + AGAIN)]
 
     def run(self, key: str, settings: Settings) -> dict[str, Any]:
-        return train(self.name, key.removesuffix(AGAIN), *step_size(self.model, settings), settings)
+        return train(key.removesuffix(AGAIN), *step_size(settings), settings)
 
 
-def train(name: str, key: str, shape: models.Shape, batch: int, settings: Settings) -> dict[str, Any]:
-    """Train one contender of the part ``name`` for ``settings.steps`` steps and say everything about it."""
+def train(key: str, shape: models.Shape, batch: int, settings: Settings) -> dict[str, Any]:
+    """Train one contender for ``settings.steps`` steps and say everything about it."""
     device, contender = settings.torch_device, find(key)
     measure.forget(device)
     stage("set up", batch=batch)
@@ -65,13 +60,11 @@ def train(name: str, key: str, shape: models.Shape, batch: int, settings: Settin
         "setup_s": setup_s, "compile": settings.compile,
     }  # fmt: skip
     stage("first step", **figures)
-    with watched(device) as state:
-        figures |= timed(running, data, settings)
+    figures |= timed(running, data, settings)
     figures |= measure.peak(device) | arithmetic(running, shape, figures["tokens"], figures["ms"])
-    figures |= {"attention": attention_backend(shape, batch, device), "device_state": state} | running.notes
-    stage("profiled steps", **figures)
-    keep = (Path(settings.out), f"{name} {key}") if settings.out is not None and key in TRACED else None
-    figures["profile"] = profiled(lambda: running.step([data[0]]), device, keep=keep)
+    figures |= {"attention": attention_backend(shape, batch, device)} | running.notes
+    stage("profiled step", **figures)
+    figures["profile"] = profiled(lambda: running.step([data[0]]), device)
     figures["headline"] = (
         f"{figures['tokens_per_s']:.0f} tokens/s, {figures['ms']:.1f} ms, loss {figures['losses'][-1]:.4f},"
         f" peak {figures.get('peak_bytes', 0) / 1e9:.1f} GB, first step {figures['first_step_s']:.0f} s"
@@ -135,3 +128,15 @@ def _dtype_of_weights(running: Running, low: set[str]) -> str:
     found = [m.weight.dtype for fqn, m in layers.items() if fqn in low or (not low and isinstance(m, torch.nn.Linear))]
     found = found or [p.dtype for p in running.bare.parameters() if p.ndim == 2]
     return str(found[0]).removeprefix("torch.")
+
+
+def attention_backend(shape: models.Shape, batch: int, device: torch.device) -> str:
+    """The backend that torch chooses for the block's attention in bf16, such as ``"CUDNN_ATTENTION"``."""
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (
+        torch.empty(batch, count, shape.sequence, shape.head_dim, device=device, dtype=torch.bfloat16)
+        for count in heads
+    )
+    q.requires_grad_()
+    chosen = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
+    return {int(backend): name for name, backend in SDPBackend.__members__.items()}.get(chosen, str(chosen))

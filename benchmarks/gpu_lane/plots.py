@@ -7,11 +7,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lane import curves, figures
+from benchmarks.gpu_lane import figures, part_loss
 from benchmarks.gpu_lane.contenders import BASELINE
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.results import figures_of
+from lightning_lowprec.tools.compare import pictures as compared
 
 Data = dict[str, Any]
 
@@ -27,16 +28,16 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
     import matplotlib
 
     matplotlib.use("Agg")
-    pictures: dict[str, Callable[[Data, Any], bool]] = {
-        "linear": _linear, "steps": _steps, "memory": _memory, "accumulation": _accumulation,
-        "convergence": _convergence,
-    }  # fmt: skip
+    pictures: dict[str, Callable[[Data, Any], bool]] = {"linear": _linear, "steps": _steps, "memory": _memory}
     problems = {}
     for name, picture in pictures.items():
         try:
             _one(name, picture, data, folder)
         except Exception as error:  # a picture is no reason to lose figures
             problems[name] = f"{type(error).__name__}: {error}"
+    losses = part_loss.comparison(data)
+    if losses is not None:
+        compared.draw_losses(losses, folder / "loss.png")
     return problems
 
 
@@ -67,13 +68,13 @@ def _linear(data: Data, figure: Any) -> bool:
 
 
 def _steps(data: Data, figure: Any) -> bool:
-    parts = {part: steps for part in ("step8b", "step1b") if (steps := figures.comparable(data, part))}
-    figure.set_size_inches(9.5 * max(len(parts), 1), 12)
-    grid = figure.subplots(2, max(len(parts), 1), squeeze=False)
-    for column, (part, steps) in enumerate(parts.items()):
-        _speed(steps, grid[0][column], f"{part}: {next(iter(steps.values()))['layers']} layers")
-        _loss(steps, grid[1][column])
-    return bool(parts)
+    steps = figures.comparable(data, "step8b")
+    if steps:
+        figure.set_size_inches(9.5, 12)
+        above, below = figure.subplots(2)
+        _speed(steps, above, f"8B-shaped stack: {next(iter(steps.values()))['layers']} layers")
+        _loss(steps, below)
+    return bool(steps)
 
 
 def _speed(steps: Data, axes: Any, title: str) -> None:
@@ -112,42 +113,3 @@ def _memory(data: Data, figure: Any) -> bool:
     axes.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=4)
     return bool(found)
-
-
-def _accumulation(data: Data, figure: Any) -> bool:
-    axes = figure.subplots()
-    found = figures_of(data, "accumulation")
-    for key, row in found.items():
-        counts = [int(count) for count in row["rows"]]
-        axes.plot(counts, [entry["ms_per_micro_batch"] for entry in row["rows"].values()], marker="o", label=key)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("micro-batches per optimizer step")
-    axes.set_ylabel("ms per micro-batch")
-    if found:
-        axes.legend(fontsize=8)
-    return bool(found)
-
-
-def _convergence(data: Data, figure: Any) -> bool:
-    """Losses over steps and over seconds; below, the same less the baseline's, since the curves lie on each other."""
-    compared, _ = curves.runs(data)
-    figure.set_size_inches(15, 11)
-    grid = figure.subplots(2, 2, sharex="col")
-    for column, what in enumerate(("step", "second of training")):
-        for colour, (name, by_seed) in enumerate(compared.items()):
-            for index, (seed, run) in enumerate(by_seed.items()):
-                style = {"color": f"C{colour}", "linewidth": 1, "label": name if index == 0 else None}
-                at = [point[column] for point in run["points"]]
-                grid[0][column].plot(at, [float(loss) for *_, loss in run["points"]], **style)
-                if seed in compared.get(BASELINE, {}) and name != BASELINE:
-                    read = (curves.at_step, curves.at_second)[column]
-                    pairs = [(x, read(run, x), read(compared[BASELINE][seed], x)) for x in at]
-                    known = [(x, ours - base) for x, ours, base in pairs if ours is not None and base is not None]
-                    grid[1][column].plot([x for x, _ in known], [difference for _, difference in known], **style)
-        grid[0][column].set_ylabel("validation loss")
-        grid[1][column].set_ylabel(f"less that of {BASELINE}")
-        grid[1][column].axhline(0.0, color="black", linewidth=0.8)
-        grid[1][column].set_xlabel(what)
-    if compared:
-        grid[0][0].legend(fontsize=8)
-    return bool(compared)

@@ -36,19 +36,6 @@ def left_as_found() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def group_of_one(device: torch.device) -> None:
-    """Make a group of this process alone, which needs no port; a group that is there stays."""
-    if dist.is_initialized():
-        return
-    if device.type != "cuda":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    elif values_exist():
-        torch.cuda.set_device(device.index or 0)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        stand_in_for_nccl(device)
-
-
 def stand_in_for_nccl(device: torch.device, *, real: bool = False) -> None:
     """Make a group where NCCL cannot work because nothing computes; do nothing elsewhere.
 

@@ -41,17 +41,15 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def measured_rates(results_json: str | Path) -> dict[str, float]:
     """Return the rates in a ``results.json`` by name: FLOP/s of products and attention, bytes/s of copying.
 
-    The linear part's figures count before those of smoke. Empty if there are none.
+    Empty if there are none.
     """
     return rates_of(json.loads(Path(results_json).read_text()))
 
 
 def rates_of(data: dict[str, Any]) -> dict[str, float]:
     """Return the rates in results that were read already."""
-    found: dict[str, float] = {}
-    for part in ("smoke-all", "smoke", "linear"):
-        found |= figures_of(data, part).get("peaks", {}).get("rates", {})
-    return found
+    rates: dict[str, float] = figures_of(data, "linear").get("peaks", {}).get("rates", {})
+    return rates
 
 
 def rates(settings: Settings) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def rates(settings: Settings) -> dict[str, Any]:
 
 def sustained(settings: Settings) -> tuple[str, ...]:
     """Names of the products that are measured without a pause too: the largest of the forward."""
-    shape, batch = step_size("8b", settings)
+    shape, batch = step_size(settings)
     size = f"{batch * shape.sequence}x{shape.ffn}x{shape.hidden}"
     return tuple(f"gemm {kind} {size}" for kind in ("bf16", "fp8 fast", "fp8 exact"))
 
@@ -83,7 +81,7 @@ def sustained(settings: Settings) -> tuple[str, ...]:
 def everyone(settings: Settings) -> Iterator[Callable[[], Rate]]:
     """What makes the operands of each rate, one after the other: all of them at once would take much memory."""
     device = settings.torch_device
-    shape, batch = step_size("8b", settings)
+    shape, batch = step_size(settings)
     torch.manual_seed(0)
     for m, n, k in products(shape, batch * shape.sequence):
         for role, sizes in (("", (m, n, k)), ("dgrad ", (m, k, n)), ("wgrad ", (n, k, m))):

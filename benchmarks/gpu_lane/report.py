@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_lane import figures, targets
+from benchmarks.gpu_lane import figures, part_loss, targets
 from benchmarks.gpu_lane.contenders import MAIN
-from benchmarks.gpu_lane.convergence_report import convergence
+from benchmarks.gpu_lane.figures import Row, number, table
 from benchmarks.gpu_lane.kernel_times import CATEGORIES
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
-from benchmarks.gpu_lane.markdown import Row, number, table
 from benchmarks.gpu_lane.measure import HIDE_LAUNCHES_MS
 from benchmarks.gpu_lane.part_linear import PEAKS
-from benchmarks.gpu_lane.part_optimizer import CALLS
 from benchmarks.gpu_lane.results import OK, figures_of, means_nothing
 
 Data = dict[str, Any]
@@ -23,14 +21,8 @@ def render(data: Data) -> str:
     """The whole report."""
     sections: list[tuple[str, Callable[[Data], str]]] = [
         ("Machine", _machine), ("Targets", _targets), ("Peak rates", _peaks), ("Linear layers", _linear),
-        ("Training steps, 8B-shaped stack", lambda d: _steps(d, "step8b")),
-        ("Training steps, 1B model", lambda d: _steps(d, "step1b")), ("What the GPU did in a step", _kernels),
-        ("Host overhead", _overhead),
-        ("Memory", _memory), ("Optimizer steps", _optimizer), ("Gradient accumulation", _accumulation),
-        ("Convergence, 124M parameters", convergence),
-        ("Smoke", lambda d: _smoke(d, "smoke")), ("Smoke, all contenders", lambda d: _smoke(d, "smoke-all")),
-        ("GPU tests", _tests),
-        ("Missing, failed, not reached", _gaps),
+        ("Training steps, 8B-shaped stack", _steps), ("What the GPU did in a step", _kernels), ("Memory", _memory),
+        ("Losses, 124M parameters", part_loss.section), ("Missing, failed, not reached", _gaps),
     ]  # fmt: skip
     text = ["# GPU lane"]
     for why in dict.fromkeys(filter(None, map(means_nothing, data["runs"]))):
@@ -77,19 +69,10 @@ def _verdicts(found: list[Data]) -> str:
 
 
 def _peaks(data: Data) -> str:
-    found = next(filter(None, (figures_of(data, part).get(PEAKS) for part in ("linear", "smoke", "smoke-all"))), None)
-    if found is None:
-        return ""
-    size = found["n"]
-    text = table(("product", "TFLOP/s"), ((name, number(rate, 1)) for name, rate in found["tflops"].items()))
-    named = table(
-        ("rate (M x N x K)", "10^12 FLOP/s or bytes/s"),
-        ((name, number(rate / 1e12, 3)) for name, rate in found.get("rates", {}).items()),
-    )
-    rest = "The rates that the 8B-shaped step is made of; backward products (dgrad, wgrad) lie as in a step:"
-    return f"{size} x {size} x {size}, random data, median of 20.\n\n{text}" + (
-        f"\n\n{rest}\n\n{named}" if named else ""
-    )
+    rates = figures_of(data, "linear").get(PEAKS, {}).get("rates", {})
+    rows = ((name, number(rate / 1e12, 3)) for name, rate in rates.items())
+    named = table(("rate (M x N x K)", "10^12 FLOP/s or bytes/s"), rows)
+    return named and f"Products of the 8B-shaped step; backward ones (dgrad, wgrad) lie as in a step.\n\n{named}"
 
 
 def _linear(data: Data) -> str:
@@ -111,18 +94,7 @@ def _linear(data: Data) -> str:
         ratio,
         _losers(rows),
         _not_hidden(rows),
-        "The same in a loop over the layer alone, the host's launches included (bf16 = 1):",
-        table(("M", "K", "N", *names), ((*s, *_loop_cells(row, names)) for s, row in rows.items())),
     ]
-    peak = figures.peak_tflops(data)
-    if peak is not None:
-        text += [
-            f"Share of the peak rate of `torch._scaled_mm` ({peak:.0f} TFLOP/s):",
-            table(
-                ("M", "K", "N", BF16, *names),
-                ((*s, *_limit_cells(row, [BF16, *names], peak)) for s, row in rows.items()),
-            ),
-        ]
     return "\n\n".join(filter(None, text))
 
 
@@ -159,18 +131,8 @@ def _cell(row: Data, name: str) -> str:
     return f"{ms:.3f} ({number(ratio)}x)"
 
 
-def _loop_cells(row: Data, names: list[str]) -> list[str]:
-    found = figures.ratios(row, "loop_ms")
-    return [number(found.get(name)) for name in names]
-
-
-def _limit_cells(row: Data, names: list[str], peak: float) -> list[str]:
-    found = figures.of_limit(row, peak)
-    return [f"{found[name]:.0%}" if name in found else "-" for name in names]
-
-
-def _steps(data: Data, part: str) -> str:
-    everyone, steps = figures_of(data, part), figures.comparable(data, part)
+def _steps(data: Data) -> str:
+    everyone, steps = figures_of(data, "step8b"), figures.comparable(data, "step8b")
     if not steps:
         return ""
     any_step = next(iter(steps.values()))
@@ -206,52 +168,19 @@ def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, 
     )  # fmt: skip
 
 
-STATE = ("sm_mhz", "sm_mhz_min", "watts", "celsius")
-
-
 def _kernels(data: Data) -> str:
     rows = [
         (
-            f"{part}: {name}", number(f["profile"]["kernels"], 0),
+            name, number(f["profile"]["kernels"], 0),
             *(number(ms) for ms in f["profile"]["gpu_ms"].values()), number(f["profile"]["busy_ms"]),
-            f.get("attention"), *(number(f.get("device_state", {}).get(field), 0) for field in STATE),
+            f.get("attention"),
         )
-        for part in ("step8b", "step1b")
-        for name, f in figures_of(data, part).items()
+        for name, f in figures_of(data, "step8b").items()
         if "kernels" in f.get("profile", {})
     ]  # fmt: skip
-    head = ("contender", "kernels", *(f"{kind}, ms" for kind in CATEGORIES), "GPU busy, ms", "attention by",
-            "SM MHz", "least", "W", "C")  # fmt: skip
+    head = ("contender", "kernels", *(f"{kind}, ms" for kind in CATEGORIES), "GPU busy, ms", "attention by")
     text = table(head, rows)
-    return text and (
-        "Per step, by torch's profiler after the timed steps; clocks, power and temperature by nvidia-smi while the"
-        f" steps were timed, medians.\n\n{text}"
-    )
-
-
-def _overhead(data: Data) -> str:
-    found = figures_of(data, "overhead")
-    rows = [
-        (name, f["layers"], number(f["ours"]["ms"], 3), number(f["by_hand"]["ms"], 3), number(f["added_ms"], 3))
-        for name, f in found.items()
-        if "added_ms" in f
-    ]
-    fields = {"host_ms": 3, "operations_ms": 3, "operations": 1}
-    kinds = ("ours", "by_hand", "added")
-    profiled = [
-        (name, *(number(f[kind][field], digits) for field, digits in fields.items() for kind in kinds))
-        for name, f in found.items()
-        if "added" in f
-    ]  # fmt: skip
-    head = [f"{what}, {who}" for what in ("host ms", "ms in operations", "operations")
-            for who in ("ours", "by hand", "added")]  # fmt: skip
-    return "\n\n".join(filter(None, (
-        "Per step, against the same torchao code by hand, nothing compiled, of linears so small that the host is what"
-        " takes the time.",
-        table(("loop", "linears", "ours, ms", "torchao by hand, ms", "added ms"), rows),
-        "By torch's profiler, whose own cost is in both, so only the difference counts:" if profiled else "",
-        table(("loop", *head), profiled),
-    ))) if found else ""  # fmt: skip
+    return text and f"Per step, by torch's profiler after the timed steps.\n\n{text}"
 
 
 def _memory(data: Data) -> str:
@@ -271,63 +200,6 @@ def _memory(data: Data) -> str:
         " Activations are what autograd holds at the end of the forward: casts of the weights, which autocast and FP8"
         f" make once per step, are in them.\n\n{text}"
     )
-
-
-def _optimizer(data: Data) -> str:
-    found = figures_of(data, "optimizer")
-    if not found:
-        return ""
-    steps = {key: f for key, f in found.items() if key != CALLS}
-    rows = [
-        (
-            key, number(f["ours"]["ms"]), number(f["plain"]["ms"]), number(f["ratio"], 3),
-            *(number(f[name]["host_ms"]) for name in ("ours", "plain")),
-            *(number(f[name].get(field)) for field in ("rest_bytes_per_parameter", "peak_bytes_per_parameter")
-              for name in ("ours", "plain")),
-        )
-        for key, f in steps.items()
-    ]  # fmt: skip
-    counted = [(key, *row.values()) for key, row in found[CALLS]["more_than_plain"].items()] if CALLS in found else []
-    sizes = next(iter(found[CALLS]["calls"].values())) if CALLS in found else ()
-    text = "".join(
-        f"One AdamW step of {f['parameters'] / 1e9:.2f} billion parameters in {f['tensors']} tensors on masters, and"
-        " plain on float32 weights; medians, without the backward."
-        for f in list(steps.values())[:1]
-    )
-    head = ("masters, implementation", "ours ms", "plain ms", "ratio", "ours, host ms", "plain, host ms",
-            "ours at rest, bytes/parameter", "plain", "ours at most in the step", "plain")  # fmt: skip
-    more = table(("aten calls more than plain", *(f"{n} tensors" for n in sizes)), counted)
-    return "\n\n".join(filter(None, (text, table(head, rows), more)))
-
-
-def _accumulation(data: Data) -> str:
-    rows = [
-        (key, count, number(row["ms"]), number(row["ms_per_micro_batch"]), f"{row['tokens_per_s']:.0f}")
-        for key, found in figures_of(data, "accumulation").items()
-        for count, row in found["rows"].items()
-    ]
-    return table(("contender", "micro-batches", "ms per step", "ms per micro-batch", "tokens/s"), rows)
-
-
-def _smoke(data: Data, part: str) -> str:
-    return table(("item", "found"), ((key, f.get("headline", "")) for key, f in figures_of(data, part).items()))
-
-
-def _tests(data: Data) -> str:
-    found = figures_of(data, "tests")
-    text = table(("file", "outcome"), ((key, f["headline"]) for key, f in found.items()))
-    bad = [
-        (name, f["reasons"].get(name, ""))
-        for f in found.values()
-        for name, outcome in f["outcomes"].items()
-        if outcome in ("failed", "error")
-    ]
-    measured = [
-        (name, ", ".join(f"{what} {value}" for what, value in values.items()).replace("|", "/")[:300])
-        for f in found.values()
-        for name, values in f.get("measured", {}).items()
-    ]
-    return "\n\n".join(filter(None, (text, table(("failed", "reason"), bad), table(("test", "measured"), measured))))
 
 
 def _gaps(data: Data) -> str:

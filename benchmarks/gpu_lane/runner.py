@@ -33,7 +33,7 @@ class Inline:
     def __init__(self, part: Part, settings: Settings) -> None:
         self.part, self.settings = part, settings
 
-    def run(self, item: Item, timeout: float, upcoming: Item | None) -> dict[str, Any]:
+    def run(self, item: Item, timeout: float) -> dict[str, Any]:
         try:
             with left_as_found():
                 return {"status": OK, "figures": self.part.run(item.key, self.settings)}
@@ -47,48 +47,27 @@ class Inline:
 class Isolated:
     """Runs items in worker processes: a crash, a hang or a broken CUDA context costs one item.
 
-    A worker serves item after item until one fails, or one item if that is ``fresh``. The worker of a fresh item that
-    comes next is started beforehand: it imports, and waits for its turn without touching the device.
+    A worker serves item after item until one fails, or one item if that is ``fresh``.
     """
 
     def __init__(self, part: Part, settings: Settings) -> None:
         self.part, self.settings = part, settings
         self._current: Worker | None = None
-        self._next: tuple[str, Worker] | None = None
 
-    def run(self, item: Item, timeout: float, upcoming: Item | None) -> dict[str, Any]:
-        worker = self._worker(item)
-        if upcoming is not None and upcoming.fresh:
-            self._next = (upcoming.key, Worker(self.part.name, self.settings, upcoming.needs))
-        entry = worker.run(item.key, timeout)
+    def run(self, item: Item, timeout: float) -> dict[str, Any]:
+        if item.fresh or self._current is None:
+            self.close()
+            self._current = Worker(self.part.name, self.settings, item.needs)
+        entry = self._current.run(item.key, timeout)
         if item.fresh or (entry["status"] != OK and not entry.pop("reusable", False)):
-            worker.close()
-            self._current = None
+            self.close()
         return entry
 
-    def _worker(self, item: Item) -> Worker:
-        if self._next is not None:
-            key, worker = self._next
-            self._next = None
-            if key == item.key:
-                self._replace(worker)
-                return worker
-            worker.close()
-        if self._current is None or item.fresh:
-            self._replace(Worker(self.part.name, self.settings, item.needs))
-        assert self._current is not None
-        return self._current
-
-    def _replace(self, worker: Worker) -> None:
+    def close(self) -> None:
+        """End the process that still runs."""
         if self._current is not None:
             self._current.close()
-        self._current = worker
-
-    def close(self) -> None:
-        """End whatever still runs."""
-        for worker in (self._current, self._next and self._next[1]):
-            if worker is not None:
-                worker.close()
+            self._current = None
 
 
 class Worker:
@@ -200,14 +179,14 @@ def _run(
     execute = Isolated(part, settings) if isolate else Inline(part, settings)
     any_ok = results.batch(part.name) is not None
     try:
-        for index, item in enumerate(pending):
-            entry = _attempt(index, pending, execute, deadline)
+        for item in pending:
+            entry = _attempt(item, execute, deadline)
             smaller = None if any_ok else _smaller(settings, entry)
             if smaller is not None:
                 settings = smaller
                 execute.close()
                 execute = Isolated(part, settings) if isolate else Inline(part, settings)
-                entry = _attempt(index, pending, execute, deadline)
+                entry = _attempt(item, execute, deadline)
             any_ok = any_ok or entry["status"] == OK
             _say(part, item, entry, results)
     finally:
@@ -223,17 +202,14 @@ def _smaller(settings: Settings, entry: dict[str, Any]) -> Settings | None:
     return replace(settings, batch=batch // 2)
 
 
-def _attempt(index: int, pending: list[Item], execute: Inline | Isolated, deadline: float) -> dict[str, Any]:
+def _attempt(item: Item, execute: Inline | Isolated, deadline: float) -> dict[str, Any]:
     """The entry of one item, if there is time for it."""
-    item, left = pending[index], deadline - time.monotonic()
+    left = deadline - time.monotonic()
     if left < item.seconds:
         reason = f"{max(left, 0):.0f} s were left, it wants {item.seconds:.0f} s"
         return {"status": NOT_REACHED, "reason": reason}
-    upcoming = pending[index + 1] if index + 1 < len(pending) else None
-    if upcoming is not None and left - item.seconds < upcoming.seconds:
-        upcoming = None
     start = time.monotonic()
-    entry = execute.run(item, min(time_limit(item.limit), left), upcoming)
+    entry = execute.run(item, min(time_limit(item.limit), left))
     return {**entry, "seconds": round(time.monotonic() - start, 1)}
 
 

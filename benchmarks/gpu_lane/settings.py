@@ -19,13 +19,11 @@ class Settings:
     compile: bool = True
     """Compile what a user would compile; off in ``--smoke`` on CPU, where nothing is timed in earnest."""
     steps: int = 20
-    """Training steps of the step parts, the first ones included; of ``convergence`` where no time passes."""
+    """Training steps of ``step8b``, the first ones included; of ``loss`` in toy sizes."""
     batch: int | None = None
     """Sequences per step; None is what fits the device (see ``sizes``)."""
-    seconds: float = 60.0
-    """Training time of one run of ``convergence``, without compilation and validation."""
     seeds: int = 1
-    """Runs of each contender of ``convergence``: seeds 0, 1 ..."""
+    """Runs of each precision of ``loss``: seeds 0, 1 ..."""
     only: tuple[str, ...] = ()
     """Items whose key contains one of these; empty is all."""
     out: str | None = None

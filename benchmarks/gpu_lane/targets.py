@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks.gpu_lane import figures
 from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, BF16_WEIGHTS, MAIN, MAIN_TE, TE_COMPILED
 from benchmarks.gpu_lane.models import SHAPES
-from benchmarks.gpu_lane.part_optimizer import FORMS
-from benchmarks.gpu_lane.results import figures_of, means_nothing
+from benchmarks.gpu_lane.results import means_nothing
 
 Data = dict[str, Any]
 Target = dict[str, Any]
@@ -18,7 +17,6 @@ OVER_BF16 = 1.35
 """Wanted of FP8 over bf16 with weights of the same dtype."""
 WANTED_LAYERS = SHAPES["8b"].layers
 """What the targets are about; a device with less memory measures fewer."""
-MODELS = {"step8b": "8B stack", "step1b": "1B model"}
 
 
 def fp8_hybrid(data: Data) -> str:
@@ -31,7 +29,7 @@ def fp8_hybrid(data: Data) -> str:
 def targets(data: Data) -> list[Target]:
     """All of them, the 8B-shaped stack judged by what ``fp8-hybrid`` means."""
     stack = [*of_the_stack(data, fp8_hybrid(data)), *_of_bf16_weights(data)]
-    return [*stack, *_of_layers_and_host(data), *_of_optimizers(data)]
+    return [*stack, *_of_layers(data)]
 
 
 def of_the_stack(data: Data, ours: str) -> list[Target]:
@@ -99,35 +97,18 @@ def faster_backend(data: Data) -> str:
     )
 
 
-def _of_layers_and_host(data: Data) -> list[Target]:
+def _of_layers(data: Data) -> list[Target]:
     large = [
         max(r for name, r in figures.ratios(row).items() if name.startswith(("torchao", "te ")))
         for (m, k, n), row in figures.linear_rows(data).items()
         if min(k, n) >= 8192 and m >= 8192 and len(figures.ratios(row)) > 2
     ]
-    added = [row["added_ms"] for row in figures_of(data, "overhead").values() if "added_ms" in row]
+    speed = figures.speedups(figures.comparable(data, "step8b")).get(BY_GAIN)
     found = [
         ("linears of the 8192 class, the slowest of them, by its best recipe", ">=", 1.6, min(large, default=None)),
-        ("host time per step that our plugin or strategy adds, ms", "<=", 0.3, max(added, default=None)),
+        ("8B stack, min_gain='auto': over bf16-mixed, compiled", ">=", 0.98, speed),
     ]
-    for part, model in MODELS.items():
-        speed = figures.speedups(figures.comparable(data, part)).get(BY_GAIN)
-        found.append((f"{model}, min_gain='auto': over bf16-mixed, compiled", ">=", 0.98, speed))
     return [_judged(data, *target) for target in found]
-
-
-def _of_optimizers(data: Data) -> list[Target]:
-    return [
-        _judged(data, f"optimizer step, {form}, to plain float32, the worse of fused and foreach", "<=", 1.15, ratio)
-        for form, ratio in optimizer_ratios(data).items()
-    ]
-
-
-def optimizer_ratios(data: Data) -> dict[str, float | None]:
-    """By form of masters: time of a step over that of plain float32, of the implementation where it is larger."""
-    found = figures_of(data, "optimizer")
-    by_form = {form: [f["ratio"] for key, f in found.items() if key.rpartition(", ")[0] == form] for form in FORMS}
-    return {form: max(ratios, default=None) for form, ratios in by_form.items()}
 
 
 def _judged(data: Data, text: str, sign: str, wanted: float, measured: float | None) -> Target:

@@ -1,25 +1,21 @@
-"""The parts of `benchmarks.convergence`: names, text, digits, statistics, journal, page."""
+"""The parts of `benchmarks.convergence`: names, text, digits, statistics, runs, page."""
 
-import hashlib
 import itertools
 import math
-import random
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 
-from benchmarks.convergence import fresh, page
-from benchmarks.convergence.corpus import collect, part_of, sources
+from benchmarks.convergence import page
 from benchmarks.convergence.digits import CLASSES, SIDE, pictures
 from benchmarks.convergence.facts import frequency_loss
 from benchmarks.convergence.gaps import Row, holm, rows
-from benchmarks.convergence.journal import Journal
-from benchmarks.convergence.optimizer import share
+from benchmarks.convergence.models import share
 from benchmarks.convergence.precisions import BASELINE, on_cpu
+from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.subjects import CONTROL, committed
-from benchmarks.convergence.windows import TextWindows
+from benchmarks.convergence.text import MAX_BYTES, HeaderText, facts, headers, parts
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.lightning import precision_names
 
@@ -60,66 +56,27 @@ def test_names_without_suffix_are_the_families(names):
 # ---- data
 
 
-@pytest.fixture
-def packages(tmp_path) -> Path:
-    drawn = random.Random(0)
-    for i in range(200):
-        folder = tmp_path / "packages" / f"p{i % 7}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for end in (".py", ".h", ".md"):
-            (folder / f"f{i}{end}").write_bytes(bytes(drawn.choices(b"abcdefgh \n", k=500)))
-    return tmp_path / "packages"
+def test_the_texts_are_there_and_validation_is_other_text():
+    for python in (True, False):
+        train, val = parts(python)
+        assert len(train) == MAX_BYTES
+        assert 0 < len(val) <= MAX_BYTES // 10
+    assert {path.suffix for path in headers()[0]} == {".h"}
+    assert not {*headers()[0]} & {*headers()[1]}
+    assert facts() == facts()
 
 
-def test_the_text_is_the_files_in_the_order_of_their_hashes(packages, tmp_path):
-    (packages / "p0" / "twin.py").write_bytes((packages / "p0" / "f0.py").read_bytes())
-    (packages / "p0" / "binary.py").write_bytes(b"ab\0c" * 100)
-    (packages / "p0" / "picture.png").write_bytes(b"abcd")
-    corpus = collect(tmp_path / "text.bin", 10**6, packages)
-    content = corpus.path.read_bytes()
-    assert (corpus.files, corpus.bytes) == (600, 600 * 500)
-    assert corpus.digest == hashlib.sha256(content).hexdigest()
-    expected = b""
-    for part in ("train", "val"):
-        for ends in (".md", ".py", ".h"):
-            chosen = [n for n in sources(packages) if n.endswith(ends) and part_of(n) == part and "binary" not in n]
-            if ends == ".py":
-                last = max(
-                    (n for n in sources(packages) if n in ("p0/f0.py", "p0/twin.py")), key=sources(packages).index
-                )
-                chosen = [n for n in chosen if n != last]
-            expected += b"".join((packages / name).read_bytes() for name in chosen)
-    assert content == expected
-    first, end = corpus.span("val")
-    assert end == len(content)
-    assert 0.02 < (end - first) / end < 0.1
-
-
-def test_a_limit_ends_the_text_and_too_little_is_refused(packages, tmp_path):
-    corpus = collect(tmp_path / "text.bin", 3000, packages)
-    assert corpus.bytes == 3000
-    with pytest.raises(ValueError, match="are needed"):
-        corpus.span("val", "c")
-
-
-def test_windows_are_those_of_their_part_and_depend_on_the_seed(tmp_path):
-    path = tmp_path / "text.bin"
-    path.write_bytes(bytes(range(200)))
+def test_windows_of_the_headers_depend_on_the_seed_and_those_of_validation_do_not():
     sets = []
     for seed in (0, 0, 1):
-        data = TextWindows(
-            str(path), (0, 120), (120, 200), block_size=8, batch_size=2, train_windows=50, val_windows=6, seed=seed
-        )
+        data = HeaderText(block_size=8, batch_size=2, train_windows=50, val_windows=6, seed=seed)
         data.setup("fit")
-        sets.append(data)
+        sets.append((data.train_set.tensors[0], data.val_set.tensors[0]))
         x, y = data.train_set.tensors
-        assert torch.equal(y, x + 1)
-        assert y.max() < 120
-        assert (x[:, 0] != x[0, 0]).any()
-        assert data.val_set.tensors[0][:, 0].tolist() == [120 + i * 72 // 6 for i in range(6)]
-    a, b, c = (data.train_set.tensors[0] for data in sets)
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
+        assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(sets[0][0], sets[1][0])
+    assert not torch.equal(sets[0][0], sets[2][0])
+    assert torch.equal(sets[0][1], sets[2][1])
 
 
 def test_digits_are_legible_and_drawn_from_the_seed():
@@ -192,25 +149,17 @@ def test_rows_pair_seeds_name_twins_and_keep_failures():
     assert by_name[BASELINE].gaps == ()
 
 
-# ---- processes, journal, page
+# ---- runs, page
 
 
-def test_a_process_that_dies_says_why(tmp_path):
-    log = tmp_path / "log.txt"
-    with pytest.raises(RuntimeError, match=r"status 1(?s:.)*KeyError: 'no such'"):
-        fresh.call(fresh.context("fork"), log, {}.__getitem__, "no such")
-
-
-def test_a_base_that_is_not_repeated_is_refused(tmp_path):
-    journal = Journal(tmp_path, {"a": 1}, "c1")
-    journal.add_base({"subject": "lora", "seed": 0, "sha256": "x"})
-    again = Journal(tmp_path, {"a": 1}, "c2")
-    assert again.commits == ["c1", "c2"]
-    again.add_base({"subject": "lora", "seed": 0, "sha256": "x"})
-    with pytest.raises(RuntimeError, match="does not repeat"):
-        again.add_base({"subject": "lora", "seed": 0, "sha256": "y"})
+def test_runs_with_other_settings_are_refused_and_calls_are_counted(tmp_path):
+    runs = Runs(tmp_path, {"a": 1}, "c1")
+    runs.add("seconds", 2.5)
+    again = Runs(tmp_path, {"a": 1}, "c2")
+    assert again.of("commit") == ["c1", "c2"]
+    assert again.of("seconds") == [2.5]
     with pytest.raises(ValueError, match=r"other settings \(a\)(?s:.)*--force"):
-        Journal(tmp_path, {"a": 2})
+        Runs(tmp_path, {"a": 2}, "c2")
 
 
 def test_the_page_is_what_the_command_writes():

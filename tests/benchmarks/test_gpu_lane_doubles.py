@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_lane import bytes_held, measure, models, part_optimizer, setups
+from benchmarks.gpu_lane import bytes_held, measure, models, setups
 from benchmarks.gpu_lane.running import Job
 
 
@@ -105,17 +105,3 @@ def test_cuda_memory_comes_from_the_allocator(fake_cuda):
     device, _ = fake_cuda
     running = types.SimpleNamespace(forward=lambda batch: torch.ones(()), backward=lambda loss: None)
     assert bytes_held.by_allocator(running, (), device) == {"activations": 100, "gradients": 200}
-
-
-def test_an_optimizer_step_is_timed_by_cudas_clock_and_allocator(fake_cuda, monkeypatch):
-    """The double reads 0 bytes first, then 100; at most 1000."""
-    device, _ = fake_cuda
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 1000)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
-    stepper = part_optimizer.Stepper(models.TOY, torch.device("cpu"), "fused", "remainder")
-    assert stepper.timed(device)[0] == 2.5
-    found = part_optimizer.held(stepper, 0, device)
-    count = models.TOY.parameters
-    assert found == {"rest_bytes_per_parameter": 0 / count, "peak_bytes_per_parameter": 1000 / count}
-    assert part_optimizer.held(stepper, 50, device)["rest_bytes_per_parameter"] == 50 / count
-    assert all(p.grad is None for p in stepper.params)

@@ -1,14 +1,11 @@
-"""What the GPU did in a step: traces by hand, nvidia-smi by a script of that name, torch's own choice of attention."""
+"""What the GPU did in a step: traces by hand, torch's own choice of attention."""
 
 import json
-import stat
-import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu_lane import device_state, kernel_times, models, profiled_step
+from benchmarks.gpu_lane import kernel_times, models, part_steps
 
 CUDA = torch.device("cuda", 0)
 
@@ -79,68 +76,19 @@ def test_a_real_trace_without_a_gpu_says_that_there_is_no_kernel(tmp_path):
         kernel_times.summary(json.loads((tmp_path / "trace.json").read_text()), 1)
 
 
-def test_a_profile_costs_no_figures_and_all_traces_go_to_one_archive(tmp_path, monkeypatch):
+def test_a_profile_costs_no_figures(monkeypatch):
     """The profiler of torch runs; CUDA's own part of it is not there."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     steps = []
-    assert profiled_step.profiled(lambda: steps.append(1), torch.device("cpu"), keep=None) == {}
+    assert kernel_times.profiled(lambda: steps.append(1), torch.device("cpu")) == {}
     assert steps == []
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        found = profiled_step.profiled(lambda: torch.ones(2), CUDA, keep=(tmp_path, "step8b ours fp8-tensorwise"))
+        found = kernel_times.profiled(lambda: torch.ones(2), CUDA)
     assert found == {"failed": "ValueError: the profiler saw no kernel of this device"}
-    profiled_step.archive(tmp_path, "step8b other, compiled", "{}")
-    profiled_step.archive(tmp_path, "step8b other, compiled", '{"again": 1}')
-    with zipfile.ZipFile(tmp_path / profiled_step.ARCHIVE) as archive:
-        assert sorted(archive.namelist()) == ["step8b-other-compiled.json", "step8b-ours-fp8-tensorwise.json"]
-        assert json.loads(archive.read("step8b-other-compiled.json")) == {"again": 1}
-        assert json.loads(archive.read("step8b-ours-fp8-tensorwise.json"))["traceEvents"]
-    assert [path.name for path in tmp_path.iterdir()] == [profiled_step.ARCHIVE]
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Writes a program of this name that prints ``lines`` and then waits to be stopped."""
-
-    def write(lines):
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\nprintf '{lines}'\necho \"$@\" > {tmp_path}/asked\nexec sleep 20\n")
-        program.chmod(program.stat().st_mode | stat.S_IEXEC)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc-1"))
-        return tmp_path / "asked"
-
-    return write
-
-
-def wait_for(path):
-    while not path.exists() or not path.read_text():
-        pass
-
-
-def test_clocks_and_power_are_those_while_the_steps_ran(nvidia_smi):
-    asked = nvidia_smi("1980, 1980, 2619, 400.5, 700.00, 40\\n1500, 1980, 2619, 690.5, 700.00, 50\\n[N/A], x\\n")
-    with device_state.watched(CUDA) as state:
-        wait_for(asked)
-    assert state == {
-        "sm_mhz": 1740, "sm_max_mhz": 1980, "memory_mhz": 2619, "watts": 545.5, "watts_limit": 700, "celsius": 45,
-        "sm_mhz_min": 1500, "watts_max": 690.5, "samples": 2,
-    }  # fmt: skip
-    assert "--id=GPU-abc-1" in asked.read_text()
-
-
-def test_without_numbers_it_says_what_nvidia_smi_said(nvidia_smi, monkeypatch):
-    asked = nvidia_smi("No devices were found\\n")
-    with device_state.watched(CUDA) as state:
-        wait_for(asked)
-    assert state == {"failed": "No devices were found"}
-    monkeypatch.setenv("PATH", "")
-    with device_state.watched(CUDA) as state:
-        pass
-    assert state == {}
 
 
 def test_the_backend_of_attention_is_torchs_choice():
     cpu = torch.device("cpu")
-    assert device_state.attention_backend(models.TOY, 2, cpu) == "FLASH_ATTENTION"
+    assert part_steps.attention_backend(models.TOY, 2, cpu) == "FLASH_ATTENTION"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert device_state.attention_backend(models.TOY, 2, cpu) == "MATH"
+        assert part_steps.attention_backend(models.TOY, 2, cpu) == "MATH"

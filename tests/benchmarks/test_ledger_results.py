@@ -175,3 +175,17 @@ def test_the_committed_report_is_made_from_the_committed_figures(folder):
 
 def test_predictions_stay_out_of_the_readme():
     assert "predicted ms" not in (ROOT / "README.md").read_text()
+
+
+def test_the_page_has_the_predicted_steps_of_the_lanes_small_model():
+    """No step is faster than its products: 6 FLOPs per parameter of a matrix and token, at most at 1300 TFLOP/s."""
+    counted = json.loads((ROOT / "benchmarks/results/null-gpu-2026-11-23/ledger-124m.json").read_text())["entries"]
+    found = {row["contender"]: Entry.from_json({**row, "kernels": []}) for row in counted}
+    matrices = 12 * (4 * 768 * 768 + 3 * 768 * 2048) + 50304 * 768
+    flops = 6 * matrices * 32768
+    times = {name: roofline.predict(entry, roofline.assumed()).total for name, entry in found.items()}
+    assert all(1e3 * flops / 1300e12 < ms for name, ms in times.items() if "int8" not in name)
+    said = f"takes {times['lightning bf16-mixed, compiled']:.0f} ms with bf16-mixed"
+    assert f"{said} and {times['ours fp8-tensorwise']:.0f} ms with `fp8-tensorwise`" in " ".join(
+        PAGE.read_text().split()
+    )

@@ -12,16 +12,20 @@ def test_parts_of_the_gpu_lane_run_to_their_end(tmp_path):
         "-m",
         "benchmarks.gpu_lane",
         "--part",
-        "smoke",
-        "optimizer",
+        "linear",
+        "loss",
         "--smoke",
+        "--only",
+        "peaks",
+        "bf16-mixed",
+        "fp8-tensorwise",
         "--out",
         tmp_path,
     ]
     done = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert set(parts) == {"smoke", "optimizer"}
+    assert set(parts) == {"linear", "loss"}
     for part in parts.values():
         assert part["items"]
         assert {item["status"] for item in part["items"].values()} == {"ok"}
