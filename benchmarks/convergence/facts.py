@@ -17,16 +17,8 @@ from benchmarks.convergence.subjects import Subject
 from benchmarks.convergence.text import parts
 
 PACKAGES = (
-    "lightning-lowprec",
-    "torch",
-    "lightning",
-    "torchao",
-    "transformers",
-    "peft",
-    "numpy",
-    "pillow",
-    "matplotlib",
-)
+    "lightning-lowprec", "torch", "lightning", "torchao", "transformers", "peft", "numpy", "pillow", "matplotlib",
+)  # fmt: skip
 _CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -13,8 +13,6 @@ from benchmarks.gpu_lane.settings import Settings
 
 PROTOCOL_FD = "GPU_LANE_FD"
 """Environment variable of a worker process: where its results go."""
-TIMEOUT = "GPU_LANE_TIMEOUT"
-"""Environment variable of a worker process: after how many seconds the item that runs is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,13 +57,9 @@ SHAPES = {
         name="1b", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256, sequence=4096, tied=True
     ),  # Llama-3.2-1B
     "memory": Shape(name="memory", layers=8, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=32000, sequence=2048),
-    "accumulation": Shape(
-        name="accumulation", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048
-    ),
     "124m": Shape(
         name="124m", layers=12, hidden=768, ffn=2048, heads=12, kv_heads=12, vocab=50304, sequence=1024, tied=True
     ),  # the sizes of GPT-2 small; its vocabulary of 50257 filled up to a multiple of 64
-    "small": Shape(name="small", layers=2, hidden=512, ffn=1536, heads=8, kv_heads=4, vocab=2048, sequence=512),
     "toy": TOY,
 }
 

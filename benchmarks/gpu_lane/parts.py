@@ -8,5 +8,4 @@ from benchmarks.gpu_lane.part_loss import Losses
 from benchmarks.gpu_lane.part_memory import Memory
 from benchmarks.gpu_lane.part_steps import Steps
 
-ALL: tuple[Part, ...] = (Steps(), Linears(), Losses(), Memory())
-PARTS: dict[str, Part] = {part.name: part for part in ALL}
+PARTS: dict[str, Part] = {part.name: part for part in (Steps(), Linears(), Losses(), Memory())}

@@ -14,9 +14,7 @@ SCHEMA = 1
 FILE = "results.json"
 OK, FAILED, MISSING, NOT_REACHED = "ok", "failed", "missing", "not reached"
 RANK = {NOT_REACHED: 0, MISSING: 1, FAILED: 2, OK: 3}
-"""Of two entries of one item the higher rank stays; of equals the one that is whole, then the later."""
-CUT_SHORT = "cut_short"
-"""Figures with this are a part of what was to be measured: the next call measures again."""
+"""Of two entries of one item the higher rank stays; of equals the later."""
 
 
 class Results:
@@ -36,8 +34,8 @@ class Results:
         return part
 
     def done(self, part: str, key: str) -> bool:
-        """Whether an earlier call has the figures already, all of them."""
-        return whole(self.part(part)["items"].get(key, {}))
+        """Whether an earlier call has the figures already."""
+        return self.status(part, key) == OK
 
     def status(self, part: str, key: str) -> str | None:
         """How an earlier call ended."""
@@ -46,7 +44,7 @@ class Results:
 
     def batch(self, part: str) -> int | None:
         """The batch that an earlier call measured with: figures of another one compare with nothing."""
-        found = (entry["figures"].get("batch") for entry in self.part(part)["items"].values() if whole(entry))
+        found = (entry["figures"].get("batch") for entry in self.part(part)["items"].values() if entry["status"] == OK)
         return next((batch for batch in found if batch is not None), None)
 
     def record(self, part: str, key: str, entry: dict[str, Any]) -> None:
@@ -100,7 +98,7 @@ def merge(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
             into["settings"] = part.get("settings", into.get("settings"))
             for key, entry in part["items"].items():
                 old = into["items"].get(key)
-                if old is None or _rank(entry) >= _rank(old):
+                if old is None or RANK[entry["status"]] >= RANK[old["status"]]:
                     into["items"][key] = entry
     return merged
 
@@ -123,15 +121,6 @@ def means_nothing(run: dict[str, Any]) -> str:
     if not run.get("values", True):
         return "a device that computes nothing"
     return "toy sizes (`--smoke`)" if run["smoke"] else ""
-
-
-def whole(entry: dict[str, Any]) -> bool:
-    """Whether an item was measured, and to its end."""
-    return entry.get("status") == OK and not (isinstance(entry["figures"], dict) and entry["figures"].get(CUT_SHORT))
-
-
-def _rank(entry: dict[str, Any]) -> tuple[int, bool]:
-    return RANK[entry["status"]], whole(entry)
 
 
 def figures_of(data: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:

@@ -111,7 +111,7 @@ class Worker:
         reached: dict[str, Any] = {"stage": "start", "figures": {}}
         with suppress(OSError):
             assert self.process.stdin is not None
-            self.process.stdin.write((json.dumps({"key": key, "timeout": timeout}) + "\n").encode())
+            self.process.stdin.write((json.dumps({"key": key}) + "\n").encode())
             self.process.stdin.flush()
         while True:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,29 +29,23 @@ class Job:
     optimizer: str = "AdamW"
     """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
 
-    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": LEARNING_RATE})
-    """What the optimizer is given beside the parameters."""
-
     weights: torch.dtype = torch.float32
     """Of the model before anyone sets it up."""
 
     loss: Loss = "logits"
 
-    seed: int = 0
-    """Of the initial weights."""
-
     def model(self) -> Llama:
-        model = build(self.shape, self.device, self.seed).to(self.weights)
+        model = build(self.shape, self.device).to(self.weights)
         model.loss = self.loss
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "AdamW":
-            return torch.optim.AdamW(model.parameters(), fused=True, **self.optimizer_options)
+            return torch.optim.AdamW(model.parameters(), fused=True, lr=LEARNING_RATE)
         import torchao.optim
 
         maker = getattr(torchao.optim, self.optimizer)
-        optimizer: torch.optim.Optimizer = maker(model.parameters(), **self.optimizer_options)
+        optimizer: torch.optim.Optimizer = maker(model.parameters(), lr=LEARNING_RATE)
         return optimizer
 
 
@@ -67,22 +61,19 @@ class Running:
     backward: Callable[[Tensor], Any] = Tensor.backward
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around every forward."""
-    before_micro: Callable[[int], None] = lambda index: None
-    """Told which micro-batch of a step comes next."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What the setup has to say, e.g. the plan's summary."""
 
-    def forward(self, batch: Batch, index: int = 0) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """The loss of one micro-batch."""
-        self.before_micro(index)
         with self.context():
             loss: Tensor = self.model(*batch)
         return loss
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """One optimizer step over these micro-batches; the last one's loss, not waited for."""
-        for index, batch in enumerate(batches):
-            loss = self.forward(batch, index)
+        for batch in batches:
+            loss = self.forward(batch)
             self.backward(loss / len(batches) if len(batches) > 1 else loss)
         self.optimizer.step()
         self.optimizer.zero_grad()

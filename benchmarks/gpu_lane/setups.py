@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.gpu_lane.models import Llama, Loss
 from benchmarks.gpu_lane.process_group import stand_in_for_nccl
@@ -99,23 +99,13 @@ def te_recipe(name: str, **fields: Any) -> Any:
     return makers[name](**fields)
 
 
-class MicroBatch:
-    """Which micro-batch is running: what ``te.Linear`` wants to know to reuse its FP8 weights."""
-
-    first: bool | None = None
-
-    def before(self, index: int) -> None:
-        self.first = index == 0
-
-
-def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) -> Running:
+def transformer_engine(job: Job, *, recipe: str) -> Running:
     """Transformer Engine by hand: its Linears but for the head, its norms, both autocasts around the forward."""
     bare = job.model()
-    micro = MicroBatch()
     for parent in list(bare.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and name != HEAD:
-                setattr(parent, name, _te_linear(child, micro if cache_weights else None))
+                setattr(parent, name, _te_linear(child))
             elif type(child) is nn.RMSNorm:
                 setattr(parent, name, te_norm(child))
     return Running(
@@ -123,7 +113,6 @@ def transformer_engine(job: Job, *, recipe: str, cache_weights: bool = False) ->
         bare=bare,
         optimizer=job.make_optimizer(bare),
         context=both_autocasts(job, te_recipe(recipe)),
-        before_micro=micro.before if cache_weights else lambda index: None,
     )
 
 
@@ -150,7 +139,7 @@ def te_norm(norm: nn.RMSNorm) -> nn.Module:
     return layer
 
 
-def _te_linear(linear: nn.Linear, micro: MicroBatch | None) -> nn.Module:
+def _te_linear(linear: nn.Linear) -> nn.Module:
     import transformer_engine.pytorch as te
 
     weight = linear.weight
@@ -159,14 +148,6 @@ def _te_linear(linear: nn.Linear, micro: MicroBatch | None) -> nn.Module:
     )
     with torch.no_grad():
         layer.weight.copy_(weight)
-    if micro is not None:
-        original = layer.forward
-
-        def forward(x: Tensor) -> Tensor:
-            out: Tensor = original(x, is_first_microbatch=micro.first)
-            return out
-
-        layer.forward = forward  # type: ignore[method-assign]
     return layer
 
 

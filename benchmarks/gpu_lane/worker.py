@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any
 
-from benchmarks.gpu_lane.item import PROTOCOL_FD, TIMEOUT, missing_library, send
+from benchmarks.gpu_lane.item import PROTOCOL_FD, missing_library, send
 from benchmarks.gpu_lane.measure import describe, start_afresh
 from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, OK, clean
@@ -38,7 +38,6 @@ def main() -> None:
         torch.set_num_threads(1)
     for line in sys.stdin:
         order = json.loads(line)
-        os.environ[TIMEOUT] = str(order["timeout"])
         entry = _run(PARTS[name], order["key"], settings)
         send(fd, entry)
         if entry["status"] != OK and not entry["reusable"]:

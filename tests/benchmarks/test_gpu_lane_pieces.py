@@ -82,15 +82,6 @@ def test_a_second_call_keeps_the_batch_and_tries_what_failed_last(tmp_path):
     assert items["late"]["figures"]["batch"] == 2
 
 
-def test_what_was_cut_short_is_measured_again(tmp_path):
-    part = FakePart(Item(key="file"))
-    part.run = lambda key, settings: part.ran.append(key) or {"cut_short": len(part.ran) < 2}
-    for _ in range(3):
-        items = run_fake(part, tmp_path)
-    assert part.ran == ["file", "file"]
-    assert items["file"]["figures"] == {"cut_short": False}
-
-
 @pytest.mark.usefixtures("double")
 def test_memory_in_a_second_call_leaves_the_batch_alone(tmp_path):
     """``large`` fails with a batch of 4; what is measured already had 4."""

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.gpu_lane import figures, report, targets
 from benchmarks.gpu_lane.contenders import BASELINE, BF16_WEIGHTS, MAIN, MAIN_TE, TE_COMPILED
-from benchmarks.gpu_lane.results import merge
 from benchmarks.readme_table import _of_device
 
 RUN = {"date": "2030-01-02", "commit": "abc", "smoke": False, "parts": ["x"], "machine": {"device": "NVIDIA H200"}}
@@ -177,16 +176,6 @@ def test_the_linear_table_says_where_fp8_loses(measured):
     assert "held back" not in text
     rows["small"]["figures"]["runs"]["te delayed"]["host_ms"] = 2.6
     assert "may be in the times: te delayed at 1024 x 2048 x 1024 (2.6 ms)." in report.render(measured)
-
-
-def test_of_two_runs_the_whole_one_stays(measured):
-    def tests(cut_short):
-        entry = {"status": "ok", "figures": {"cut_short": cut_short, "outcomes": {}}}
-        return {**measured, "parts": {"tests": {"seconds": 1.0, "items": {"file": entry}}}}
-
-    for order in ([False, True], [True, False]):
-        merged = merge([tests(cut_short) for cut_short in order])
-        assert merged["parts"]["tests"]["items"]["file"]["figures"]["cut_short"] is False
 
 
 def test_a_bound_needs_every_shape(measured):
