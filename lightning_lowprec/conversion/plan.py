@@ -101,9 +101,9 @@ class Plan:
         parts = [
             f"{reason} ({first[reason]!r}{f' and {n - 1} more' if n > 1 else ''})" for reason, n in reasons.items()
         ]
-        known = [row.runs_in for row in kept if row.runs_in not in (None, FLOAT32)]  # the reason names fp32
-        share = "" if len(known) == len(kept) else f", {len(known)} of them"
-        return f"{text}, kept {len(kept)}{f'{share} in {known[0]}' if known else ''}: {'; '.join(parts)}"
+        dtypes = [row.runs_in for row in kept if row.runs_in not in (None, FLOAT32)]  # the reason names fp32
+        share = "" if len(dtypes) == len(kept) else f", {len(dtypes)} of them"
+        return f"{text}, kept {len(kept)}{f'{share} in {dtypes[0]}' if dtypes else ''}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         """Show a table, one line per weight."""
@@ -170,27 +170,27 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         recipe.check({matmul.fqn: reason for matmul, _, reason in products})
     rows, recipes = [], {}
     for matmul, module, reason in products:
-        own, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, request.alignments)
-        gain = _gain(recipe if own is None else own.name, matmul, options)
+        layer_recipe, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, request.alignments)
+        gain = _gain(recipe if layer_recipe is None else layer_recipe.name, matmul, options)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
-        if reason is None and own is not None:
-            recipes[matmul.fqn] = own
+        if reason is None and layer_recipe is not None:
+            recipes[matmul.fqn] = layer_recipe
         dtype = (
             None
             if reason is None
             else runs_in(matmul, module, built_in.get(matmul.fqn, ""), request.base, request.head)
         )
-        dtype = FLOAT32 if own is not None and own.name == FLOAT32 else dtype
-        row = replace(_row(matmul, module, reason, own, gain), runs_in=dtype)
+        dtype = FLOAT32 if layer_recipe is not None and layer_recipe.name == FLOAT32 else dtype
+        row = replace(_row(matmul, module, reason, layer_recipe, gain), runs_in=dtype)
         rows.append(row if pads is None else replace(row, padded_to=_padded(row, alignment)))
     return Plan(tuple(rows), _others(model, request.base), recipes, request.format)
 
 
 def _others(model: nn.Module, base: str) -> tuple[PlanRow, ...]:
     """Return the rows of weights that never convert."""
-    found = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
-    return tuple(replace(row, runs_in=base) for row in found)
+    rows = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
+    return tuple(replace(row, runs_in=base) for row in rows)
 
 
 def _padded(row: PlanRow, alignment: int) -> tuple[int, int] | None:
@@ -221,19 +221,19 @@ def _from_map(
     recipes: str | RecipeMap, matmul: Matmul, reason: str | None, alignment: int, alignments: Mapping[str, int]
 ) -> tuple[LayerRecipe | None, str | None]:
     """Return the recipe of a weight, if there is a map that has one, and the reason if the weight is kept."""
-    found = None if isinstance(recipes, str) else recipes.of_layer(matmul.fqn)
-    if found is not None and found[1].name == FLOAT32:
-        return found[1], f"'fp32' in `recipe` ({found[0]!r})"
+    match = None if isinstance(recipes, str) else recipes.of_layer(matmul.fqn)
+    if match is not None and match[1].name == FLOAT32:
+        return match[1], f"'fp32' in `recipe` ({match[0]!r})"
     if reason is not None or isinstance(recipes, str):
         return None, reason
-    if found is None:
+    if match is None:
         return None, NO_PATTERN
-    pattern, own = found
-    if own.is_kept:
+    pattern, recipe = match
+    if recipe.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
-    multiple = alignments.get(own.name or "", alignment)
+    multiple = alignments.get(recipe.name or "", alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
-    return own, None if fits else no_multiple(multiple)
+    return recipe, None if fits else no_multiple(multiple)
 
 
 def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions) -> float | None:
@@ -243,8 +243,8 @@ def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions)
 
 def _known(recipe: object) -> Recipe:
     """Return the recipe if there are figures for its gains, else the recipe that is nearest."""
-    known: tuple[Recipe, ...] = get_args(Recipe)
-    return next((name for name in known if name == recipe), "tensorwise")
+    names: tuple[Recipe, ...] = get_args(Recipe)
+    return next((name for name in names if name == recipe), "tensorwise")
 
 
 def _too_small(gain: float | None, threshold: float | None) -> bool:

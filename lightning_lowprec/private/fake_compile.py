@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-_OWN: Final = "lightning_lowprec."
+_OURS: Final = "lightning_lowprec."
 _pytree: Any = torch.utils._pytree
 Place = tuple[dict[str, Any], str]
 Pause = Callable[[], AbstractContextManager[Any]]
@@ -156,8 +156,8 @@ def _places(module: nn.Module) -> Iterator[Place]:
 
 def _of_own_objects(values: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the attributes of those values that are objects of this package."""
-    own = [value for value in values.values() if type(value).__module__.startswith(_OWN)]
-    return [vars(value) for value in own if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
+    ours = [value for value in values.values() if type(value).__module__.startswith(_OURS)]
+    return [vars(value) for value in ours if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
 
 
 @contextmanager

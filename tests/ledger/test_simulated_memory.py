@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_lowprec.private.transformers import as_with_values
-from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
-from lightning_lowprec.tools.planning.simulated_step import Setting
+from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of
 from lightning_lowprec.tools.planning.simulation import Simulator
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024

@@ -13,8 +13,7 @@ from lightning_lowprec.private import fake_gpu
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
 from lightning_lowprec.tools.planning.memory_meter import cublas
-from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
-from lightning_lowprec.tools.planning.simulated_step import Setting, simulate
+from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, simulate
 from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
 
 SIDE, ROWS = 512, 16

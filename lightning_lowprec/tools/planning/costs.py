@@ -70,7 +70,7 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     from lightning_lowprec.precision.float32_products import Float32Products
     from lightning_lowprec.precision.layer_calls import LayerCalls
     from lightning_lowprec.private.fake_gpu import tensors_of
-    from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
+    from lightning_lowprec.tools.planning.simulated_step import inputs_of
 
     inputs, parameter = inputs_of(model), next(model.parameters())
     batch = inputs.batch(tensors_of(example)[0].shape[0], None, parameter.device)
@@ -161,7 +161,7 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
             return False
         if not plan.recipes:
             return name.gathers_fp8
-        own = plan.recipes[row.fqn]
-        return recipes[own.name or ""] and own.in_bf16 <= {"grad_weight"}
+        recipe = plan.recipes[row.fqn]
+        return recipes[recipe.name or ""] and recipe.in_bf16 <= {"grad_weight"}
 
     return [row for row in plan.rows if as_codes(row)]

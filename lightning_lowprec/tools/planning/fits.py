@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.simulated_inputs import inputs_of
-from lightning_lowprec.tools.planning.simulated_step import Setting, refusal
+from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, refusal
 from lightning_lowprec.tools.planning.simulation import Simulator
 
 DEFAULT_NAMES: Final = (

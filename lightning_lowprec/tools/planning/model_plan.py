@@ -63,16 +63,16 @@ def converting_name(precision: str) -> PrecisionName:
     return converting[precision]
 
 
-def recipes_of(given: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
+def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
     """Return the recipes per layer that the user gives, or the recipe of the precision.
 
     Raises:
         ValueError: the precision has no recipes per layer, or a recipe is not known.
     """
-    if not given:
+    if not patterns:
         return name.gains
     recipes = backends.get(name.plugin.backend).recipes
     if not recipes:
         raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `recipe` (`--recipe`) out.")
-    known = name.layer_recipes or tuple(recipes)
-    return RecipeMap.of(given, names=known, base=known[0])
+    choices = name.layer_recipes or tuple(recipes)
+    return RecipeMap.of(patterns, names=choices, base=choices[0])

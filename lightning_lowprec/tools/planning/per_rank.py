@@ -20,7 +20,7 @@ same call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Final
@@ -58,6 +58,11 @@ class Weights:
     def total(self) -> int:
         """All parameters."""
         return self.fp8 + self.other
+
+    @property
+    def trained(self) -> int:
+        """Those that have gradients."""
+        return self.total - self.frozen
 
     def __add__(self, other: Weights) -> Weights:
         """Add two groups."""
@@ -101,7 +106,7 @@ def weights_of(
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
     for fqn, p in model.named_parameters():
-        group = next((prefix for prefix in _prefixes(fqn) if prefix in groups), "")
+        group = next((block for block in blocks if fqn.startswith(f"{block}.")), "")
         size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
         groups[group] += Weights(
             fp8=size if is_coded else 0,
@@ -110,13 +115,6 @@ def weights_of(
             frozen=0 if p.requires_grad else size,
         )
     return groups
-
-
-def _prefixes(fqn: str) -> Iterator[str]:
-    """Yield ``a.b`` and ``a`` for ``a.b.c``."""
-    while "." in fqn:
-        fqn = fqn.rpartition(".")[0]
-        yield fqn
 
 
 def padded(tensor: Tensor, shards: int) -> int:
@@ -173,7 +171,7 @@ def step(
     forward = gathered(blocks, param_dtype) + gathered(root, param_dtype)
     again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
     again += gathered(root, param_dtype) if reshard_after_forward is True else 0
-    trained = blocks.total - blocks.frozen + root.total - root.frozen
+    trained = blocks.trained + root.trained
     within = BYTES_PER_VALUE if fp8_reduce and copies == 1 else reduce_dtype.itemsize
     between = BYTES_PER_VALUE if fp8_reduce else reduce_dtype.itemsize
     scales = 4 * (blocks.fp8_weights + root.fp8_weights)
@@ -186,14 +184,7 @@ def step(
     )
 
 
-def in_flight(
-    block: Weights,
-    root: Weights,
-    *,
-    param_dtype: torch.dtype = torch.bfloat16,
-    reduce_dtype: torch.dtype = torch.float32,
-    codes: float = 0.0,
-) -> int:
+def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch.bfloat16, codes: float = 0.0) -> int:
     """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
 
     The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
@@ -205,10 +196,10 @@ def in_flight(
         root: the weights that the root gathers.
         codes: bytes per gradient of :func:`codes_in_flight`.
     """
-    gradient = param_dtype.itemsize + reduce_dtype.itemsize + codes
-    during: float = gathered(root, param_dtype) + (root.total - root.frozen) * param_dtype.itemsize
-    during += gathered(block, param_dtype) + (block.total - block.frozen) * gradient
-    return math.ceil(max(during, (root.total - root.frozen) * gradient))
+    gradient = param_dtype.itemsize + _FLOAT32 + codes
+    during: float = gathered(root, param_dtype) + root.trained * param_dtype.itemsize
+    during += gathered(block, param_dtype) + block.trained * gradient
+    return math.ceil(max(during, root.trained * gradient))
 
 
 def codes_in_flight(shards: int, copies: int) -> float:
@@ -217,7 +208,7 @@ def codes_in_flight(shards: int, copies: int) -> float:
     Between copies, each copy also holds its part of the float32 sums, and the codes of that part.
     """
     both = 2 * BYTES_PER_VALUE
-    return both if copies == 1 else (both + (torch.float32.itemsize + BYTES_PER_VALUE) / copies) / shards
+    return both if copies == 1 else (both + (_FLOAT32 + BYTES_PER_VALUE) / copies) / shards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from lightning.fabric.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,8 @@ from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.numerics.launches import simulated
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
-from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized
+from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized, tensors_of
+from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.transformers import as_with_values, is_model
 from lightning_lowprec.tools.planning.memory_meter import (
     ACTIVATIONS,
@@ -39,7 +41,6 @@ from lightning_lowprec.tools.planning.memory_meter import (
     Peaks,
     cublas,
 )
-from lightning_lowprec.tools.planning.simulated_inputs import Inputs
 
 SET_UP, FORWARD, BACKWARD, OPTIMIZER = "set-up", "forward", "backward", "optimizer"
 STEPS: Final = 2
@@ -72,6 +73,19 @@ class Setting:
     """The compute capability of the GPU."""
     devices: int = 1
     """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The batch and the loss of a model."""
+
+    words: str
+    """The batch and the loss, in words."""
+    batch: Callable[[int, int | None, torch.device], Any]
+    """Returns a batch without values: of so many rows, of so many tokens each."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    reads_sequences: bool = False
+    """Whether the length of a sequence is asked for."""
 
 
 def refusal(precision: str) -> str | None:
@@ -256,3 +270,78 @@ def _to_gpu(model: nn.Module) -> None:
 def _zero(*args: Any, **kwargs: Any) -> Tensor:
     """Take the place of a metric's methods."""
     return torch.zeros((), device=FAKE)
+
+
+# ---- the batch and the loss
+
+
+def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
+    """Return the batch and the loss that fit a model.
+
+    Args:
+        model: the model.
+        data: a batch of the user's data, on CPU, with rows as first dimension of every tensor; None without data.
+
+    Raises:
+        ValueError: nothing tells what the model reads.
+    """
+    if data is not None:
+        loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
+        return Inputs(words="a batch of the data", batch=partial(_rows_like, data), loss=loss)
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        words = "`example_input_array`; the mean of the output as loss"
+        return Inputs(words=words, batch=partial(_rows_like, example), loss=_mean_of_output)
+    if is_model(model) and getattr(model, "main_input_name", "") == "input_ids" and _has_head(model):
+        words = "token ids; the model's own loss"
+        return Inputs(words=words, batch=_tokens, loss=_loss_of_language_model, reads_sequences=True)
+    first = next((module for module in model.modules() if list(module.parameters(recurse=False))), None)
+    if isinstance(first, nn.Embedding) or (is_model(model) and getattr(model, "main_input_name", "") == "input_ids"):
+        words = "token ids; the mean of the output as loss"
+        return Inputs(words=words, batch=_tokens, loss=_mean_of_output, reads_sequences=True)
+    raise ValueError(
+        f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or give"
+        " the model an `example_input_array`."
+    )
+
+
+def _has_head(model: Any) -> bool:
+    return model.get_output_embeddings() is not None
+
+
+def _tokens(size: int, sequence: int | None, device: torch.device) -> Tensor:
+    assert sequence is not None
+    return torch.zeros(size, sequence, dtype=torch.long, device=device)
+
+
+def _rows_like(example: Any, size: int, sequence: int | None, device: torch.device) -> Any:
+    def rows(t: Tensor) -> Tensor:
+        return torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device)
+
+    return tree_map_only(Tensor, rows, example)
+
+
+def _loss_of_language_model(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+    return loss
+
+
+def _training_step(model: Any, batch: Any) -> Tensor:
+    output = model.training_step(batch, 0)
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _mean_of_output(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [t for t in tensors_of(output) if t.requires_grad]
+    if not tensors:
+        raise ValueError("the model returned nothing that has a gradient, so there is no step to simulate.")
+    return tensors[0] if tensors[0].ndim == 0 else tensors[0].mean()

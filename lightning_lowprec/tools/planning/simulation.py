@@ -24,8 +24,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.planning.costs import COMPARED, footprints
 from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
 from lightning_lowprec.tools.planning.per_rank import per_rank
-from lightning_lowprec.tools.planning.simulated_inputs import Inputs
-from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, SET_UP, Setting, simulate
+from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, SET_UP, Inputs, Setting, simulate
 
 DEPTHS: Final = (3, 4)
 """Numbers of blocks that are simulated: the first, the last, and one or two between."""
