@@ -19,8 +19,6 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, final, get_args, get_origin, get_type_hints
 
-import torch
-
 from lightning_lowprec.other_stacks import nearest
 
 
@@ -46,10 +44,6 @@ Size = Annotated[int, at_least(0)]
 """An integer of at least 0."""
 PositiveOrNone = Annotated[float | None, Rule("None, or a number above 0", lambda value: value is None or value > 0)]
 CompileOptions = Annotated[Mapping[str, Any], Rule("a mapping of torch.compile options")]
-FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lambda dtype: dtype.is_floating_point)]
-Float32OrNone = Annotated[
-    torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
-]
 
 _WORDS: Final[dict[Any, str]] = {
     NoneType: "None",

@@ -9,62 +9,62 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_lowprec import recipes
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_formats import HALF, HYBRID, Formats
+from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, HYBRID, Formats
 from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, MASTERS, OPTIONS, in_words, split
 from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
-from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
-from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
 
+if TYPE_CHECKING:
+    from lightning_lowprec.precision.base import LowPrecision
+
+_HALF_MIXED: Final = ".precision.half:HalfMixed"
 _HALF_ROWS: Final = {
     "half-auto": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "auto"},
         hardware_recipe="half-auto",
         summary="bf16 autocast where the device has bf16, else fp16 with loss scaling",
     ),
     "bf16-master": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": True},
         hardware_recipe="bf16",
         summary="bf16 weights and compute, float32 masters in the optimizer",
     ),
     "fp16-master": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "fp16", "master_weights": True},
         hardware_recipe="fp16",
         summary="fp16 weights and compute, loss scaling, float32 masters in the optimizer",
     ),
     "bf16-remainder": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": "remainder"},
         hardware_recipe="bf16",
         summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
     ),
     "bf16-sr": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": "stochastic"},
         hardware_recipe="bf16",
         summary="bf16 weights and compute, no masters: updates are rounded stochastically",
     ),
     "bf16-lean": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": LEAN},
         hardware_recipe="bf16",
         summary="bf16-remainder with moments of 8 bits, each weight updated during the backward: 6 bytes per parameter",
     ),
     "bf16-lean-sr": PrecisionName(
-        plugin=HalfMixed,
+        plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": LEAN_SR},
         hardware_recipe="bf16",
         summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
@@ -154,6 +154,8 @@ def no_plugin(word: str, also_allowed: Sequence[object] = ()) -> ValueError:
 
 def _nemo_recipe(name: object) -> str | None:
     """Return the argument that makes the plugin of a NeMo recipe, or None if ``name`` is no recipe."""
+    from lightning_lowprec import recipes
+
     function = "fp16_mixed" if name == "16-mixed" else str(name).replace("-", "_")
     return f"`plugins=lightning_lowprec.recipes.{function}()`" if function in recipes.NAMES else None
 

@@ -1,40 +1,55 @@
 """The registry of backends: each entry answers every question that the rest of the package has about a backend.
 
-    backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin=Mine, summary="...")}, ...))
+    backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin_class=Mine, summary="...")}, ...))
 
 The other parts of the package ask this registry; they do not look at the class of a plugin or layer, and keep no lists
 of class names. :mod:`lightning_lowprec.names` registers the three backends of this package by the same call.
+
+An entry imports no torch, so that ``lowprec`` knows all names at once: a plugin may be given as ``"module:Class"``, and
+the functions of an entry import what they need when they are called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-
-from lightning_lowprec.conversion import experts, head, in_float32
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import InBF16
-from lightning_lowprec.conversion.name_formats import Formats
-from lightning_lowprec.conversion.plan import PlanRequest
+from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT, Formats
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
-from lightning_lowprec.conversion.selection import NO_GROUPED_PRODUCT
-from lightning_lowprec.numerics.casts import LayerNumerics
-from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.runs_where import RecipeKey
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from lightning_lowprec.conversion.plan import PlanRequest
+    from lightning_lowprec.numerics.casts import LayerNumerics
+    from lightning_lowprec.numerics.weight_rounding import WeightRounding
+
+
+def imported(path: str) -> Any:
+    """Return what ``"module:name"`` names, below this package if the path begins with a dot."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module, "lightning_lowprec"), name)
+
+
+def later(path: str) -> Callable[..., Any]:
+    """Return a function that imports another one, ``"module:function"``, when it is called, and calls it."""
+    return lambda *args: imported(path)(*args)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionName:
     """One name that a user may write after ``precision=``."""
 
-    plugin: type[Any]
-    """The class of the precision plugin, derived from ``precision.base.LowPrecision``."""
+    plugin_class: type[Any] | str
+    """The class of the precision plugin, derived from ``precision.base.LowPrecision``, or ``"module:Class"``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the plugin's constructor."""
     summary: str
@@ -69,12 +84,20 @@ class PrecisionName:
     """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
     @property
+    def plugin(self) -> type[Any]:
+        """The class of the precision plugin."""
+        plugin: type[Any] = imported(self.plugin_class) if isinstance(self.plugin_class, str) else self.plugin_class
+        return plugin
+
+    @property
     def keeps_codes(self) -> bool:
         """Whether weights are kept as codes with a scale, as MS-AMP's are."""
         return self.formats is not None and self.formats.keeps_codes
 
     def plan_request(self, recipe: Recipe | RecipeMap | None = None) -> PlanRequest:
         """Return what a plan under this name asks for; ``recipe``: recipes per layer, None: the name's own."""
+        from lightning_lowprec.conversion.plan import PlanRequest
+
         return PlanRequest(
             recipe=recipe or self.gains,
             alignment=self.alignment,
@@ -260,6 +283,8 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
 
     Causal models of ``transformers`` get their own head and loss back too, and mixtures their own experts.
     """
+    from lightning_lowprec.conversion import experts, head, in_float32
+
     head.revert(model)
     experts.revert(model)
     in_float32.revert(model)

@@ -90,3 +90,10 @@ HALF: Final = {
     "bf16-lean-sr": _true("bf16", moments="e4m3, e5m3", frees_gradients=True),
 }
 """Half-precision weights; the suffixes ``-master``, ``-remainder`` and ``-sr`` of other names have the same state."""
+
+NO_GROUPED_PRODUCT: Final = "no Linear (stacked experts)"
+"""Why a precision without grouped products in FP8 keeps stacked experts."""
+EXPERTS_NEED_TORCHAO: Final = "stacked experts ('fp8-hybrid', by torchao, runs them in FP8)"
+"""Why Transformer Engine keeps stacked experts."""
+GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products round to bf16, and the base is fp16)"
+"""Why a precision with fp16 outside of FP8 keeps stacked experts."""

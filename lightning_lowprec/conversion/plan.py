@@ -18,6 +18,7 @@ from lightning_lowprec.conversion import plan_table, selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
 from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls, other_products
+from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan_row import PlanRow
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
@@ -136,7 +137,7 @@ class PlanRequest:
     """Whether ``Conv1D`` of transformers can convert, whose weight is [in, out]."""
     pads: bool | None = None
     """Whether features that are no multiples of ``alignment`` are padded; None: the backend cannot."""
-    experts: str | None = selection.NO_GROUPED_PRODUCT
+    experts: str | None = NO_GROUPED_PRODUCT
     """Why stacked experts stay in high precision; None: they convert."""
     base: str = "bf16"
     """The dtype of everything that does not convert."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.name_formats import HALF
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS, split_all
 
 
@@ -17,13 +18,13 @@ def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
     """
     stem, suffixes = split_all(name)
     row = table.get(stem)
-    if row is None or row.plugin.backend is None or not suffixes:
+    if row is None or stem in HALF or not suffixes:
         return ""
     has = {FP16: row.fp16, **dict.fromkeys(MASTERS, row.masters)}
     lacking = next((suffix for suffix in suffixes if not has[suffix]), None)
     if lacking is not None:
         codes = "it keeps its weights as codes, with masters of its own where they are needed"
-        reason = codes if row.plugin.keeps_codes and lacking in MASTERS else "its backend has no such name"
+        reason = codes if row.keeps_codes and lacking in MASTERS else "its backend has no such name"
         return f"{stem!r} has no `{lacking}`: {row.lacks.get(lacking, reason)}."
     forms = [suffix for suffix in suffixes if suffix != FP16]
     if FP16 in suffixes and forms:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_lowprec.conversion.experts import is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
+from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.sorted_experts import difference, is_sorted_stack
 from lightning_lowprec.private import transformers
@@ -23,12 +24,6 @@ FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 """Last component of an output head's fqn in the model families of ``transformers``, torchtitan and timm."""
-NO_GROUPED_PRODUCT: Final = "no Linear (stacked experts)"
-"""Why a precision without grouped products in FP8 keeps stacked experts."""
-EXPERTS_NEED_TORCHAO: Final = "stacked experts ('fp8-hybrid', by torchao, runs them in FP8)"
-"""Why Transformer Engine keeps stacked experts."""
-GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products round to bf16, and the base is fp16)"
-"""Why a precision with fp16 outside of FP8 keeps stacked experts."""
 _UNCALLED: Final = {
     ("torchvision", "ShiftedWindowAttention"): ("qkv", "proj"),
     ("transformers", "MambaMixer"): ("dt_proj",),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import Float32OrNone, FloatingDtype, check_fields
+from lightning_lowprec.checks import Rule, check_fields
 from lightning_lowprec.conversion.options import Names
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
 
+FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lambda dtype: dtype.is_floating_point)]
+Float32OrNone = Annotated[
+    torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
+]
 Weights = Literal["float32", "keep"]
 MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 

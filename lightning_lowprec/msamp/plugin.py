@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,6 +18,7 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
+from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
@@ -41,8 +42,6 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
-
-BACKEND: Final = "msamp"
 
 
 class MSAMPChoices(
@@ -77,7 +76,7 @@ class MSAMP(LowPrecision):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
-    backend: ClassVar[str | None] = BACKEND
+    backend: ClassVar[str | None] = NAME
     keeps_codes = True
 
     def __init__(
@@ -260,4 +259,4 @@ class MSAMP(LowPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, and the name of the backend."""
-        return {**super().state_dict(), BACKEND_STATE: BACKEND}
+        return {**super().state_dict(), BACKEND_STATE: NAME}

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from lightning_lowprec.conversion.backends import Backend, PrecisionName
-from lightning_lowprec.conversion.name_formats import HYBRID, all_in
+from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
+from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO, HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
-from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.te import hooks, support
-from lightning_lowprec.te.convert import revert
-from lightning_lowprec.te.plugin import BACKEND as NAME
-from lightning_lowprec.te.plugin import FP8TE, NAMES, WITH_MASTERS
-from lightning_lowprec.te.recipes import ALIGNMENT, KINDS
+from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
 
+NAME: Final = "transformer_engine"
+NAMES: Final[Mapping[tuple[str, str], str]] = {
+    ("delayed", "hybrid"): "fp8-hybrid-te",
+    ("delayed", "e4m3"): "fp8-e4m3-te",
+    ("current", "hybrid"): "fp8-current",
+    ("block", "e4m3"): "fp8-block",
+    ("mxfp8", "e4m3"): "mxfp8-te",
+    ("nvfp4", "e4m3"): "nvfp4",
+}
+"""The name for ``precision=`` of each kind of recipe and format."""
+WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
+"""The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 _SUMMARIES: Final = {
     "fp8-hybrid-te": "Transformer Engine, scales from the amax of past steps, gradients in e5m2",
     "fp8-e4m3-te": "Transformer Engine, scales from the amax of past steps, e4m3 everywhere",
@@ -35,11 +42,6 @@ _ROWS: Final[Mapping[str, RecipeKey]] = {
 """For each recipe, the row of the table of what runs where."""
 _ONE_SCALE: Final = ("delayed", "current")
 """The recipes with one scale per tensor."""
-
-
-def _checkpoint() -> Callable[..., Any]:
-    """Transformer Engine's checkpoint restores the scales of its layers before it recomputes them."""
-    return support.pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
 
 
 def _lacks(kind: str) -> dict[str, str]:
@@ -69,7 +71,7 @@ BACKEND: Final = Backend(
     title="Transformer Engine",
     names={
         name: PrecisionName(
-            plugin=FP8TE,
+            plugin_class=".te.plugin:FP8TE",
             options={"recipe": kind, "fp8_format": fp8_format},
             summary=_SUMMARIES[name],
             fp16=kind in _ONE_SCALE,
@@ -79,7 +81,7 @@ BACKEND: Final = Backend(
             gathers_fp8=kind in _ONE_SCALE,
             conv1d="converted",
             experts=EXPERTS_NEED_TORCHAO,
-            weight_rounding=partial(hooks.OF_KIND.get, kind),
+            weight_rounding=partial(later(".te.hooks:rounding_of"), kind),
             hardware_recipe=_ROWS[kind],
             formats=_FORMATS.get(name, all_in("e4m3")),
         )
@@ -87,15 +89,15 @@ BACKEND: Final = Backend(
     },
     suffix="-te",
     preferred=False,  # see docs/which-backend.md
-    module=support.MODULE,
+    module=MODULE,
     distribution="transformer-engine",
-    numerics=hooks.numerics_of,
-    weight_roundings=hooks.weight_roundings,
+    numerics=later(".te.hooks:numerics_of"),
+    weight_roundings=later(".te.hooks:weight_roundings"),
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
-    revert=revert,
+    revert=later(".te.convert:revert"),
     recipes={kind: kind in _ONE_SCALE for kind in KINDS},
-    reconfigure=hooks.reconfigure,
-    set_phase=hooks.set_phase,
+    reconfigure=later(".te.hooks:reconfigure"),
+    set_phase=later(".te.hooks:set_phase"),
     cuts=lambda layer: False,
-    checkpoint=_checkpoint,
+    checkpoint=later(".te.support:checkpoint"),
 )

@@ -11,9 +11,10 @@ from torch import nn
 from lightning_lowprec.conversion import in_float32
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
+from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
-from lightning_lowprec.conversion.selection import EXPERTS_NEED_TORCHAO, matches
+from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import delayed_scaling
 from lightning_lowprec.te.fp8_weight import wire_format_of
 from lightning_lowprec.te.hooks import note_recipes

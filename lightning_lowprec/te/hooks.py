@@ -32,7 +32,7 @@ from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, wire_format
 from lightning_lowprec.te.layer_recipes import BACKWARD, LayerRecipes, refusal
 from lightning_lowprec.te.recipes import HIGH_PRECISION
 
-OF_KIND: Final[Mapping[str, WeightRounding]] = {
+_OF_KIND: Final[Mapping[str, WeightRounding]] = {
     "delayed": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
     "current": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
     "block": WeightRounding(scale_per="block", scale_of=exponent_scale),
@@ -55,6 +55,11 @@ class _State:
 
 _states: weakref.WeakKeyDictionary[nn.Module, _State] = weakref.WeakKeyDictionary()
 """Recipes hold functions of users, which may not pickle, so layers do not hold them here."""
+
+
+def rounding_of(kind: str) -> WeightRounding | None:
+    """Return how the forward of a recipe rounds weights; None: not per tensor and not per block."""
+    return _OF_KIND.get(kind)
 
 
 def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerRecipes | None) -> None:
@@ -231,9 +236,9 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
     if recipe is None:
         return {}
     if recipe.delayed():
-        return {"weight": OF_KIND["delayed"]}
+        return {"weight": _OF_KIND["delayed"]}
     kind = "current" if recipe.float8_current_scaling() else "block"
     if kind == "block" and not recipe.float8_block_scaling():
         return {}
     power_of_2 = recipe.fp8_quant_fwd_weight.power_2_scale
-    return {"weight": replace(OF_KIND[kind], scale_of=exponent_scale if power_of_2 else nearest_scale)}
+    return {"weight": replace(_OF_KIND[kind], scale_of=exponent_scale if power_of_2 else nearest_scale)}

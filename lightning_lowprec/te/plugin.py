@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -38,23 +38,11 @@ from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
+from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fp8_weight import gather_refusal
 from lightning_lowprec.te.layer_recipes import check_phases, is_per_layer, make_layer_recipes
-
-BACKEND: Final = "transformer_engine"
-NAMES: Final[Mapping[tuple[str, str], str]] = {
-    ("delayed", "hybrid"): "fp8-hybrid-te",
-    ("delayed", "e4m3"): "fp8-e4m3-te",
-    ("current", "hybrid"): "fp8-current",
-    ("block", "e4m3"): "fp8-block",
-    ("mxfp8", "e4m3"): "mxfp8-te",
-    ("nvfp4", "e4m3"): "nvfp4",
-}
-"""The name for ``precision=`` of each kind of recipe and format."""
-WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
-"""The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
 
 
 class TEChoices(
@@ -112,7 +100,7 @@ class FP8TE(Scheduled):
         RuntimeError: the device cannot run the recipe.
     """
 
-    backend: ClassVar[str | None] = BACKEND
+    backend: ClassVar[str | None] = NAME
     choice: Choice | None = None
     """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
@@ -139,7 +127,7 @@ class FP8TE(Scheduled):
         patterns = recipe if isinstance(recipe, Mapping) and is_per_layer(recipe) else {}
         in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
         super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
-        require(support.MODULE, "FP8TE")
+        require(recipes.MODULE, "FP8TE")
         fields = {
             "fp8_format": fp8_format,
             "margin": margin,
@@ -393,7 +381,7 @@ class FP8TE(Scheduled):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, the backend, and with delayed scaling its scales, as plain tensors."""
         delayed = {} if self.scales is None else self.scales.state()
-        return {**super().state_dict(), BACKEND_STATE: BACKEND, **delayed}
+        return {**super().state_dict(), BACKEND_STATE: NAME, **delayed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, get_args
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
-from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.runs_where import RecipeKey
 
+MODULE: Final = "transformer_engine.pytorch"
 Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _CLASSES: Final[dict[Kind, str]] = {
@@ -139,6 +139,8 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
     Raises:
         ValueError: the function returned a request (``DelayedScalingRequest``) in the place of a quantizer.
     """
+    from lightning_lowprec.private import transformer_engine
+
     for fqn, layer in layers:
         for role, request in transformer_engine.requests_for_state(layer, recipe.qfactory):
             raise ValueError(

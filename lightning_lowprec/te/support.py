@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe, refusal_and_remedy
 from lightning_lowprec.private.transformer_engine import check_names
 from lightning_lowprec.runs_where import RECIPES, RecipeKey
-
-MODULE = "transformer_engine.pytorch"
+from lightning_lowprec.te.recipes import MODULE
 
 
 def pytorch(purpose: str) -> Any:
@@ -26,6 +26,11 @@ def pytorch(purpose: str) -> Any:
     module = require(MODULE, purpose)
     check_names()
     return module
+
+
+def checkpoint() -> Callable[..., Any]:
+    """Return Transformer Engine's checkpoint, which restores the scales of its layers before it recomputes them."""
+    return pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
 
 
 def device_refusal(kind: str, device: torch.device) -> str | None:

@@ -5,54 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
-from torch import nn
-
-from lightning_lowprec.conversion.backends import Backend, PrecisionName
+from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
+from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.name_formats import HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
-from lightning_lowprec.numerics.weight_rounding import WeightRounding
-from lightning_lowprec.precision import half_norms
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.fp8 import NAMES, FP8TorchAO, Recipe
-from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO
-from lightning_lowprec.torchao.plugin import BACKEND as NAME
 
+NAME: Final = "torchao"
+FP8Format = Literal["hybrid", "e4m3"]
+NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
+    ("tensorwise", "hybrid"): "fp8-tensorwise",
+    ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
+    ("rowwise", "e4m3"): "fp8-rowwise",
+    ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
+}
+"""The name for ``precision=`` of each recipe and format."""
 _SUMMARIES: Final = {
     "fp8-tensorwise": "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2",
     "fp8-e4m3-torchao": "torchao, one scale per tensor, e4m3 everywhere",
     "fp8-rowwise": "torchao's rowwise recipe: one scale per row, e4m3 everywhere",
     "fp8-rowwise-gw-hp": "rowwise with the weight gradient in high precision, the most accurate",
 }
-
-
-def _hooks() -> Any:
-    from lightning_lowprec.torchao import hooks  # imports torchao
-
-    return hooks
-
-
-def _revert(model: nn.Module) -> None:
-    half_norms.release(model)
-    if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
-        _hooks().revert(model)
-
-
-def _rounding_of(recipe: str) -> WeightRounding:
-    by_row = recipe != "tensorwise"
-    rounding: WeightRounding = _hooks().rounding_of(by_row, by_row)
-    return rounding
-
-
 _ROWS: Final[Mapping[str, RecipeKey]] = {
     "tensorwise": "tensorwise",
     "rowwise": "rowwise",
     "rowwise_with_gw_hp": "rowwise-gw-hp",
 }
 """For each recipe, the row of the table of what runs where."""
-
-
 _FORMATS: Final = {
     "fp8-tensorwise": HYBRID,
     "fp8-e4m3-torchao": all_in("e4m3", fsdp2="e4m3"),
@@ -61,7 +42,7 @@ _FORMATS: Final = {
 }
 _NAMES: Final = {
     name: PrecisionName(
-        plugin=FP8TorchAO,
+        plugin_class=".torchao.fp8:FP8TorchAO",
         options={"recipe": recipe, "fp8_format": fp8_format},
         summary=_SUMMARIES[name],
         fp16=recipe == "tensorwise",
@@ -73,7 +54,7 @@ _NAMES: Final = {
         pads=False,
         experts=None,
         layer_recipes=get_args(Recipe),
-        weight_rounding=partial(_rounding_of, recipe),
+        weight_rounding=partial(later(".torchao.hooks:rounding_of"), recipe != "tensorwise", recipe != "tensorwise"),
         hardware_recipe=_ROWS[recipe],
         formats=_FORMATS[name],
     )
@@ -81,8 +62,8 @@ _NAMES: Final = {
 }
 _HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
 _PROTOTYPES: Final = {
-    Int8TorchAO.name: PrecisionName(
-        plugin=Int8TorchAO,
+    "int8-mixed": PrecisionName(
+        plugin_class=".torchao.one_format:Int8TorchAO",
         summary="torchao's int8 linear layers, a scale per row (prototype; Ampere, Ada, Hopper)",
         fp16=True,
         masters=True,
@@ -91,18 +72,24 @@ _PROTOTYPES: Final = {
         hardware_recipe="int8",
         formats=all_in("int8"),
     ),
-    MXFP8TorchAO.name: PrecisionName(
-        plugin=MXFP8TorchAO,
+    "mxfp8-torchao": PrecisionName(
+        plugin_class=".torchao.one_format:MXFP8TorchAO",
         summary="torchao, a power-of-two scale per 32 values, e4m3 (prototype; Blackwell, else emulated)",
         masters=True,
         lacks={FP16: "its kernels take and return bf16"},
-        alignment=MXFP8TorchAO.alignment,
+        alignment=32,
         conv1d="converted",
         layer_recipes=("mxfp8",),
         hardware_recipe="torchao-mxfp8",
         formats=all_in("e4m3"),
     ),
 }
+
+
+def _revert(model: Any) -> None:
+    imported(".precision.half_norms:release")(model)
+    if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
+        imported(".torchao.hooks:revert")(model)
 
 
 BACKEND: Final = Backend(
@@ -115,9 +102,9 @@ BACKEND: Final = Backend(
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=_revert,
-    reconfigure=lambda layer, recipe: _hooks().reconfigure(layer, recipe),
-    cuts=lambda layer: _hooks().cuts(layer),
-    set_phase=lambda layer, gemms: _hooks().set_phase(layer, gemms),
-    numerics=lambda layer: _hooks().numerics_of(layer),
-    weight_roundings=lambda layer: _hooks().weight_roundings(layer),
+    reconfigure=later(".torchao.hooks:reconfigure"),
+    cuts=later(".torchao.hooks:cuts"),
+    set_phase=later(".torchao.hooks:set_phase"),
+    numerics=later(".torchao.hooks:numerics_of"),
+    weight_roundings=later(".torchao.hooks:weight_roundings"),
 )

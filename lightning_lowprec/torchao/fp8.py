@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule, check_choice
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
+from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.gemms import GemmChoices
+from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.conversion.selection import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
@@ -35,29 +35,20 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao import own_config
+from lightning_lowprec.torchao.backend import NAMES, FP8Format
 from lightning_lowprec.torchao.plugin import TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RecipePerLayer = Annotated[
     Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
-FP8Format = Literal["hybrid", "e4m3"]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 SavedInputs = Literal["values", "codes"]
 Experts = Literal["auto", "fp8", "bf16"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
-
-NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
-    ("tensorwise", "hybrid"): "fp8-tensorwise",
-    ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
-    ("rowwise", "e4m3"): "fp8-rowwise",
-    ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
-}
-"""The name for ``precision=`` of each recipe and format."""
 
 
 class TorchAOChoices(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.gemms import Gemm, InBF16
 
-Kind = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-
-def kind_of(config: Any) -> tuple[Kind, Literal["hybrid", "e4m3"]]:
+def kind_of(config: Any) -> tuple[Recipe, Literal["hybrid", "e4m3"]]:
     """Return the recipe that is nearest to a ``Float8LinearConfig``, and the format of its gradients.
 
     ``"tensorwise"`` has one scale per tensor everywhere; any scale per row makes the recipe rowwise.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -29,11 +29,10 @@ from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule, ScheduleOptions
 from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.torchao.backend import NAME
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
-
-BACKEND: Final = "torchao"
 
 
 class TorchAO(Scheduled):
@@ -50,7 +49,7 @@ class TorchAO(Scheduled):
         options: the other options of the constructor.
     """
 
-    backend: ClassVar[str | None] = BACKEND
+    backend: ClassVar[str | None] = NAME
     advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
     def __init__(
@@ -176,4 +175,4 @@ class TorchAO(Scheduled):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if the loss is scaled, and the backend that computed the products."""
-        return {**super().state_dict(), BACKEND_STATE: BACKEND}
+        return {**super().state_dict(), BACKEND_STATE: NAME}

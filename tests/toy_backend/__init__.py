@@ -7,7 +7,7 @@ from tests.toy_backend.plugin import Toy
 BACKEND = Backend(
     name="toy",
     title="Toy",
-    names={"fp8-toy": PrecisionName(plugin=Toy, summary="weights and inputs rounded to e4m3", gathers_fp8=True)},
+    names={"fp8-toy": PrecisionName(plugin_class=Toy, summary="weights and inputs rounded to e4m3", gathers_fp8=True)},
     suffix="-toy",
     preferred=False,
     layers_from=("tests.toy_backend.",),
