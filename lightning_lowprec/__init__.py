@@ -6,34 +6,50 @@ Import this package, and stock Lightning accepts ``precision="fp8-hybrid"`` and 
     import lightning_lowprec
 
     trainer = L.Trainer(precision="fp8-hybrid")
+
+Only the command ``lowprec`` starts without torch and Lightning, so that it answers ``--help`` and a wrong option at
+once; it imports all of this package by ``tools.class_path.load_package`` before it imports anything of the user's.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_lowprec import recipes
-from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
-from lightning_lowprec.fsdp2.strategy import parallelize
-from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
-from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.msamp.plugin import MSAMP
-from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
-from lightning_lowprec.precision.half import HalfMixed
-from lightning_lowprec.precision.half_eval import HalfEval
-from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.precision.plain import plain
-from lightning_lowprec.registration import register, unregister
-from lightning_lowprec.serving.evaluation import LowPrecisionEval
-from lightning_lowprec.serving.export import export, fp8_state
-from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.torchao.fp8 import FP8TorchAO
-from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.version import __version__
 
 if TYPE_CHECKING:
     from lightning_lowprec.tools.compare.call import compare
     from lightning_lowprec.tools.diagnosis import doctor
     from lightning_lowprec.tools.planning.model_plan import plan
+
+
+def _command_starts() -> bool:
+    """Return whether this is the process of the command ``lowprec``, whose module is not imported yet."""
+    started = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return started == "lowprec" and "lightning_lowprec.tools.cli" not in sys.modules
+
+
+if not _command_starts():
+    from lightning_lowprec import recipes
+    from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+    from lightning_lowprec.fsdp2.strategy import parallelize
+    from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+    from lightning_lowprec.masters.config import MasterConfig
+    from lightning_lowprec.msamp.plugin import MSAMP
+    from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
+    from lightning_lowprec.precision.half import HalfMixed
+    from lightning_lowprec.precision.half_eval import HalfEval
+    from lightning_lowprec.precision.loss_scale import LossScale
+    from lightning_lowprec.precision.plain import plain
+    from lightning_lowprec.registration import register, unregister
+    from lightning_lowprec.serving.evaluation import LowPrecisionEval
+    from lightning_lowprec.serving.export import export, fp8_state
+    from lightning_lowprec.te.plugin import FP8TE
+    from lightning_lowprec.torchao.fp8 import FP8TorchAO
+    from lightning_lowprec.torchao.one_format import Int8TorchAO, MXFP8TorchAO
+
+    register()
 
 _TOOLS: Final = {"compare": "compare.call", "doctor": "diagnosis", "plan": "planning.model_plan"}
 """The module of each tool below ``tools``; a module is imported when its tool is asked for."""
@@ -70,6 +86,3 @@ def __getattr__(name: str) -> Any:
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.tools.{_TOOLS[name]}"), name)
-
-
-register()

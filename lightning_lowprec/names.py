@@ -79,6 +79,11 @@ _WITHOUT_BACKEND: Final = {
 _MXFP8: Final = "mxfp8"
 """A name without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
+OF_LIGHTNING: Final = (
+    *(64, 32, 16, "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true"),
+    *("bf16-mixed", "32-true", "64-true", "64", "32", "16", "bf16"),
+)
+"""Lightning's own names, so that the command need not import Lightning for them; a test compares them."""
 TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
 
@@ -126,6 +131,12 @@ def create(name: str) -> LowPrecision:
     plugin.precision = name
     plugin.backend_is_chosen = without_backend(name)
     return plugin
+
+
+def validate_name(name: object) -> None:
+    """Raise a ValueError for an unknown name; the message says what to write instead, and has every name."""
+    if name not in (*TABLE, *OF_LIGHTNING):
+        raise unknown_name(name, OF_LIGHTNING)
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:

@@ -100,6 +100,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     " `FP8TorchAO({'*.o_proj': 'rowwise', '*': 'tensorwise'})`.",
     "on-readings": "It is gone: read `monitor.readings` after a step, or the Trainer's loggers.",
     "bucket-bytes": "It is gone: a step that no kernel does loads 256 MB of float32 masters at a time. Leave it out.",
+    "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
 """Names of options of other stacks, and of those that are gone."""
@@ -118,6 +119,12 @@ def pointer(word: object, answers: Mapping[str, str], choices: Iterable[object])
         return answer
     near = nearest(word, choices) if isinstance(word, str) else None
     return "" if near is None else f"Did you mean {near!r}?"
+
+
+def unknown_option(function: str, name: str, allowed: Iterable[str]) -> TypeError:
+    """Return the error for an argument that a function does not have: Python's words, and what to write instead."""
+    message = f"{function}() got an unexpected keyword argument {name!r}"
+    return TypeError(". ".join(filter(None, [message, pointer(name, OPTIONS, allowed)])))
 
 
 def _spelling(word: object) -> str:

@@ -123,12 +123,6 @@ def unregister() -> None:
         annotations["precision"] = original
 
 
-def validate_name(name: object) -> None:
-    """Raise a ValueError for an unknown name; the message says what to write instead, and has every name."""
-    if name not in (*names.TABLE, *private.precision_names()):
-        raise names.unknown_name(name, private.precision_names())
-
-
 # ---- the patches
 
 
@@ -151,7 +145,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             ours = names.create(precision)
             given, precision = [*given, ours], None
         elif precision is not None:
-            validate_name(precision)
+            names.validate_name(precision)
         if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
             ours = half_under_fsdp2(precision)
             given, precision = [*given, ours], None

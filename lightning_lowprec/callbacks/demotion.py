@@ -6,7 +6,6 @@ the monitor: a run that is resumed goes on with the same layers demoted. Nothing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -15,39 +14,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_lowprec.callbacks.layers import named_layers
-from lightning_lowprec.callbacks.readings import Reading, by_layer
-from lightning_lowprec.checks import Count
+from lightning_lowprec.callbacks.readings import Demotion, Reading, by_layer
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.options import shows
 
 _HIGH: Final = "bf16"
-
-
-@final
-@shows()
-@dataclass(frozen=True, kw_only=True)
-class Demotion:
-    """The limits beyond which a layer is better kept in high precision.
-
-    Args:
-        underflow: a reading is bad if a larger share of the values of one tensor becomes 0.
-        output_db: a reading is bad if the signal to noise of the output is smaller, dB.
-        patience: a layer with so many bad readings in a row goes to bf16.
-    """
-
-    underflow: float = 0.3
-    output_db: float = 20.0
-    patience: Count = 3
-
-    def reason(self, layer: Sequence[Reading]) -> str | None:
-        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
-        for reading in layer:
-            if math.isnan(reading.amax):
-                return f"{reading.tensor} is not finite"
-            if reading.underflow is not None and reading.underflow > self.underflow:
-                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
-        output_db = layer[0].output_db if layer else None
-        return None if output_db is None or output_db >= self.output_db else f"output has {output_db:.1f} dB"
 
 
 @final

@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields, check_types, hints_of
-from lightning_lowprec.other_stacks import OPTIONS, pointer
+from lightning_lowprec.other_stacks import unknown_option
 
 Frozen = Literal["convert", "keep"]
 Names = Annotated[Sequence[str], Rule("a list of fqns or patterns, e.g. ['lm_head']")]
@@ -116,8 +116,7 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
 
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs.keys() - allowed:
-                message = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
-                raise TypeError(". ".join(filter(None, [message, pointer(name, OPTIONS, allowed)])))
+                raise unknown_option(f"{cls.__name__}.__init__", name, allowed)
             check_types({**dict(zip(positional, args, strict=False)), **kwargs}, types)
             init(self, *args, **kwargs)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,10 @@ from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving.choice import NOTHING, RoundedWeights, of_layers
 from lightning_lowprec.serving.content import Content
-from lightning_lowprec.serving.formats import FormatName, find_format
+from lightning_lowprec.serving.formats import DtypeName, FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
 from lightning_lowprec.serving.sources import FOLDER, LiveModel, WithoutAdapter, config_of
 
-DtypeName = Literal["bf16", "fp32", "fp16"]
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BESIDE: Final = (
     "tokenizer*",

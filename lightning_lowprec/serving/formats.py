@@ -14,13 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Final, Literal, final, get_args
 
 from lightning_lowprec.extras import require
-from lightning_lowprec.numerics.weight_rounding import BLOCK, ScalePer
 
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_lowprec.numerics.weight_rounding import ScalePer
+
+_BLOCK: Final = 128
+"""Rows and columns of a block of ``hf-fp8-block``, as ``numerics.weight_rounding`` rounds them."""
+DtypeName = Literal["bf16", "fp32", "fp16"]
+"""The dtype of weights that are no codes."""
 FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors", "torchao"]
 
 
@@ -58,7 +64,7 @@ class Format:
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight, [N, K]."""
         rows, columns = shape
-        return (rows, 1) if self.scale_per == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
+        return (rows, 1) if self.scale_per == "row" else (-(-rows // _BLOCK), -(-columns // _BLOCK))
 
 
 def find_format(name: str) -> Format:
@@ -80,15 +86,15 @@ def _block_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",  # the server rounds activations by groups of 128 along K
-        "weight_block_size": [BLOCK, BLOCK],
+        "weight_block_size": [_BLOCK, _BLOCK],
         "modules_to_not_convert": list(kept),
     }
 
 
 def _cut_block(shape: tuple[int, ...]) -> str | None:
     # transformers takes the size of a block from the shapes of codes and scales
-    cut = any(size > BLOCK and size % BLOCK for size in shape)
-    return f"features are no multiples of {BLOCK}" if cut else None
+    cut = any(size > _BLOCK and size % _BLOCK for size in shape)
+    return f"features are no multiples of {_BLOCK}" if cut else None
 
 
 # ---- compressed-tensors:  x.weight [N, K], x.weight_scale [N, 1]
@@ -148,6 +154,8 @@ def _torchao_metadata(
     safetensors = require("torchao.prototype.safetensors.safetensors_support", "format='torchao'")
     quantization = require("torchao.quantization", "format='torchao'")
     activations = None if weights_only else _torchao_activations(quantization)
+    import torch
+
     tensors: dict[str, Any] = {name: torch.empty(0) for name in plain}
     for name, shape in coded.items():
         tensors[name] = quantization.Float8Tensor(

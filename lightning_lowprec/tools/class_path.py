@@ -11,12 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning_lowprec
+
 
 def import_from_working_folder() -> None:
     """Let modules of the working folder be imported, as ``python`` does; a console command has its own folder there."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
+
+
+def load_package() -> None:
+    """Import all of this package, which registers the names with Lightning, as ``import lightning_lowprec`` does.
+
+    The process of ``lowprec`` begins without that; user code that imports the package finds it registered.
+    """
+    if not hasattr(lightning_lowprec, "register"):
+        importlib.reload(lightning_lowprec)
 
 
 def module_path(path: str) -> str:
@@ -55,6 +66,7 @@ def load_class(path: str) -> Any:
     module_name, _, name = module_path(path).rpartition(".")
     if not module_name or not name.isidentifier():
         raise ValueError(f"{path!r} is not a class path; expected package.module.Class or path/to/file.py:Class.")
+    load_package()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,34 +1,28 @@
-"""The ``lowprec`` command: each subcommand parses its own arguments."""
+"""The ``lowprec`` command: its guide, its exit codes, and the start of every subcommand.
+
+This file imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
-import re
 import sys
+import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pickle import UnpicklingError
 from typing import Any, Final, final
 
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.tools import completion
-from lightning_lowprec.tools.class_path import import_from_working_folder, module_paths
-from lightning_lowprec.tools.guide import READER_ENDED, STOPPED, exit_codes, guide
+from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
+from lightning_lowprec.tools.parsers import COMMANDS, parse
 from lightning_lowprec.tools.terminal import paint
 from lightning_lowprec.version import __version__
 
-COMMANDS = {
-    "doctor": "show which precisions run on this machine, why others do not, and what to install",
-    "plan": "show which layers of a model would run in FP8, why others would not, and the FLOPs and bytes",
-    "compare": "train one model under several precisions and report losses, times and memory side by side",
-    "monitor": "draw what a NumericsMonitor has written, and print the layers that FP8 serves worst",
-    "export": "write the plain weights of a checkpoint, or a folder that transformers and vLLM load",
-    "fit": "run LightningCLI's fit for any LightningModule, with all names in --trainer.precision",
-    "run": "launch a Fabric or Trainer script with a precision, in one process or several",
-}
-MODULES = {
+MODULES: Final = {
     "doctor": "doctor",
     "plan": "planning.command",
     "compare": "compare.command",
@@ -36,16 +30,38 @@ MODULES = {
     "export": "export",
     "run": "launcher",
 }
-"""The module whose ``run`` takes the arguments of a command."""
-MODES: Final[Mapping[str, Sequence[list[str]]]] = {"export": ([], ["--format"])}
-"""For a command with several parsers, the arguments that choose each."""
+"""The module whose ``run`` takes the parsed arguments of a command."""
+GUIDE: Final = (
+    ("Which precisions run on this machine?", "lowprec doctor"),
+    ("Does one precision run here?", "lowprec doctor --for fp8-hybrid"),
+    ("Which layers of my model convert?", "lowprec plan my.Model"),
+    ("Which precisions fit into my GPU?", "lowprec plan my.Model --fits H200"),
+    ("Does a precision cost me loss?", "lowprec compare --model my.Model --data my.Data"),
+    ("Train a LightningModule", "lowprec fit --model my.Model --trainer.precision fp8-hybrid"),
+    ("Train by a script of my own", "lowprec run --precision fp8-hybrid train.py"),
+    ("Which layers does FP8 serve worst?", "lowprec monitor RUN"),
+    ("Write plain weights", "lowprec export last.ckpt weights.safetensors"),
+    ("Report a bug", "lowprec doctor --report"),
+)
+"""What a user wants, and the command for it."""
+STOPPED: Final = 130
+READER_ENDED: Final = 141
+EXIT_CODES: Final = {
+    0: "the command has done its work, and the answer is yes",
+    1: "the answer is no: the precision does not run here, nothing converts or fits, a comparison or check failed;"
+    " or an error of your own code under fit and run",
+    2: "wrong arguments, or an input that is missing or cannot be read; nothing was changed",
+    STOPPED: "stopped by Ctrl-C",
+    READER_ENDED: "the program that reads the output has ended, such as head",
+}
+"""What the exit status of a command means. ``run`` hands on the exit status of the script."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
-        print(guide(__version__))
+        print(guide())
         return 0
     args = _parser().parse_args(argv)
     debug = args.debug
@@ -90,11 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def completion_script(shell: completion.Shell) -> str:
-    """Return the script that completes ``lowprec`` in a shell. The parsers of all commands are imported."""
-    return completion.script(shell, {name: (words, MODES.get(name, ([],))) for name, words in COMMANDS.items()}, _run)
-
-
 @final
 class _Complete(argparse.Action):
     """Print the completion script and end."""
@@ -102,7 +113,7 @@ class _Complete(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
         """Write to stdout; without shtab, say what to install."""
         try:
-            print(completion_script(values))
+            print(completion.script(values))
         except ImportError as error:
             parser.error(str(error))
         parser.exit()
@@ -115,8 +126,8 @@ def _run(command: str, arguments: list[str]) -> int:
         except ValueError as error:
             return _refuse(command, error)
         return _fit(arguments)
-    module = importlib.import_module(f"lightning_lowprec.tools.{MODULES[command]}")
-    status: int = module.run(arguments if command == "run" else with_underscores(arguments))
+    args = parse(command, arguments)
+    status: int = importlib.import_module(f"lightning_lowprec.tools.{MODULES[command]}").run(args)
     return status
 
 
@@ -126,18 +137,32 @@ def _refuse(command: str, error: Exception) -> int:
     return 2
 
 
-def with_underscores(argv: Sequence[str]) -> list[str]:
-    """Write ``--max-steps=5`` as ``--max_steps=5``, because jsonargparse names options after arguments and fields."""
-    return [re.sub(r"^--[^=]+", lambda option: "--" + option[0][2:].replace("-", "_"), arg) for arg in argv]
-
-
 def _fit(args: list[str]) -> int:
     """Run stock LightningCLI, whose warning that arguments are given twice is about this function and not the user."""
+    load_package()
     from lightning.pytorch.cli import LightningCLI
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
     LightningCLI(args=["fit", *args], parser_kwargs={"prog": "lowprec"})
     return 0
+
+
+def guide() -> str:
+    """Return the text that ``lowprec`` prints without arguments."""
+    width = max(len(question) for question, _ in GUIDE)
+    lines = [f"lowprec {__version__}: low-precision training for Lightning and Fabric", ""]
+    lines += [f"  {question:<{width}}  {command}" for question, command in GUIDE]
+    lines += ["", "`lowprec --help` lists commands and exit codes, `lowprec COMMAND --help` the options of a command."]
+    return "\n".join(lines)
+
+
+def exit_codes() -> str:
+    """Return the exit codes as lines for ``--help``."""
+    lines = [
+        textwrap.fill(meaning, 100, initial_indent=f"  {code:<5}", subsequent_indent=" " * 7)
+        for code, meaning in EXIT_CODES.items()
+    ]
+    return "\n".join(["exit codes:", *lines, "  `lowprec run` ends with the exit code of the script."])
 
 
 if __name__ == "__main__":

@@ -6,38 +6,31 @@ A script is made once from the parsers of the commands and is then static: press
 from __future__ import annotations
 
 import argparse
-import importlib
+import ast
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
-
-from jsonargparse import capture_parser
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.extras import require
 from lightning_lowprec.private.argparse import actions
+from lightning_lowprec.tools.parsers import COMMANDS, parsers
 
 Shell = Literal["bash", "zsh", "fish"]
 SHELLS: Final = get_args(Shell)
-_MAKERS: Final = {"doctor": "doctor", "run": "launcher"}  # modules whose parsers are argparse's
 _PRECISION: Final = {"precision", "precisions", "name", "trainer.precision"}  # options that take a name of the table
 _FILE: Final = {
     "source", "run", "html", "markdown", "checkpoint", "out", "script", "config", "model", "tokenizer",
     "adapter_config", "check_text",
 }  # fmt: skip
+_FIT: Final = ("model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "weights_only")
+"""Options of LightningCLI's ``fit``, beside ``--config`` and those of the Trainer."""
 
 
-def script(
-    shell: Shell,
-    commands: Mapping[str, tuple[str, Sequence[list[str]]]],
-    start: Callable[[str, list[str]], object],
-) -> str:
+def script(shell: Shell) -> str:
     """Return the completion script for a shell.
-
-    Args:
-        shell: the shell.
-        commands: by name, the help of each command, and the arguments that choose each of its parsers.
-        start: runs a command. The run is interrupted where the command would parse its arguments.
 
     Raises:
         ModuleNotFoundError: shtab is not installed; the message has the command that installs it.
@@ -48,11 +41,11 @@ def script(
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--completion", choices=SHELLS, help="print a script that completes lowprec in a shell")
     subcommands = parser.add_subparsers(dest="command")
-    for name, (words, modes) in commands.items():
+    for name, words in COMMANDS.items():
         command = subcommands.add_parser(name, help=words)
         by_dest: dict[str, list[argparse.Action]] = {}
-        for mode in modes:
-            for action in parser_actions(name, mode, start):
+        for mode in [_fit()] if name == "fit" else parsers(name):
+            for action in actions(mode):
                 by_dest.setdefault(action.dest, []).append(action)
         for dest, same in by_dest.items():
             copy = _copy(same, command, dashes=name != "fit")
@@ -61,15 +54,33 @@ def script(
     return str(shtab.complete(parser, shell))
 
 
-def parser_actions(name: str, mode: list[str], start: Callable[[str, list[str]], object]) -> list[argparse.Action]:
-    """Return options and arguments of a command, in the mode that some arguments choose."""
-    if name in _MAKERS:
-        return actions(importlib.import_module(f"lightning_lowprec.tools.{_MAKERS[name]}").make_parser())
-    found = actions(capture_parser(lambda: start(name, mode)))
-    if name != "fit":
-        return found
-    nested = next(action for action in found if isinstance(action.choices, Mapping))
-    return actions(nested.choices["fit"])  # type: ignore[index]  # LightningCLI has `fit` as a command of its own
+def _fit() -> argparse.ArgumentParser:
+    """Return a parser with the options of LightningCLI, whose own parser takes seconds to import and to build."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-c", "--config", help="path to a configuration file")
+    parser.add_argument("--print_config", nargs="?", help="print the configuration and end")
+    for name in _FIT:
+        parser.add_argument(f"--{name}")
+    for name, is_switch in _trainer_options().items():
+        parser.add_argument(f"--trainer.{name}", choices=("true", "false") if is_switch else None)
+    return parser
+
+
+def _trainer_options() -> dict[str, bool]:
+    """Return the arguments of Lightning's Trainer, read from its source, and whether each is True or False."""
+    package = find_spec("lightning")
+    assert package is not None
+    assert package.origin is not None
+    source = (Path(package.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text(encoding="utf-8")
+    inits = (
+        function
+        for cls in ast.parse(source).body
+        if isinstance(cls, ast.ClassDef) and cls.name == "Trainer"
+        for function in cls.body
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+    )
+    options = next(inits).args.kwonlyargs
+    return {arg.arg: "bool" in (ast.unparse(arg.annotation) if arg.annotation else "").split("[") for arg in options}
 
 
 def _copy(same: Sequence[argparse.Action], parser: argparse.ArgumentParser, *, dashes: bool) -> argparse.Action | None:

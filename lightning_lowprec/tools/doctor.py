@@ -22,6 +22,7 @@ from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed as deepspeed_names
 from lightning_lowprec.private import lightning as lightning_names
 from lightning_lowprec.private import torch as torch_names
@@ -29,7 +30,6 @@ from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.private import transformers_names as published_names
-from lightning_lowprec.registration import validate_name
 from lightning_lowprec.tools import doctor_report, hardware_text, strict_json
 from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 from lightning_lowprec.tools.terminal import Colour, paint, working
@@ -158,32 +158,8 @@ def _status(backend: Backend) -> str:
     return "imports" if refusal is None else refusal.splitlines()[0]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="lowprec doctor",
-        description="Print which precisions run here, why others do not, what to install, and what to try first.",
-    )
-    parser.add_argument("--for", dest="name", help="check one precision; the exit status is 1 if it does not run here")
-    parser.add_argument(
-        "--device",
-        help="a torch device such as cpu or cuda:1 (default: the first GPU), or an architecture that need not be here,"
-        " such as sm_120 or gfx942: the table of what runs where answers then",
-    )
-    parser.add_argument("--all", action="store_true", help="print what runs where, for every architecture")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="print what a bug report needs, as Markdown: versions, device, backends, precisions; no host name, user"
-        " name, home folder or environment variable",
-    )
-    return parser
-
-
-def run(argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
-    args = make_parser().parse_args(argv)
     if args.report:
         return _report(args)
     if args.all:

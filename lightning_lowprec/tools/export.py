@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_lowprec.checkpoints.weights import check_file, open_weights
 from lightning_lowprec.extras import require
+from lightning_lowprec.serving.export import DTYPES
+from lightning_lowprec.serving.formats import DtypeName
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.terminal import working
 
-DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def run(argv: Sequence[str]) -> int:
+def run(args: Any) -> int:
     """Write the file and print how much the file holds; with ``--format`` write a folder for servers."""
-    if any(argument.partition("=")[0] == "--format" for argument in argv):
+    if hasattr(args, "format"):
         from lightning_lowprec.tools.serving import command
 
-        return command.run(argv)
-    parser = ArgumentParser(
-        prog="lowprec export",
-        description="Write only the weights of a checkpoint to a plain file. `lowprec export --format hf --help` shows"
-        " the options that write a folder for transformers, vLLM and SGLang.",
-    )
-    parser.add_function_arguments(export, as_group=False, as_positional=True, skip={"force"})
-    parser.add_argument("--force", action="store_true", help="replace the new file if it exists")
-    parser.add_argument("--json", action="store_true", help="print JSON: the file, and shape and dtype of each tensor")
-    args = vars(parser.parse_args(argv))
-    as_json, out = args.pop("json"), args["out"]
-    with working(f"exporting {args['checkpoint']}"):
-        weights = export(**args)
+        return command.run(args)
+    with working(f"exporting {args.checkpoint}"):
+        weights = export(
+            args.checkpoint,
+            args.out,
+            dtype=args.dtype,
+            key=args.key,
+            strip_prefix=args.strip_prefix,
+            force=args.force,
+        )
     size = sum(value.numel() * value.element_size() for value in weights.values())
-    if as_json:
-        print(strict_json.dumps({"out": str(out), "bytes": size, "tensors": _described(weights)}))
+    if args.json:
+        print(strict_json.dumps({"out": str(args.out), "bytes": size, "tensors": _described(weights)}))
         return 0
-    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {out}")
+    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {args.out}")
     return 0
 
 
@@ -55,7 +50,7 @@ def export(
     checkpoint: Path,
     out: Path,
     *,
-    dtype: DtypeName = "keep",
+    dtype: DtypeName | Literal["keep"] = "keep",
     key: str | None = None,
     strip_prefix: str = "",
     force: bool = False,

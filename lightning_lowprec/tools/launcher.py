@@ -15,33 +15,29 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-import lightning
-
-from lightning_lowprec import registration
-from lightning_lowprec.registration import LAUNCHED_PRECISION, validate_name
+from lightning_lowprec.tools.class_path import load_package
 
 TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 
-def run(argv: list[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Launch a command with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    args = make_parser().parse_args(argv)
     if not Path(args.script).is_file() and console_command(args.script) is None:
         raise ValueError(
             f"`script={args.script!r}` is not a file and no console command of this Python; expected the path of a"
             f" Python script, or a command that a package installs, such as 'litgpt'.{_not_python(args.script)}"
         )
+    from lightning.fabric.cli import main
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lightning_lowprec.registration import LAUNCHED_PRECISION
+
     if args.precision is not None:
-        validate_name(args.precision)
         os.environ[LAUNCHED_PRECISION] = args.precision
         os.environ.pop("LT_PRECISION", None)
     for name in TRAINER_DEFAULTS:
         if getattr(args, name) is not None:
             os.environ[f"PL_TRAINER_{name.upper()}"] = str(getattr(args, name))
-    from lightning.fabric.cli import main
-
     command = [args.script, *args.arguments]
     args.script, args.precision = __file__, None  # Fabric would raise where the script asks for another precision
     try:
@@ -63,32 +59,10 @@ def _not_python(name: str) -> str:
     return "" if found is None else f" ({found} is there, and belongs to another environment, or is no Python.)"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="lowprec run",
-        description="Launch a script or a console command that contains a Fabric or a Trainer. Options go before the"
-        " script; arguments after the script are the script's own. --precision wins over the precision in the script,"
-        " and a line says so. The other options are defaults: if the script asks for another value, the run raises, or"
-        " the script wins (for the Trainer's accelerator, strategy and devices).",
-    )
-    parser.add_argument("--precision", help="a precision of lightning_lowprec or of Lightning")
-    parser.add_argument("--accelerator", help="cpu, cuda, gpu, mps, ...")
-    parser.add_argument("--strategy", help="for example ddp")
-    parser.add_argument("--devices", default="1", help="number of devices, and processes, on this machine")
-    parser.add_argument("--num-nodes", "--num_nodes", type=int, default=1, help="number of machines")
-    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="index of this machine")
-    parser.add_argument("--main-address", "--main_address", default="127.0.0.1", help="address of machine 0")
-    parser.add_argument("--main-port", "--main_port", type=int, default=29400, help="port on machine 0")
-    parser.add_argument("script", help="the Python script, or a command such as litgpt")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser
-
-
 # ---- in every process
 
 
-def _call(self: lightning.Fabric, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+def _call(self: Any, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Stand in for ``fabric.launch``: the processes are there already, so only the function is left to call."""
     if function is not None and not callable(function):
         raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function}.")
@@ -96,7 +70,10 @@ def _call(self: lightning.Fabric, function: Callable[..., Any] | None = None, *a
 
 
 def _start() -> None:
-    """Run the user's command as Python would; importing this file has registered the names."""
+    """Register the names, and run the user's command as Python would."""
+    import lightning
+
+    load_package()
     sys.argv = sys.argv[1:]
     command = sys.argv[0]
     lightning.Fabric.launch = _call  # type: ignore[method-assign]
@@ -112,7 +89,9 @@ def _start() -> None:
 
 
 def _warn_of_no_effect() -> None:
-    asked = os.environ.get(LAUNCHED_PRECISION)
+    from lightning_lowprec import registration
+
+    asked = os.environ.get(registration.LAUNCHED_PRECISION)
     if asked is not None and not registration.launched_precision_is_used() and os.environ.get("RANK", "0") == "0":
         print(
             f"lowprec run: `--precision={asked}` had no effect: the command made no Trainer and no Fabric of"

@@ -82,7 +82,7 @@ def test_the_command_trains_the_demo(tmp_path, capfd):
         [
             "compare",
             *("--precisions=fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
-            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu", "--threads=1"),
+            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
             *("--max-steps=7", "--val-every=3", "--val-batches=2", f"--out={out}"),
         ]
     )
@@ -129,7 +129,7 @@ def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd, monkeypatch
             "compare",
             *("--precisions", ",".join(["32-true", *FAILURES]), "--model", f"{user_file}:Model"),
             *("--model-args", json.dumps({"modes": modes}), "--data", f"{user_file}:Data", "--val-metric=score"),
-            *("--max-steps=3", "--val-every=2", "--accelerator=cpu", "--threads=1", f"--out={out}"),
+            *("--max-steps=3", "--val-every=2", "--accelerator=cpu", f"--out={out}"),
         ]
     )
     stdout, stderr = capfd.readouterr()
@@ -237,7 +237,6 @@ def test_without_matplotlib_nothing_is_trained(tmp_path):
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
         ({"val_every": 2.5}, "`val_every=2.5` is not valid"),
-        ({"threads": -1}, "`threads=-1` is not valid; expected an integer of at least 0"),
         ({"max_loss_gap": -0.1}, "`max_loss_gap=-0.1` is not valid"),
         ({"max_loss_gap": math.nan}, "`max_loss_gap=nan` is not valid"),
     ],

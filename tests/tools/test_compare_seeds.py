@@ -32,7 +32,7 @@ def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd,
         [
             "compare",
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
-            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu", "--threads=1"),
+            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
             *("--max-steps=24", "--val-every=12", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
             *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000", "--monitor"),
         ]

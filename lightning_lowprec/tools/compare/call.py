@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightning_lowprec.other_stacks import unknown_option
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
@@ -45,6 +47,9 @@ def compare(
         ImportError: a class does not import, or matplotlib is not installed.
         OSError: the folder cannot be written.
     """
+    options = [field.name for field in fields(CompareSpec)]
+    for name in settings.keys() - set(options):
+        raise unknown_option("compare", name, options)
     spec = CompareSpec(
         precisions=list(precisions), model=_path("model", model), data=_path("data", data), out=Path(out), **settings
     )

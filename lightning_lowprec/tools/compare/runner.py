@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from lightning_lowprec.extras import require
-from lightning_lowprec.registration import validate_name
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.class_path import load_class
 from lightning_lowprec.tools.compare.report import REPORT, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult

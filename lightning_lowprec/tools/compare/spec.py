@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
+from lightning_lowprec.conversion.name_formats import HALF
 from lightning_lowprec.names import TABLE, resolve
-from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
@@ -38,7 +38,6 @@ class CompareSpec:
             e.g. '[{until: 0.1, gemms: bf16}, {}]'.
         monitor: sample ten times per run what FP8 takes from every layer, and write the readings for `lowprec monitor`.
         accelerator: auto, cpu, cuda, ...; one device is used.
-        threads: CPU threads of each training; 0 leaves torch's default.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
         out: folder for the report, the picture, the figures and the logs.
         force: write over the report of an earlier comparison in this folder.
@@ -58,7 +57,6 @@ class CompareSpec:
     schedule: Phases | None = None
     monitor: bool = False
     accelerator: str = "auto"
-    threads: Size = 0
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
     out: Path = Path("lowprec-compare")
     force: bool = False
@@ -103,7 +101,7 @@ class CompareSpec:
         """The precisions that ``monitor`` samples: those that convert layers."""
         if not self.monitor:
             return []
-        return [name for name in self.precisions if name in TABLE and resolve(name).plugin is not HalfMixed]
+        return [name for name in self.precisions if name in TABLE and name not in HALF]
 
     def stem(self, name: str, seed: int) -> str:
         """Return the name of the files of one run."""

@@ -56,8 +56,6 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
         figures: receives the messages.
         callbacks: further callbacks of the Trainer.
     """
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
     L.seed_everything(seed, verbose=False)
     model = build(spec.model, spec.model_args, seed=seed)

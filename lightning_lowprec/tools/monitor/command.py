@@ -8,10 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from jsonargparse import ArgumentParser
-
-from lightning_lowprec.callbacks.demotion import Demotion
-from lightning_lowprec.callbacks.readings import FILE, Reading, by_layer, read
+from lightning_lowprec.callbacks.readings import FILE, Demotion, Reading, by_layer, read
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.monitor.page import page
 from lightning_lowprec.tools.table import format_table
@@ -38,19 +35,8 @@ class Worst:
     """Why the last reading is beyond a limit, or None."""
 
 
-def run(argv: Sequence[str]) -> int:
+def run(args: Any) -> int:
     """Write the page and print the table, or with ``--keep`` the list alone."""
-    parser = ArgumentParser(
-        prog="lowprec monitor",
-        description="Draw what a NumericsMonitor has written, and print the layers that FP8 serves worst.",
-    )
-    parser.add_argument("run", type=Path, help=f"the folder of the run, or its {FILE}")
-    parser.add_argument("--html", type=Path | None, help="the page to write; by default monitor.html beside the file")
-    parser.add_argument("--keep", action="store_true", help="print `keep=[...]`: the layers beyond a limit; no page")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every layer; with --keep a list of names")
-    parser.add_argument("--top", type=int, default=10, help="the number of layers in the table")
-    parser.add_class_arguments(Demotion, as_group=False)
-    args = parser.parse_args(argv)
     limits = Demotion(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
     path = args.run / FILE if args.run.is_dir() else args.run
     if not path.is_file():

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from lightning_lowprec.registration import validate_name
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.planning.memory_meter import Peaks
 from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, refusal
 from lightning_lowprec.tools.planning.simulation import Simulator

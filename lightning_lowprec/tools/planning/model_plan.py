@@ -14,7 +14,7 @@ from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
-from lightning_lowprec.registration import validate_name
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.planning.source import load
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from jsonargparse import ArgumentParser
-
 from lightning_lowprec import names as precisions
 from lightning_lowprec.checkpoints.weights import Source, open_weights
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.registration import validate_name
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
-from lightning_lowprec.serving.export import DtypeName, Exported, Options, report, served_model, write
-from lightning_lowprec.serving.formats import FormatName, find_format
+from lightning_lowprec.serving.export import Exported, Options, report, served_model, write
+from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out
 from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter
 from lightning_lowprec.tools import strict_json
@@ -27,9 +24,8 @@ from lightning_lowprec.tools.serving.checkpoint import Renamed, backend_of, read
 from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
-def run(argv: Sequence[str]) -> int:
+def run(args: Any) -> int:
     """Write the folder, print what was written, and with ``--check`` compare; return 1 if a bound is not held."""
-    args = _parser().parse_args(argv)
     out, bounds, options = Path(args.out), take_bounds(args), _options(args)
     check_out(out)
     with prints_to_stderr(wanted=args.json):
@@ -124,7 +120,7 @@ def _choice(args: Any, opened: Opened) -> RoundedWeights:
     row = precisions.resolve(name) if trained_in_fp8 else precisions.resolve(WITHOUT_FP8)
     in_fp8 = trained_in_fp8 and row.plugin.backend is not None
     row = row if in_fp8 else precisions.resolve(WITHOUT_FP8)
-    plan = make_plan(opened.model, take(LayerOptions, vars(args)), replace(row.plan_request(), pads=None))
+    plan = make_plan(opened.model, args.layers, replace(row.plan_request(), pads=None))
     if not plan.converted:
         raise ValueError(f"the plan of {name or WITHOUT_FP8!r} converts no layer:\n{plan}\nUse `--format hf`.")
     return of_plan(plan, row.weight_rounding() if in_fp8 else None)
@@ -155,50 +151,4 @@ def take_bounds(args: Any) -> Bounds:
         min_agreement=args.min_agreement,
         max_perplexity=args.max_perplexity,
         text=None if args.check_text is None else Path(args.check_text),
-    )
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lowprec export",
-        description="Write a checkpoint of a training run to a folder that transformers, vLLM and SGLang load.",
-    )
-    parser.add_argument("checkpoint", type=str, help="of the Trainer or Fabric: a file, a sharded folder, safetensors")
-    parser.add_argument("out", type=str, help="the new folder")
-    parser.add_argument("--format", type=FormatName, required=True, help="see docs/serving.md")
-    parser.add_argument(
-        "--model",
-        type=str,
-        required=True,
-        help="the model's folder (config, tokenizer), a config.json, a model type of transformers, or a class path",
-    )
-    parser.add_argument(
-        "--precision", type=str | None, help="the precision of the run; without one, the format's own scales are used"
-    )
-    parser.add_argument("--dtype", type=DtypeName, default="bf16", help="of weights that are no codes")
-    parser.add_argument("--weights_only", action="store_true", help="let servers round weights only")
-    parser.add_argument("--tokenizer", type=str | None, help="a folder with tokenizer files; default: that of --model")
-    parser.add_argument("--key", type=str | None, help="the key of the weights; default: state_dict, model, or the top")
-    parser.add_argument("--strip_prefix", type=str | None, help="removed from every name; default: found by itself")
-    parser.add_argument("--merge_adapters", action="store_true", help="add a LoRA adapter to the weights")
-    parser.add_argument("--adapter_config", type=str | None, help="PEFT's adapter_config.json, or the folder of it")
-    words: dict[str, Any] = {"nargs": "+", "type": str, "metavar": "NAME"}
-    parser.add_argument("--keep", default=(), help="the `keep` of the run", **words)
-    parser.add_argument("--only", help="the `only` of the run", **words)
-    parser.add_argument("--first_last_layers_bf16", action="store_true", help="the run kept the first and last blocks")
-    parser.add_class_arguments(LayerOptions, as_group=False, skip={"keep", "only", "first_last_layers_bf16"})
-    _add_check(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON: what was written, and with --check the result")
-    return parser
-
-
-def _add_check(parser: ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="load the folder, and compare it with the checkpoint")
-    parser.add_argument("--check_text", type=str | None, help="a text file for --check; default: tokens at random")
-    parser.add_argument("--min_snr", type=float, default=Bounds.min_snr, help="of the logits, dB, with --check")
-    parser.add_argument(
-        "--min_agreement", type=float, default=Bounds.min_agreement, help="share of equal greedy tokens, with --check"
-    )
-    parser.add_argument(
-        "--max_perplexity", type=float, default=Bounds.max_perplexity, help="perplexity / perplexity - 1, with --check"
     )

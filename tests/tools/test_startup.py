@@ -1,0 +1,100 @@
+"""What `lowprec` answers before anything runs imports neither torch nor Lightning; user code still finds all names."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_lowprec
+from lightning_lowprec.names import OF_LIGHTNING
+from lightning_lowprec.private.lightning import precision_names
+
+ROOT = Path(lightning_lowprec.__file__).parents[1]
+COMMAND = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps([m for m in ("torch", "lightning") if m in sys.modules]), file=sys.stderr))
+from lightning_lowprec.tools.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""The console script that pip writes, which also says what was imported when it ends."""
+LIGHT = [
+    [],
+    ["--help"],
+    ["--version"],
+    ["--completion", "bash"],
+    ["nope"],
+    *([command, "--help"] for command in ("doctor", "plan", "compare", "monitor", "export", "run")),
+    *([command, "--bogus"] for command in ("doctor", "plan", "compare", "monitor", "export", "run")),
+    ["export", "a", "b", "--format", "nope"],
+    ["plan", "llama", "--precision", "fp8-hybird"],
+    ["plan", "llama", "--min-gain", "0"],
+    ["compare", "--precisions", "32-true,fp8-hybird"],
+    ["compare", "--max-steps", "0"],
+    ["compare", "--threads", "1"],
+    ["doctor", "--for", "fp8"],
+    ["run", "--precision", "bf16-fp8", "train.py"],
+    ["run", "no-such-file.py"],
+    ["monitor", "no-such-folder"],
+]
+
+
+@pytest.fixture(scope="module")
+def lowprec(tmp_path_factory):
+    """A console script named `lowprec`; returns status, what was said, and which of the heavy packages came in."""
+    script = tmp_path_factory.mktemp("bin") / "lowprec"
+    script.write_text(COMMAND)
+
+    def call(*arguments):
+        environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script), *arguments]
+        ran = subprocess.run(
+            command, cwd=script.parent, env=environ, capture_output=True, text=True, timeout=240, check=False
+        )
+        *said, imported = ran.stderr.splitlines()
+        return ran.returncode, ran.stdout + "\n".join(said), json.loads(imported)
+
+    return call
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_help_and_wrong_options_import_neither_torch_nor_lightning(lowprec, arguments):
+    status, said, imported = lowprec(*arguments)
+    wrong = arguments[1:] not in ([], ["bash"], ["--help"]) or arguments == ["nope"]
+    assert status == (2 if wrong else 0), said
+    assert "Traceback" not in said
+    assert imported == []
+
+
+def test_this_test_can_fail(lowprec):
+    status, said, imported = lowprec("doctor", "--device", "cpu", "--for", "bf16-mixed")
+    assert status == 0, said
+    assert "torch" in imported
+
+
+def test_a_wrong_name_is_answered_as_by_the_trainer(lowprec):
+    _, said, _ = lowprec("run", "--precision", "fp8-hybird", "train.py")
+    assert "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision values: 64, 32, 16," in said
+
+
+def test_the_names_of_lightning_are_those_of_lightning():
+    assert set(OF_LIGHTNING) == set(precision_names())
+
+
+MODEL = """
+import lightning as L, lightning_lowprec, torch
+L.Fabric(precision="bf16-sr", accelerator="cpu")
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        assert lightning_lowprec.HalfMixed is not None
+"""
+
+
+def test_the_model_of_a_command_finds_the_names_registered(lowprec, tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    status, said, _ = lowprec("plan", f"{tmp_path / 'model.py'}:Model")
+    assert status in (0, 1), said
+    assert "Traceback" not in said
