@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.convergence.precisions import BASELINE
-from lightning_lowprec.tools.compare.interval import CONFIDENCE, Interval, student_t
+from lightning_lowprec.tools.compare.paired import CONFIDENCE, Interval, student_t
 from lightning_lowprec.tools.compare.result import relative_gap
 
 

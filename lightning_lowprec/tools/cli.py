@@ -25,7 +25,7 @@ from lightning_lowprec.version import __version__
 MODULES: Final = {
     "doctor": "doctor",
     "plan": "planning.command",
-    "compare": "compare.command",
+    "compare": "compare.runner",
     "monitor": "monitor.command",
     "export": "export",
     "run": "launcher",

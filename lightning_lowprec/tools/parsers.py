@@ -51,6 +51,8 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     args = parsers(command)[_for_servers(command, argv)].parse_args(argv)
     for name in _precisions(command, args):
         validate_name(name)
+    if command == "compare":
+        args.spec = CompareSpec(**{name: value for name, value in vars(args).items() if name != "json"})
     if hasattr(args, "min_gain"):
         args.layers = take(LayerOptions, vars(args))
     return args

@@ -12,7 +12,7 @@ from benchmarks.convergence.results import Results
 from benchmarks.convergence.runs import Runs, Task, record, train_all
 from benchmarks.convergence.subjects import smoke
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.interval import Interval
+from lightning_lowprec.tools.compare.paired import Interval
 
 
 @pytest.fixture(scope="module")

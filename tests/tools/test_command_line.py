@@ -340,7 +340,7 @@ def test_one_question_to_the_doctor_and_the_ends_of_a_comparison_are_shown(on_te
     slowly(runner, "load_class")
     slowly(runner, "write_report", result=True)
     monkeypatch.setattr(runner, "run_one", lambda spec, name, seed, progress: PrecisionResult(name=name, seed=seed))
-    said = on_terminal(lambda: runner.compare(CompareSpec(precisions=["32-true"], out=tmp_path)))
+    said = on_terminal(lambda: runner.train_all(CompareSpec(precisions=["32-true"], out=tmp_path)))
     assert "importing the model and the data ... 00:0" in said
     assert "drawing the report ... 00:0" in said
 

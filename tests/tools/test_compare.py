@@ -16,7 +16,7 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.result import PrecisionResult, judge
-from lightning_lowprec.tools.compare.runner import compare
+from lightning_lowprec.tools.compare.runner import train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
 from tests import forked
@@ -164,7 +164,7 @@ def no_training(monkeypatch):
 
 def test_unknown_names_fail_first(tmp_path, no_training):
     with pytest.raises(ValueError, match=r"'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'"):
-        compare(CompareSpec(precisions=["32-true", "fp8-hybird"], out=tmp_path / "out"))
+        train_all(CompareSpec(precisions=["32-true", "fp8-hybird"], out=tmp_path / "out"))
     assert main(["compare", "--precisions=32-true,fp8-hybird", f"--out={tmp_path / 'out'}"]) == 2
     assert not (tmp_path / "out").exists()
 
@@ -176,14 +176,14 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     def train(spec, name, seed, progress):
         trained.append(name)
         with pytest.raises(ValueError, match=r"out=.*is in use: another comparison is running there"):
-            compare(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
+            train_all(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
         return result(name, val_steps=[1, 2], step_seconds=[0.1])
 
     monkeypatch.setattr(runner, "run_one", train)
-    compare(CompareSpec(precisions=["32-true"], out=tmp_path))
+    train_all(CompareSpec(precisions=["32-true"], out=tmp_path))
     before = (tmp_path / "report.md").read_text()
     with pytest.raises(ValueError, match="holds the report of an earlier comparison"):
-        compare(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
+        train_all(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
     assert main(["compare", "--precisions=bf16-mixed", f"--out={tmp_path}"]) == 2
     assert "`--force` to write over the report" in capsys.readouterr().err
     assert (tmp_path / "report.md").read_text() == before
@@ -262,7 +262,7 @@ def test_wrong_specs(kwargs, message):
 def test_wrong_classes(kwargs, error, message, tmp_path, no_training, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(error, match=message):
-        compare(CompareSpec(out=tmp_path / "out", **kwargs))
+        train_all(CompareSpec(out=tmp_path / "out", **kwargs))
     assert not (tmp_path / "out").exists()
 
 

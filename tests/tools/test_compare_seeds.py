@@ -10,14 +10,11 @@ import pytest
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.comparison import Comparison
-from lightning_lowprec.tools.compare.interval import Interval, student_t
-from lightning_lowprec.tools.compare.paired import judge_seeds
+from lightning_lowprec.tools.compare.comparison import Comparison, markdown, text
+from lightning_lowprec.tools.compare.paired import Interval, NoStepsError, judge_seeds, more_steps, student_t
 from lightning_lowprec.tools.compare.pictures import picture
-from lightning_lowprec.tools.compare.report import markdown, text
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.compare.steps import NoStepsError, more_steps
 from tests.fsdp2.ranks import server
 
 # ---- a real run
@@ -252,7 +249,8 @@ def test_a_cost_below_the_spread_and_one_that_is_not_measured():
 
 def test_curves_have_bands_over_seeds():
     """The band of the gaps is the interval, that of the losses reaches from the least to the largest seed."""
-    train, val, gap = picture(three()).axes
+    comparison = three()
+    train, val, gap = picture(comparison.spec, comparison.runs).axes
     assert len(train.collections) == len(val.collections) == len(gap.collections) == 2
     heights = gap.collections[1].get_paths()[0].vertices[:, 1]
     half_width = 100 * 4.30265 * 0.001 / math.sqrt(3)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.compare.comparison import Comparison
+from lightning_lowprec.tools.compare.comparison import Comparison, text, write_report
 from lightning_lowprec.tools.compare.pictures import smooth
-from lightning_lowprec.tools.compare.report import text, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.table import format_table

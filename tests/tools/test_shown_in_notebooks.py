@@ -10,9 +10,9 @@ from torch import nn
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.compare import call, runner
+from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.result import PrecisionResult
-from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.diagnosis import Diagnosis
@@ -59,7 +59,7 @@ def trained(name, **figures):
 
 def comparison(*results, **settings):
     spec = CompareSpec(precisions=list(dict.fromkeys(result.name for result in results)), **settings)
-    return ShownComparison(spec=spec, results=list(results))
+    return Comparison(spec=spec, results=list(results))
 
 
 BAD = "<script>alert('&')</script>"
@@ -110,7 +110,7 @@ def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch):
 
 def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(call.runner, "compare", lambda spec, progress: asked.append((spec, progress)))
+    monkeypatch.setattr(runner, "train_all", lambda spec, progress: asked.append((spec, progress)))
     lightning_lowprec.compare(["32-true"], ByteGPT, data=StdlibText, out=str(tmp_path), max_steps=7, progress=False)
     lightning_lowprec.compare(model="my.py:Model")
     (first, shown), (second, also) = asked

@@ -1,21 +1,51 @@
-"""All runs of one comparison, and the verdict on each precision."""
+"""All runs of one comparison: verdicts, the table, the report in Markdown, and the view of a notebook."""
 
 from __future__ import annotations
 
 import json
+import platform
+import statistics
+from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
+from lightning_lowprec import html
+from lightning_lowprec.extras import import_refusal
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools.compare import pictures
 from lightning_lowprec.tools.compare.paired import Cost, judge_seeds
 from lightning_lowprec.tools.compare.result import PrecisionResult, Verdict, judge
 from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.doctor import versions
 from lightning_lowprec.tools.strict_json import finite
+from lightning_lowprec.tools.table import format_table
+
+REPORT = "report.md"
+"""The name of the report in its folder."""
+HOW_MEASURED = (
+    "Step time: the median wall time of a training batch, from its start until its loss is read: forward, backward and"
+    " optimizer step, without loading the data. The first few batches are left out. Peak memory: the most bytes that"
+    " torch allocated on the GPU; not measured on a CPU."
+)
+HOW_COMPARED = (
+    "Each run is compared with the baseline's run of the same seed, which begins with the same weights and reads the"
+    " same batches. The gap is the mean of these relative differences. ± after a gap or after steps is the 95 %"
+    " confidence interval of the mean (Student's t); ± after a loss is the standard deviation over the seeds. A"
+    " precision passes if the whole interval of its gap is within the bound.\n\nMore steps: how much longer the"
+    " precision must train to reach the baseline's training loss. The baseline's loss is smoothed by a straight line"
+    " over the logarithm of the step, through the second half of the run; the difference is that of the mean loss of"
+    " the last tenth of the steps. Not measured where this line falls by less than two standard errors, and for"
+    " differences larger than the fall of this line in the second half."
+)
+_PICTURE = "training loss, validation metric, and its distance from the baseline"
 
 
-@dataclass(frozen=True, kw_only=True)
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """All results of one comparison, in the order of ``spec.runs``."""
+    """All results of one comparison, in the order of ``spec.runs``; a notebook shows them with the picture."""
 
     spec: CompareSpec
     results: list[PrecisionResult]
@@ -65,3 +95,188 @@ class Comparison:
             for result, verdict in zip(self.results, verdicts, strict=True)
         ]
         return json.dumps(finite(figures), indent=1, allow_nan=False, default=str) + "\n"
+
+    def __repr__(self) -> str:
+        """Show the table and the remarks."""
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        """Show the verdict, the table, the remarks, the errors and the picture."""
+        cells, right = rows(self)
+        parts = [
+            html.paragraph(verdict_on_all(self), bold=True),
+            html.table(cells, right=right),
+            html.bullets(remarks(self)),
+            _picture(self),
+        ]
+        for result in self.results:
+            if result.error is not None:
+                parts += [html.paragraph(f"{result.name} failed, seed {result.seed}:"), html.block(result.error)]
+        return "".join(parts)
+
+
+def _picture(comparison: Comparison) -> str:
+    """Return the picture of the losses, or a sentence that says how to get one."""
+    refusal = import_refusal("matplotlib", "The picture of the losses")
+    if refusal is not None:
+        return html.paragraph(refusal)
+    data = b64encode(pictures.png(comparison.spec, comparison.runs)).decode()
+    return f'<img alt="{_PICTURE}" style="max-width:100%" src="data:image/png;base64,{data}">'
+
+
+def write_report(comparison: Comparison) -> None:
+    """Write ``results.json``, ``loss.png`` and ``report.md`` into the folder of the spec."""
+    out = comparison.spec.out
+    (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
+    (out / "loss.png").write_bytes(pictures.png(comparison.spec, comparison.runs))
+    (out / REPORT).write_text(markdown(comparison), encoding="utf-8")
+
+
+def text(comparison: Comparison) -> str:
+    """Return the table for a terminal, with the remarks below."""
+    cells, right = rows(comparison)
+    return "\n".join([*format_table(cells, right=right), *remarks(comparison)])
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the report."""
+    spec, results = comparison.spec, comparison.results
+    device = next((result.device for result in results if result.device), "no training started")
+    environment = {"device": device, "python": platform.python_version(), **versions()}
+    cells, right = rows(comparison)
+    said = verdict_on_all(comparison)
+    parts = [
+        f"# {spec.model} under {len(spec.precisions)} precisions",
+        said if comparison.ok else f"**{said}**",
+        "\n".join(format_table(cells, right=right, markdown=True)),
+        *(f"> {remark}" for remark in remarks(comparison)),
+        f"![{_PICTURE}](loss.png)",
+        HOW_MEASURED,
+    ]
+    if spec.seeds > 1:
+        parts += [HOW_COMPARED, f"## Final {spec.val_metric} of each seed", "\n".join(_table_of_seeds(comparison))]
+    notes = list(dict.fromkeys(f"- {result.name}: {note}" for result in results for note in result.notes))
+    if notes:
+        parts += ["## Messages of the precisions", "\n".join(notes)]
+    for result in results:
+        if result.error:
+            seed = f" with seed {result.seed}" if spec.seeds > 1 else ""
+            parts += [f"## {result.name} failed{seed}", _code(result.error)]
+    parts += [
+        "## Environment",
+        "\n".join(f"- {name}: {value or 'not installed'}" for name, value in environment.items()),
+        "## Settings",
+        _code(json.dumps(asdict(spec), indent=2, default=str)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """Return sentences to read before the figures, the most important first."""
+    spec = comparison.spec
+    on_cpu = [result.name for result in comparison.results if result.on_cpu]
+    sentences = [f"{name} {_cost(cost, spec.val_metric)}" for name, cost in comparison.costs.items()]
+    if spec.monitor:
+        folders = ", ".join(str(spec.readings(name, seed)) for seed, name in spec.runs if name in spec.monitored)
+        sentences.append(f"`lowprec monitor FOLDER` draws what FP8 took from every layer; the folders: {folders}.")
+    if spec.schedule is not None:
+        others = ", ".join(name for name in spec.precisions if name not in spec.scheduled)
+        sentences.append(f"The schedule was followed by {', '.join(spec.scheduled)}; without it: {others or 'none'}.")
+    if any(map(_multiplies_fp8, on_cpu)):
+        sentences.append(
+            "This ran on a CPU, where FP8 is emulated: the losses show what FP8's rounding does to this training, but"
+            " the step times say nothing about a GPU."
+        )
+    elif on_cpu:
+        sentences.append("This ran on a CPU: the step times say nothing about a GPU.")
+    if len(spec.precisions) == 1:
+        sentences.append("Only one precision was asked for, so nothing was compared.")
+    return sentences
+
+
+def _multiplies_fp8(name: str) -> bool:
+    """Return whether the products of a precision read floats of 8 or 4 bits, which a CPU emulates."""
+    row = TABLE.get(name)
+    return row is not None and row.formats is not None and row.formats.output.startswith("e")
+
+
+def _cost(cost: Cost, metric: str) -> str:
+    """Return one sentence on the cost of a precision, without its subject."""
+    if not any(cost.gaps):
+        return f"ends with the baseline's {metric} with every seed."
+    if cost.gap.holds_zero:
+        said = f"cannot be told apart from the baseline: {cost.gap.percent()} of {metric}"
+    else:
+        said = f"{'costs' if cost.gap.mean > 0 else 'saves'} {cost.gap.percent(sign=False)} of {metric}"
+    if cost.more_steps is None:
+        return f"{said}. Its cost in steps is not measured: {cost.no_steps}."
+    if cost.gap.holds_zero:
+        return f"{said}, and {cost.more_steps.percent(1)} steps."
+    kind = "more" if cost.more_steps.mean >= 0 else "fewer"
+    return f"{said}, or {cost.more_steps.percent(1, sign=False)} {kind} steps."
+
+
+def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
+    """Return the cells of the table, header first, and the columns that are aligned to the right.
+
+    With several seeds, losses have their spread, gaps their interval, and there is a column more.
+    """
+    seeds = comparison.spec.seeds > 1
+    steps = ("more steps",) if seeds else ()
+    header = ("precision", comparison.spec.val_metric, "gap", *steps, "train loss", "step time", "peak memory")
+    cells: list[tuple[str, ...]] = [(*header, "verdict")]
+    for (name, runs), verdict in zip(comparison.runs.items(), comparison.verdicts, strict=True):
+        cost = comparison.costs.get(name)
+        gap = "-" if verdict.gap is None else f"{verdict.gap:+.2%}"
+        if seeds:
+            gap = "-" if cost is None else cost.gap.percent()
+            steps = ("-" if cost is None or cost.more_steps is None else cost.more_steps.percent(1),)
+        times = [run.step_time for run in runs if run.step_time is not None]
+        memory = [run.peak_memory for run in runs if run.peak_memory is not None]
+        cells.append(
+            (
+                name,
+                _spread([run.final_val for run in runs]),
+                gap,
+                *steps,
+                _spread([run.final_train for run in runs]),
+                f"{1e3 * statistics.median(times):.1f} ms" if times else "-",
+                f"{max(memory) * 2**-20:.0f} MiB" if memory else "-",
+                verdict.text,
+            )
+        )
+    return cells, range(1, len(header))
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "-"
+    mean = f"{statistics.fmean(numbers):.4f}"
+    return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):.4f}"
+
+
+def _table_of_seeds(comparison: Comparison) -> list[str]:
+    """Return the table of the final metric of each run, one row per seed, in Markdown."""
+    cells = [("seed", *comparison.runs)]
+    for of_seed in zip(*comparison.runs.values(), strict=True):
+        values = ("-" if run.final_val is None else f"{run.final_val:.4f}" for run in of_seed)
+        cells.append((str(of_seed[0].seed), *values))
+    return format_table(cells, right=range(1, len(cells[0])), markdown=True)
+
+
+def verdict_on_all(comparison: Comparison) -> str:
+    """Return one sentence: whether every precision ended near the baseline, and which did not."""
+    spec = comparison.spec
+    rule = f"the final {spec.val_metric} within {100 * spec.max_loss_gap:g}% of {spec.baseline}'s"
+    if spec.seeds > 1:
+        rule += f" (the whole 95 % confidence interval over {spec.seeds} seeds)"
+    if comparison.ok:
+        return f"Every precision trained and ended with {rule}."
+    failed = [name for name, v in zip(spec.precisions, comparison.verdicts, strict=True) if not v.ok]
+    return f"Not every precision ended with {rule}: {', '.join(failed)}."
+
+
+def _code(block: str) -> str:
+    """Return a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in block.splitlines())

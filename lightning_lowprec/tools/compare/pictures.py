@@ -4,55 +4,50 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_lowprec.tools.compare.comparison import Comparison
-from lightning_lowprec.tools.compare.interval import Interval
+from lightning_lowprec.tools.compare.paired import Interval
 from lightning_lowprec.tools.compare.result import PrecisionResult, relative_gap
+from lightning_lowprec.tools.compare.spec import CompareSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Runs = Mapping[str, Sequence[PrecisionResult]]
+"""For each precision, its runs in the order of the seeds."""
 COLOURS = ("#3b3b3b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Grey for the baseline, then the colours of Okabe and Ito, which most colour-blind people can tell apart."""
 SMOOTHING_SHARE = 20
 """The smoothed training loss is an average over a twentieth of the steps."""
 
 
-def draw_losses(comparison: Comparison, path: Path) -> None:
-    """Write a PNG: the training loss, the validation metric, and its distance from the baseline."""
-    path.write_bytes(png(comparison))
-
-
-def png(comparison: Comparison) -> bytes:
+def png(spec: CompareSpec, runs: Runs) -> bytes:
     """Return the picture as the content of a PNG file, the same bytes for the same figures."""
     content = BytesIO()
-    picture(comparison).savefig(content, format="png", metadata={"Software": None})
+    picture(spec, runs).savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()
 
 
-def picture(comparison: Comparison) -> Figure:
-    """Return the figure of :func:`draw_losses`; with several seeds its curves have bands."""
+def picture(spec: CompareSpec, runs: Runs) -> Figure:
+    """Return the training loss, the validation metric and its distance from the baseline; seeds make bands."""
     from matplotlib.figure import Figure
 
-    spec, results, baseline = comparison.spec, comparison.results, comparison.runs[comparison.spec.baseline]
     figure = Figure(figsize=(15, 4.4), layout="constrained", dpi=100)
     train, val, gap = figure.subplots(1, 3)
-    reach = max(len(result.train_losses) for result in results) // SMOOTHING_SHARE // 2
+    reach = max(len(run.train_losses) for of_name in runs.values() for run in of_name) // SMOOTHING_SHARE // 2
     allowed = 100 * spec.max_loss_gap
     gap.axhspan(-allowed, allowed, color="#009e73", alpha=0.10, linewidth=0)
-    for i, runs in enumerate(comparison.runs.values()):
+    for i, of_name in enumerate(runs.values()):
         style = _style(i)
-        trained = _curves([smooth(run.train_losses, reach) for run in runs])
-        _draw(train, range(1, len(trained) + 1), trained, style, label=runs[0].name)
+        trained = _curves([smooth(run.train_losses, reach) for run in of_name])
+        _draw(train, range(1, len(trained) + 1), trained, style, label=of_name[0].name)
         points = {**style, "marker": "o", "markersize": 4}
-        values = _curves([run.val_losses for run in runs])
-        steps = max((run.val_steps for run in runs), key=len)
+        values = _curves([run.val_losses for run in of_name])
+        steps = max((run.val_steps for run in of_name), key=len)
         _draw(val, steps[: len(values)], values, points)
-        gaps = _curves([_gaps(*pair) for pair in zip(runs, baseline, strict=True)])
+        gaps = _curves([_gaps(*pair) for pair in zip(of_name, runs[spec.baseline], strict=True)])
         _draw(gap, steps[: len(gaps)], gaps, points, intervals=True)
     train.set(title=f"Training loss (mean of {2 * reach + 1} steps)", ylabel="loss")
     val.set(title="Validation, the same batches each time", ylabel=spec.val_metric)
@@ -62,7 +57,7 @@ def picture(comparison: Comparison) -> Figure:
     for axes in (train, val, gap):
         axes.set_xlabel("step")
         axes.grid(True, alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=min(len(comparison.runs), 6), frameon=False)
+    figure.legend(loc="outside lower center", ncols=min(len(runs), 6), frameon=False)
     return figure
 
 

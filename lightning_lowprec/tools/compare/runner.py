@@ -1,13 +1,15 @@
-"""Train the precisions one after the other, each run in a fresh process, and write the report."""
+"""``lowprec compare``, from a shell and from Python: train the precisions, each in a fresh process, and report."""
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,90 @@ from tqdm import tqdm
 
 from lightning_lowprec.extras import require
 from lightning_lowprec.names import validate_name
+from lightning_lowprec.other_stacks import unknown_option
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.compare.report import REPORT, write_report
+from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, text, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
-from lightning_lowprec.tools.compare.shown_comparison import ShownComparison
-from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.compare.training import train
-from lightning_lowprec.tools.terminal import working
+from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 ERROR_LINES = 12
 START = "spawn"
 """How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
+DEMO = "lightning_lowprec.tools.demo"
+"""The module of the model and the data that are compared if none are given."""
 
 
-def compare(spec: CompareSpec, *, progress: bool = True) -> ShownComparison:
+def run(args: Any) -> int:
+    """Train, then print the table and the path of the report; return 1 if a precision failed or is off the baseline."""
+    with prints_to_stderr(wanted=args.json):
+        comparison = train_all(args.spec)
+    if args.json:
+        print(comparison.to_json(), end="")
+    else:
+        print(text(comparison))
+        print(comparison.spec.out / REPORT)
+    return 0 if comparison.ok else 1
+
+
+def compare(
+    precisions: Sequence[str] = DEFAULT_PRECISIONS,
+    model: str | type = f"{DEMO}.ByteGPT",
+    data: str | type = f"{DEMO}.StdlibText",
+    *,
+    out: str | Path = "lowprec-compare",
+    progress: bool = True,
+    **settings: Any,
+) -> Comparison:
+    """Train one model under several precisions, with the same data and the same seed: ``lowprec compare``.
+
+    Each precision trains in a process of its own. A notebook shows the result as a table with the picture of the
+    losses; a precision that fails does not stop the others, and the result says why it failed.
+
+    Args:
+        precisions: names for ``Trainer(precision=...)``; the first is the baseline.
+        model: a LightningModule: a class of a module, or ``"package.module.Class"`` or ``"path/to/file.py:Class"``.
+        data: a LightningDataModule, written like the model.
+        out: folder for the report, the picture, the figures and the logs.
+        progress: whether a bar per precision is shown on stderr.
+        settings: what ``lowprec compare`` takes as options, with underscores: ``model_args={"depth": 2}``,
+            ``max_steps=100``, ``seeds=3``, ``force=True``.
+
+    Raises:
+        ValueError: a precision or a setting is not valid, or the class is not in a module; or ``out`` holds a report,
+            and ``force=True`` is not given.
+        TypeError: there is no such setting.
+        ImportError: a class does not import, or matplotlib is not installed.
+        OSError: the folder cannot be written.
+    """
+    options = [field.name for field in fields(CompareSpec)]
+    for name in settings.keys() - set(options):
+        raise unknown_option("compare", name, options)
+    spec = CompareSpec(
+        precisions=list(precisions), model=_path("model", model), data=_path("data", data), out=Path(out), **settings
+    )
+    return train_all(spec, progress=progress)
+
+
+def _path(name: str, given: str | type) -> str:
+    """Return the class path of a class that another process can import."""
+    if isinstance(given, str):
+        return given
+    if not inspect.isclass(given):
+        raise ValueError(
+            f"`{name}={given!r}` is not valid; expected a class or its path, such as 'my.Model': each precision makes"
+            f" an instance. Give the arguments of the class by `{name}_args`."
+        )
+    if given.__module__ == "__main__" or "." in given.__qualname__:
+        raise ValueError(
+            f"`{name}={given!r}` is not valid: each precision trains in a process of its own, which cannot import this"
+            f" class. Write the class into a file, and give 'file.py:{given.__name__}'."
+        )
+    return f"{given.__module__}.{given.__name__}"
+
+
+def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
     """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs.
 
     A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
@@ -53,7 +125,7 @@ def compare(spec: CompareSpec, *, progress: bool = True) -> ShownComparison:
             load_class(path)
     with _own(spec.out, force=spec.force):
         results = [run_one(spec, name, seed, progress=progress) for seed, name in spec.runs]
-        comparison = ShownComparison(spec=spec, results=results)
+        comparison = Comparison(spec=spec, results=results)
         with working("drawing the report"):
             write_report(comparison)
     return comparison
