@@ -1,4 +1,4 @@
-"""``lowprec doctor``: the precisions that run on this machine, and the reason and a remedy for those that do not."""
+"""``lowprec doctor``, from a shell and from Python: the precisions that run on this machine, and why others do not."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
+from lightning_lowprec import html
 from lightning_lowprec import names as precisions
 from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
-from lightning_lowprec.extras import INSTALL, import_refusal
+from lightning_lowprec.extras import INSTALL, import_refusal, quiet
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed as deepspeed_names
@@ -31,9 +32,30 @@ from lightning_lowprec.private import transformer_engine as transformer_engine_n
 from lightning_lowprec.private import transformers as transformers_names
 from lightning_lowprec.private import transformers_names as published_names
 from lightning_lowprec.tools import doctor_report, hardware_text, strict_json
-from lightning_lowprec.tools.recommendation import Recommended, commands, recommend
 from lightning_lowprec.tools.terminal import Colour, paint, working
 
+_BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
+_REMAINDER: Final = "half the bytes of the weights, float32 masters: 14 bytes per parameter with AdamW, not 16"
+_CANDIDATES: Final[Sequence[tuple[str, str]]] = (
+    ("mxfp8", "FP8 GEMMs with a scale per 32 values, which this GPU has in hardware"),
+    ("fp8-hybrid", "FP8 GEMMs with one scale per tensor: pays on large linear layers"),
+    ("fp8-hybrid-remainder", f"the same with bf16 weights: {_REMAINDER}"),
+    (
+        "fp8-rowwise-gw-hp",
+        "FP8 GEMMs with one scale per row, weight gradients in bf16: less rounding than one scale per tensor",
+    ),
+    ("int8-mixed", "int8 GEMMs, which this GPU runs faster than bf16: pays on large linear layers"),
+    ("bf16-remainder", _REMAINDER),
+    ("bf16-sr", "no masters, updates are rounded stochastically: 12 bytes per parameter with AdamW, not 16"),
+)
+_WITHOUT_BF16: Final = (
+    ("fp16-master", "fp16 weights and gradients with loss scaling, float32 masters in the optimizer"),
+    ("32-true", "Lightning's float32: the reference for accuracy"),
+)
+_EMULATED: Final = (
+    ("bf16-remainder", _REMAINDER),
+    ("fp8-hybrid", "emulated here, slow: shows the numerics of FP8 before you rent a GPU"),
+)
 _WIDTH: Final = 120
 _WITHOUT_MASTERS: Final = ("bf16-true", "16-true")
 _STUCK: Final = (
@@ -71,6 +93,90 @@ class Availability:
     known: bool = True
     reason: str
     summary: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommended:
+    """One precision to try, and why in one line."""
+
+    name: str
+    why: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Diagnosis:
+    """What runs on one device.
+
+    Args:
+        facts: device, driver, versions and backends.
+        precisions: the verdict on every name.
+    """
+
+    facts: Mapping[str, Any]
+    precisions: Sequence[Availability]
+
+    @property
+    def recommended(self) -> list[Recommended]:
+        """The three precisions to try first, the baseline of a comparison before the others."""
+        return advice(self.precisions, self.facts["bf16"])
+
+    def __repr__(self) -> str:
+        """Show what ``lowprec doctor`` prints."""
+        facts = self.facts
+        lines = [
+            f"device    {facts['device']}",
+            f"driver    {facts['driver'] or 'no NVIDIA driver'}",
+            f"versions  {self._versions()}",
+            *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
+            *(f"warning   {warning}" for warning in self._warnings()),
+            "",
+            *_families(self.precisions),
+            "",
+        ]
+        for reason in dict.fromkeys(verdict.reason for verdict in self.precisions):
+            names = [verdict.name for verdict in self.precisions if verdict.reason == reason]
+            said, listed = f"{reason.rstrip('.')}:", in_words(names)
+            lines += [f"{said} {listed}"] if len(said) + len(listed) < _WIDTH else [said, f"    {listed}"]
+        lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]])]
+        width = max(len(row.name) for row in self.recommended)
+        lines += [
+            "",
+            "Try first on this machine:",
+            *(f"    {row.name:<{width}}  {row.why}" for row in self.recommended),
+        ]
+        return "\n".join([*lines, *(f"    $ {command}" for command in commands(self.recommended))])
+
+    def _repr_html_(self) -> str:
+        """Show the device, what to try first, and one row per reason."""
+        advised = [("try first", "why"), *((row.name, row.why) for row in self.recommended)]
+        return "".join(
+            [
+                html.paragraph(f"device: {self.facts['device']}", bold=True),
+                html.table(advised),
+                html.table(doctor_report.by_reason([_judged(verdict) for verdict in self.precisions])),
+                html.small(self._versions()),
+                html.bullets(self._warnings()) if self._warnings() else "",
+            ]
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return facts, verdicts and recommendation."""
+        return {
+            **self.facts,
+            "precisions": [asdict(verdict) for verdict in self.precisions],
+            "recommended": [asdict(row) for row in self.recommended],
+            "commands": commands(self.recommended),
+        }
+
+    def _versions(self) -> str:
+        numbers = {"python": self.facts["python"], **self.facts["versions"]}
+        return ", ".join(f"{name} {number or '(not installed)'}" for name, number in numbers.items())
+
+    def _warnings(self) -> list[str]:
+        moved, broken = self.facts["moved"], self.facts["broken"]
+        said = [f"the installed libraries are not all supported; they no longer have: {', '.join(moved)}"]
+        return said * bool(moved) + [f"{name} is installed and does not import: {why}" for name, why in broken.items()]
 
 
 def availability(name: str, device: torch.device) -> Availability:
@@ -158,32 +264,40 @@ def _status(backend: Backend) -> str:
     return "imports" if refusal is None else refusal.splitlines()[0]
 
 
+def doctor(device: torch.device | str | None = None) -> Diagnosis:
+    """Say which precisions run on this machine, why the others do not, and which to try first: ``lowprec doctor``.
+
+    A notebook shows the answer as tables; ``print`` shows what the command prints.
+
+    Args:
+        device: a torch device such as ``"cuda:1"``; None: the first GPU, or the CPU where there is no GPU.
+    """
+    device = default_device() if device is None else torch.device(device)
+    with quiet():
+        return Diagnosis(facts=machine(device), precisions=survey(device))
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
     if args.report:
         return _report(args)
     if args.all:
-        return _whole(as_json=args.json)
+        columns = {key: hardware_text.as_json(architecture) for key, architecture in ARCHITECTURES.items()}
+        print(strict_json.dumps(columns) if args.json else hardware_text.whole())
+        return 0
     device = _device(args.device) if args.device else default_device()
     if isinstance(device, Architecture):
         return _elsewhere(args.name, device, as_json=args.json)
     if args.name is not None:
         return _one(args.name, device, as_json=args.json)
-    facts, verdicts = _asked(device)
-    if args.json:
-        recommended = advice(verdicts, facts["bf16"])
-        found: dict[str, Sequence[Any]] = {"precisions": verdicts, "recommended": recommended}
-        rows = {key: [asdict(row) for row in value] for key, value in found.items()}
-        print(strict_json.dumps({**facts, **rows, "commands": commands(recommended)}))
-    else:
-        print(text(facts, verdicts))
+    diagnosis = _asked(device)
+    print(strict_json.dumps(diagnosis.as_json()) if args.json else diagnosis)
     return 0
 
 
-def _asked(device: torch.device) -> tuple[dict[str, Any], list[Availability]]:
-    """Return the facts of the machine, and the verdict on every name."""
+def _asked(device: torch.device) -> Diagnosis:
     with working("asking the backends", total=len(precisions.TABLE)) as shown:
-        return machine(device), survey(device, shown.advance)
+        return Diagnosis(facts=machine(device), precisions=survey(device, shown.advance))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -191,9 +305,8 @@ def _report(args: argparse.Namespace) -> int:
     given = [option for option, value in options.items() if value]
     if given:
         raise ValueError(f"`--report` does not go with {' or '.join(given)}: the report is about all of this machine.")
-    facts, verdicts = _asked(default_device())
-    rows = [(verdict.name, word(verdict), verdict.reason) for verdict in verdicts]
-    print(doctor_report.markdown(facts, rows))
+    diagnosis = _asked(default_device())
+    print(doctor_report.markdown(diagnosis.facts, [_judged(verdict) for verdict in diagnosis.precisions]))
     return 0
 
 
@@ -211,21 +324,13 @@ def _device(name: str) -> torch.device | Architecture:
             ) from error
 
 
-def _whole(*, as_json: bool) -> int:
-    if as_json:
-        print(strict_json.dumps({key: hardware_text.as_json(found) for key, found in ARCHITECTURES.items()}))
-    else:
-        print(hardware_text.whole())
-    return 0
-
-
-def _elsewhere(name: str | None, found: Architecture, *, as_json: bool) -> int:
+def _elsewhere(name: str | None, architecture: Architecture, *, as_json: bool) -> int:
     """Answer for an architecture by the table alone: packages and drivers of this machine say nothing about it."""
     if name is None:
-        column = hardware_text.as_json(found)
-        print(strict_json.dumps(column) if as_json else "\n".join(hardware_text.column(found)))
+        column = hardware_text.as_json(architecture)
+        print(strict_json.dumps(column) if as_json else "\n".join(hardware_text.column(architecture)))
         return 0
-    cell, said = hardware_text.one(name, found)
+    cell, said = hardware_text.one(name, architecture)
     refused = cell.runs is False
     if as_json:
         print(strict_json.dumps(asdict(cell)))
@@ -249,43 +354,42 @@ def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     if as_json:
         print(strict_json.dumps(asdict(verdict)))
     else:
-        said = f"{_line(verdict)}\n{verdict.reason}"
+        said = f"{verdict.name}  {word(verdict):<9}  {verdict.summary}\n{verdict.reason}"
         print(said, file=sys.stdout if verdict.runs else sys.stderr)
     return 0 if verdict.runs else 1
-
-
-def text(facts: Mapping[str, Any], verdicts: Sequence[Availability]) -> str:
-    """Return the answer for a terminal: the machine, every name, every reason, and what to try first."""
-    found = ", ".join(f"{name} {number or '(not installed)'}" for name, number in facts["versions"].items())
-    lines = [
-        f"device    {facts['device']}",
-        f"driver    {facts['driver'] or 'no NVIDIA driver'}",
-        f"versions  python {facts['python']}, {found}",
-        *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
-    ]
-    if facts["moved"]:
-        lines.append(
-            f"warning   the installed libraries are not all supported; they no longer have: {', '.join(facts['moved'])}"
-        )
-    lines += [
-        f"warning   {library} is installed and does not import: {why}" for library, why in facts["broken"].items()
-    ]
-    lines += ["", *_families(verdicts), ""]
-    for reason in dict.fromkeys(verdict.reason for verdict in verdicts):
-        names = [verdict.name for verdict in verdicts if verdict.reason == reason]
-        said, listed = f"{reason.rstrip('.')}:", in_words(names)
-        lines += [f"{said} {listed}"] if len(said) + len(listed) < _WIDTH else [said, f"    {listed}"]
-    lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]])]
-    recommended = advice(verdicts, facts["bf16"])
-    width = max(len(row.name) for row in recommended)
-    lines += ["", "Try first on this machine:", *(f"    {row.name:<{width}}  {row.why}" for row in recommended)]
-    return "\n".join([*lines, *(f"    $ {command}" for command in commands(recommended))])
 
 
 def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
     """Return the three names to try first."""
     runs = {verdict.name for verdict in verdicts if verdict.runs and verdict.known}
     return recommend(runs, {verdict.name for verdict in verdicts if verdict.emulated}, bf16=bf16)
+
+
+def recommend(runs: Collection[str], emulated: Collection[str], *, bf16: bool) -> list[Recommended]:
+    """Return three precisions, the baseline first.
+
+    Args:
+        runs: the names that run on this machine, emulated or not.
+        emulated: the names among them that are emulated.
+        bf16: whether the device has bf16.
+    """
+    others: Sequence[tuple[str, str]]
+    if not bf16:
+        others = _WITHOUT_BF16
+    elif "fp8-hybrid" in emulated:
+        others = _EMULATED
+    else:
+        others = tuple((name, why) for name, why in _CANDIDATES if name in runs and name not in emulated)[:2]
+    return [Recommended(name=name, why=why) for name, why in (("half-auto", _BASELINE), *others)]
+
+
+def commands(recommended: Sequence[Recommended]) -> list[str]:
+    """Return the command that compares the precisions, and the command that trains with the last of them."""
+    names = ",".join(row.name for row in recommended)
+    return [
+        f"lowprec compare --precisions {names} --model my.Model --data my.Data",
+        f"lowprec run --precision={recommended[1].name} train.py",
+    ]
 
 
 def _families(verdicts: Sequence[Availability]) -> list[str]:
@@ -309,8 +413,9 @@ def _family(name: str) -> str:
     return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title
 
 
-def _line(verdict: Availability) -> str:
-    return f"{verdict.name}  {word(verdict):<9}  {verdict.summary}"
+def _judged(verdict: Availability) -> tuple[str, str, str]:
+    """Return the name, the answer and the reason."""
+    return verdict.name, word(verdict), verdict.reason
 
 
 def word(verdict: Availability) -> str:

@@ -38,9 +38,7 @@ def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]])
         verdicts: name, answer and reason of each precision.
     """
     versions = {**facts["versions"], "lightning-lowprec": __version__}
-    rows = [("runs", "precisions", "how, or why not")]
-    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
-        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), " ".join(reason.split())))
+    rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
     lines = [
         "### `lowprec doctor --report`",
         "",
@@ -49,6 +47,14 @@ def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]])
         *format_table(rows, markdown=True),
     ]
     return without_owner("\n".join(lines))
+
+
+def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return the cells of a table with one row per answer and reason, header first."""
+    rows = [("runs", "precisions", "how, or why not")]
+    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
+        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), reason))
+    return rows
 
 
 def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> list[tuple[str, str]]:

@@ -19,8 +19,7 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.doctor import advice, availability
-from lightning_lowprec.tools.recommendation import commands, recommend
+from lightning_lowprec.tools.doctor import advice, availability, commands, recommend
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}

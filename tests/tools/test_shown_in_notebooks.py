@@ -15,8 +15,7 @@ from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
-from lightning_lowprec.tools.diagnosis import Diagnosis
-from lightning_lowprec.tools.doctor import Availability
+from lightning_lowprec.tools.doctor import Availability, Diagnosis
 from tests.conversion.test_plan_table import read
 
 
