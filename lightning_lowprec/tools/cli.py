@@ -26,7 +26,7 @@ MODULES: Final = {
     "doctor": "doctor",
     "plan": "planning.command",
     "compare": "compare.runner",
-    "monitor": "monitor.command",
+    "monitor": "monitor",
     "export": "export",
     "run": "launcher",
 }

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2 import strategy as sharding
-from lightning_lowprec.tools.demo import ByteGPT
-from lightning_lowprec.tools.demo.model import Block
+from lightning_lowprec.tools.demo import Block, ByteGPT
 
 STEPS = 3
 QUIET = {

@@ -4,9 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.tools.demo import ByteGPT, StdlibText
-from lightning_lowprec.tools.demo.data import EXCLUDED_FOLDERS, STDLIB, read, split, windows
-from lightning_lowprec.tools.demo.model import rotate
+from lightning_lowprec.tools.demo import EXCLUDED_FOLDERS, STDLIB, ByteGPT, StdlibText, read, rotate, split, windows
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
 

@@ -114,8 +114,8 @@ def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_pa
     lightning_lowprec.compare(model="my.py:Model")
     (first, shown), (second, also) = asked
     assert (first.model, first.data) == (
-        "lightning_lowprec.tools.demo.model.ByteGPT",
-        CompareSpec().data.replace("demo.", "demo.data."),
+        "lightning_lowprec.tools.demo.ByteGPT",
+        CompareSpec().data,
     )
     assert (first.out, first.max_steps, shown, also) == (tmp_path, 7, False, True)
     assert second == CompareSpec(model="my.py:Model", precisions=list(CompareSpec().precisions))

@@ -1,1 +1,0 @@
-"""``lowprec monitor``: show what a NumericsMonitor has written."""

@@ -1,1 +1,0 @@
-"""``lowprec export --format``: checkpoints to folders that servers load, and their check."""
