@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
@@ -263,7 +264,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 @functools.cache
 def _check_device(device: torch.device, emulate: bool) -> None:
-    reason = None if emulate else refusal("msamp", device)
+    reason = None if emulate else refusal("fp8-head", device)
     if reason is not None:
         raise RuntimeError(f"`fp8=True` cannot run: {reason}. Leave it out, or emulate FP8, slowly, by `emulate=True`.")
 
@@ -291,8 +292,7 @@ def _checked(
         raise ValueError(f"`bias` must be (V,), here ({len(weight)},), got {tuple(bias.shape)}.")
     if target.dtype != torch.int64:
         raise ValueError(f"`target` must be int64, the indices of classes, got {target.dtype}.")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"`reduction={reduction!r}` is not valid; expected one of: {', '.join(get_args(Reduction))}.")
+    check_choice("reduction", reduction, get_args(Reduction))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"`label_smoothing={label_smoothing!r}` is not valid; expected a number from 0 to 1.")
     if z_loss < 0:

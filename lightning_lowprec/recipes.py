@@ -15,21 +15,27 @@ The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision
 ``MegatronMixedPrecision``. One value differs: NeMo sets ``autocast_enabled=False``, because Megatron's layers choose
 their float32 parts themselves. Other models need autocast for softmax, norms and losses, so autocast stays on here.
 Under FSDP2 gradients are reduced in the dtype in which DDP would reduce them: float32, or fp16 in the fp16 recipes.
+
+``plugins=`` takes Accelerate's ``AORecipeKwargs``, ``TERecipeKwargs`` and ``MSAMPRecipeKwargs`` too, with their values.
+They are recognised by the names of their classes, so Accelerate is not imported here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import torch
 
+from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.other_stacks import NEMO
+from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.options import BASE_DTYPES
 from lightning_lowprec.te.plugin import FP8TE
+from lightning_lowprec.torchao.fp8 import FP8TorchAO
 
 Base = Literal["bf16", "fp16"]
 
@@ -190,3 +196,44 @@ def _refuse(base: Base, given: dict[str, Any]) -> None:
             allowed = " or ".join(map(repr, here[name]))
             answer = NEMO.get(name, "Take another recipe.")
             raise ValueError(f"`{name}={value!r}` is not possible in this recipe; expected {allowed}. {answer}")
+
+
+# ---- Accelerate's objects
+
+
+def plugin_of(given: Any) -> LowPrecision | None:
+    """Return the plugin that an object of Accelerate means, or None for any other object.
+
+    Raises:
+        ValueError: a value has no equal here.
+        ImportError: the backend is not installed.
+    """
+    cls = type(given)
+    make = _MAKERS.get(cls.__name__) if cls.__module__.partition(".")[0] == "accelerate" else None
+    return None if make is None else make(given)
+
+
+def _of_torchao(given: Any) -> LowPrecision:
+    if given.module_filter_func is not None:
+        raise ValueError(
+            f"`AORecipeKwargs(module_filter_func={given.module_filter_func!r})` has no equal: layers are chosen by name"
+            " here. Write `FP8TorchAO(config=..., keep=[...])` or `only=[...]`, with names of layers or patterns."
+        )
+    return FP8TorchAO(config=given.config)
+
+
+def _of_te(given: Any) -> LowPrecision:
+    evaluate = given.use_autocast_during_eval
+    if given.use_mxfp8_block_scaling:  # Accelerate passes no other value to this recipe
+        return FP8TE("mxfp8", fp8_eval=evaluate)
+    fields = {name: getattr(given, name) for name in ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")}
+    of_1x = {"interval": 1, "override_linear_precision": (False, False, False)}  # FP8TE refuses other values
+    fields |= {name: getattr(given, name) for name, default in of_1x.items() if getattr(given, name) != default}
+    return FP8TE({"recipe": "delayed", **fields}, fp8_eval=evaluate)
+
+
+_MAKERS: Final[Mapping[str, Callable[[Any], LowPrecision]]] = {
+    "AORecipeKwargs": _of_torchao,
+    "TERecipeKwargs": _of_te,
+    "MSAMPRecipeKwargs": lambda given: MSAMP(given.opt_level),
+}

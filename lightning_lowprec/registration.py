@@ -45,9 +45,8 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_lowprec import names
+from lightning_lowprec import names, recipes
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.from_accelerate import plugin_of
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
@@ -135,7 +134,7 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
         known = private.strategy_names(self)
         _refuse_strings(plugins)
         given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
-        given = [plugin_of(plugin) or plugin for plugin in given]
+        given = [recipes.plugin_of(plugin) or plugin for plugin in given]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in names.TABLE:
             other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)

@@ -18,7 +18,7 @@ from lightning_lowprec.architectures import ARCHITECTURES, Architecture
 
 RecipeKey = Literal[
     "half-auto", "bf16", "fp16",
-    "tensorwise", "tensorwise-per-gemm", "rowwise", "rowwise-gw-hp", "msamp",
+    "tensorwise", "tensorwise-per-gemm", "rowwise", "rowwise-gw-hp", "msamp", "fp8-head",
     "te-delayed", "te-current", "te-block", "te-mxfp8", "te-nvfp4", "te-nvfp4-plain",
     "torchao-mxfp8", "int8", "experts",
 ]  # fmt: skip
@@ -264,6 +264,7 @@ TABLE: Final[Mapping[RecipeKey, Row]] = {
     "rowwise": _ROWWISE,
     "rowwise-gw-hp": _ROWWISE,
     "msamp": _OWN_CODES,
+    "fp8-head": _OWN_CODES,
     "te-delayed": _TE_FP8,
     "te-current": _TE_FP8,
     "te-block": _TE_BLOCK,
@@ -283,7 +284,8 @@ TITLES: Final[Mapping[RecipeKey, str]] = {
     "tensorwise-per-gemm": "torchao, a scale per tensor, encoded at every product",
     "rowwise": "torchao, a scale per row",
     "rowwise-gw-hp": "torchao, a scale per row, weight gradient in bf16",
-    "msamp": "MS-AMP's levels, and FP8 heads",
+    "msamp": "MS-AMP's levels",
+    "fp8-head": "FP8 heads: `head='fp8'`, `linear_cross_entropy(fp8=True)`",
     "te-delayed": "Transformer Engine, delayed scaling",
     "te-current": "Transformer Engine, current scaling",
     "te-block": "Transformer Engine, a scale per block of 128",

@@ -30,7 +30,7 @@ FLOORS = [
     {"precision", "checkpoints"},
     {"torchao", "te", "msamp"},
     {"fsdp2", "zero", "callbacks"},
-    {"names", "registration", "recipes", "strategies", "from_accelerate"},
+    {"names", "registration", "recipes", "strategies"},
     {"serving"},
     {"tools"},
 ]

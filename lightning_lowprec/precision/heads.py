@@ -30,9 +30,9 @@ def replace_heads(plugin: Any, module: Module, device: torch.device) -> None:
         return
     emulate = getattr(plugin, "emulate", None)
     if kind == "fp8" and not emulate:
-        if (reason := refusal("msamp", device)) is not None:
+        if (reason := refusal("fp8-head", device)) is not None:
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
-        if (doubt := caution("msamp", device)) is not None:
+        if (doubt := caution("fp8-head", device)) is not None:
             rank_zero_warn(f"`head='fp8'`: {doubt}.")
     fqns = head.replace(module, kind, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
