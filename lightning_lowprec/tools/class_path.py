@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_lowprec
-
 
 def import_from_working_folder() -> None:
     """Let modules of the working folder be imported, as ``python`` does; a console command has its own folder there."""
@@ -26,8 +24,9 @@ def load_package() -> None:
 
     The process of ``lowprec`` begins without that; user code that imports the package finds it registered.
     """
-    if not hasattr(lightning_lowprec, "register"):
-        importlib.reload(lightning_lowprec)
+    package = sys.modules["lightning_lowprec"]
+    if not hasattr(package, "register"):
+        importlib.reload(package)
 
 
 def module_path(path: str) -> str:
