@@ -47,11 +47,6 @@ def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -
 
     Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
 
-    Args:
-        strategy: what the user gave: a name, an object, or nothing.
-        names: the names that Lightning knows.
-        for_trainer: for the Trainer, not for Fabric.
-
     Raises:
         TypeError: a class derived from ``FSDPStrategy``.
         ValueError: an ``FSDPStrategy`` with a choice that FSDP2 has no equal of.
@@ -91,13 +86,7 @@ SHARDED_TOO = f"{FSDP2_TOO}, or 'deepspeed_stage_1', '_2' and '_3'"
 
 
 def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
-    """Raise if ``plugin`` does not run under ``strategy``.
-
-    Args:
-        plugin: the precision's.
-        strategy: a strategy object, or a name; ``"auto"`` and unknown names pass (Lightning has the last word there).
-        names: the strategy names that Lightning knows.
-        registry: Lightning's registry, name -> ``{"strategy": class, ...}``.
+    """Raise if ``plugin`` does not run under ``strategy``, an object or a name; "auto" and unknown names pass.
 
     Raises:
         ValueError: the strategy is none of ``SUPPORTED``, or one of ``UNSUPPORTED``, or DeepSpeed has no equal of an

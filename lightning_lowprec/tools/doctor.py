@@ -76,22 +76,16 @@ LIBRARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """The verdict on one precision.
-
-    Args:
-        name: the precision.
-        runs: whether it runs.
-        emulated: it runs, but on the arithmetic of another format: for tests, not for speed.
-        known: whether anybody has confirmed that it runs.
-        reason: how it runs; or why it does not run, and a remedy.
-        summary: a description of the precision.
-    """
+    """The verdict on one precision."""
 
     name: str
     runs: bool
     emulated: bool = False
+    """It runs on the arithmetic of another format: for tests, not for speed."""
     known: bool = True
+    """Whether anybody has confirmed that it runs."""
     reason: str
+    """How it runs; or why it does not run, and a remedy."""
     summary: str
 
 
@@ -106,15 +100,12 @@ class Recommended:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
-    """What runs on one device.
-
-    Args:
-        facts: device, driver, versions and backends.
-        precisions: the verdict on every name.
-    """
+    """What runs on one device."""
 
     facts: Mapping[str, Any]
+    """Device, driver, versions and backends."""
     precisions: Sequence[Availability]
+    """The verdict on every name."""
 
     @property
     def recommended(self) -> list[Recommended]:
@@ -366,13 +357,7 @@ def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
 
 
 def recommend(runs: Collection[str], emulated: Collection[str], *, bf16: bool) -> list[Recommended]:
-    """Return three precisions, the baseline first.
-
-    Args:
-        runs: the names that run on this machine, emulated or not.
-        emulated: the names among them that are emulated.
-        bf16: whether the device has bf16.
-    """
+    """Return three precisions, the baseline first; ``runs`` has those that are emulated too."""
     others: Sequence[tuple[str, str]]
     if not bf16:
         others = _WITHOUT_BF16

@@ -31,12 +31,7 @@ _OWN_WORDS: Final = re.compile(
 
 
 def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
-    """Return the report.
-
-    Args:
-        facts: what ``doctor.machine`` returns.
-        verdicts: name, answer and reason of each precision.
-    """
+    """Return the report."""
     versions = {**facts["versions"], "lightning-lowprec": __version__}
     rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
     lines = [

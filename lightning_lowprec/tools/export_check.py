@@ -143,15 +143,7 @@ def refuse_unchecked(skeleton: Any, format: FormatName) -> None:
 def check(
     skeleton: Any, source: Source, out: Path, bounds: Bounds, *, say: Callable[[str], None] = lambda _: None
 ) -> Result:
-    """Compare.
-
-    Args:
-        skeleton: the model on the meta device.
-        source: the checkpoint, by the model's names, without an adapter or merged.
-        out: the folder.
-        bounds: what must hold.
-        say: is told what begins.
-    """
+    """Compare."""
     transformers = require("transformers", "--check")
     say("checking: the model of the checkpoint generates")
     reference = _measure_reference(skeleton, source, _tokens(out, bounds, skeleton.config))

@@ -49,10 +49,6 @@ def working(words: str, total: int | None = None) -> Iterator[Working]:
 
     On a terminal this is one line with the time, and with a bar if ``total`` is given; the line is cleared at the end.
     Elsewhere only what ``say`` is given is written, one line each.
-
-    Args:
-        words: the work, such as ``"reading last.ckpt"``.
-        total: the number of calls of ``advance``, if known.
     """
     shown = Working(words, total)
     try:

@@ -58,11 +58,6 @@ def judge_seeds(
     """Judge a precision over seeds, and return its cost; None if a run failed, or for the baseline.
 
     A precision passes if its whole interval is within ``max_loss_gap``.
-
-    Args:
-        runs: the runs of the precision, one per seed, at least two.
-        baseline: the runs of the baseline, with the same seeds in the same order.
-        max_loss_gap: the largest relative difference.
     """
     gaps = []
     for run, partner in zip(runs, baseline, strict=True):

@@ -108,10 +108,6 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
     A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
     below are raised before anything trains.
 
-    Args:
-        spec: the settings.
-        progress: whether a bar per run is shown on stderr.
-
     Raises:
         ValueError: a precision is unknown, the model or the data is no class path, or the folder holds a report.
         ImportError: the class of the model or of the data does not import, or matplotlib is not installed.

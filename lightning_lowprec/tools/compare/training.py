@@ -48,13 +48,6 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
 
     Every message to ``figures`` is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
     training batch; ``val`` of a validation; ``peak_memory``, last and on a GPU only.
-
-    Args:
-        spec: the comparison.
-        precision: the name for ``Trainer(precision=...)``.
-        seed: the seed of weights and batches.
-        figures: receives the messages.
-        callbacks: further callbacks of the Trainer.
     """
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
     L.seed_everything(seed, verbose=False)
