@@ -195,7 +195,11 @@ def _formats(row: PrecisionName, suffix: str) -> Formats | None:
 
 
 def _fill_table() -> None:
-    rows = dict(row for backend in backends.registered() for row in _rows(backend.names))
+    rows = {
+        name: replace(row, backend=backend.name)
+        for backend in backends.registered()
+        for name, row in _rows(backend.names)
+    }
     chosen = {
         name: replace(rows[f"{name}{TORCHAO_BACKEND.suffix}"], summary=summary)
         for name, summary in _WITHOUT_BACKEND.items()

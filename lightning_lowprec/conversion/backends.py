@@ -80,6 +80,8 @@ class PrecisionName:
     """What the products read, what is kept, and what is sent; None: nobody has said it."""
     weight_rounding: Callable[[], WeightRounding | None] = lambda: None
     """Returns how the forward rounds weights; None: the scales are neither per weight nor per row or 128 x 128."""
+    backend: str | None = None
+    """The name of the backend, which ``names.TABLE`` fills in; None: half precision, which converts no layers."""
     hardware_recipe: RecipeKey | None = None
     """The row of the table of what runs where, :mod:`lightning_lowprec.runs_where`; None: the table has none."""
 
@@ -231,13 +233,13 @@ def registered() -> tuple[Backend, ...]:
     return tuple(_registered.values())
 
 
-def get(name: str) -> Backend:
+def get(name: str | None) -> Backend:
     """Return the backend of this name.
 
     Raises:
         ValueError: no backend of this name is registered.
     """
-    if name not in _registered:
+    if name is None or name not in _registered:
         raise ValueError(f"`backend={name!r}` is not registered; expected one of: {', '.join(_registered)}.")
     return _registered[name]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_formats import HALF
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS, split_all
 
 
@@ -18,7 +17,7 @@ def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
     """
     stem, suffixes = split_all(name)
     row = table.get(stem)
-    if row is None or stem in HALF or not suffixes:
+    if row is None or row.backend is None or not suffixes:
         return ""
     has = {FP16: row.fp16, **dict.fromkeys(MASTERS, row.masters)}
     lacking = next((suffix for suffix in suffixes if not has[suffix]), None)

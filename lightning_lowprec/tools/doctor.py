@@ -392,7 +392,7 @@ def _painted(answer: str) -> str:
 
 
 def _family(name: str) -> str:
-    backend = precisions.TABLE[name].plugin.backend
+    backend = precisions.TABLE[name].backend
     if backend is None:
         return "half precision"
     return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title

@@ -200,7 +200,7 @@ def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
     """Return which weights become codes: the plan of the precision, with the options that the run had."""
     name = args.precision
     row = precisions.resolve(name) if name in precisions.TABLE else None
-    backend = None if row is None else row.plugin.backend
+    backend = None if row is None else row.backend
     if trained_by is not None and backend != trained_by:
         raise _of_another_backend(name, trained_by)
     in_fp8 = row is not None and backend is not None

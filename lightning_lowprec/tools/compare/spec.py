@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
-from lightning_lowprec.conversion.name_formats import HALF
 from lightning_lowprec.names import TABLE, resolve
 from lightning_lowprec.precision.schedule import Phases, Schedule
 
@@ -101,7 +100,7 @@ class CompareSpec:
         """The precisions that ``monitor`` samples: those that convert layers."""
         if not self.monitor:
             return []
-        return [name for name in self.precisions if name in TABLE and name not in HALF]
+        return [name for name in self.precisions if name in TABLE and TABLE[name].backend is not None]
 
     def stem(self, name: str, seed: int) -> str:
         """Return the name of the files of one run."""

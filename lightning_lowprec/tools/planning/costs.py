@@ -152,9 +152,9 @@ def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
 def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
     """Return the rows whose weights FSDP2 gathers as float8: by the name, or with recipes per layer by the recipe."""
     name = names.TABLE.get(precision)
-    if name is None or name.plugin.backend is None:
+    if name is None or name.backend is None:
         return []
-    recipes = backends.get(name.plugin.backend).recipes
+    recipes = backends.get(name.backend).recipes
 
     def as_codes(row: PlanRow) -> bool:
         if row.kept_because is not None or (row.kind == CONV1D and name.conv1d != "gathered"):

@@ -57,7 +57,7 @@ def converting_name(precision: str) -> PrecisionName:
         ValueError: the precision is not known, or converts no layers.
     """
     validate_name(precision)
-    converting = {name: row for name, row in precisions.TABLE.items() if row.plugin.backend is not None}
+    converting = {name: row for name, row in precisions.TABLE.items() if row.backend is not None}
     if precision not in converting:
         raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
     return converting[precision]
@@ -71,7 +71,7 @@ def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: Precisi
     """
     if not patterns:
         return name.gains
-    recipes = backends.get(name.plugin.backend).recipes
+    recipes = backends.get(name.backend).recipes
     if not recipes:
         raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `recipe` (`--recipe`) out.")
     choices = name.layer_recipes or tuple(recipes)

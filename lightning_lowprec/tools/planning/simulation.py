@@ -111,7 +111,7 @@ class Simulator:
         """
         precision, model = setting.precision, self._whole
         name = names.TABLE.get(precision)
-        converts = name is not None and name.plugin.backend is not None
+        converts = name is not None and name.backend is not None
         plan = make_plan(model)
         sizes = footprints(model, plan, precision)
         if not converts:
