@@ -21,16 +21,12 @@ _BF16: Final = (
 )
 _FULL: Final = "Write 'bf16-true', or 'bf16-master', which loses no small updates."
 _AUTO: Final = "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling."
-_O1: Final = "Write 'msamp-o1' for MS-AMP's level, or '16-mixed' for apex's."
-_O2: Final = "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's."
-_O3: Final = "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's."
-_FLOAT32: Final = "Write '32-true'."
 
 PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
-        ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "fp8: true"), _FP8
+        ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "bf16-fp8", "fp8-bf16"), _FP8
     ),
-    **dict.fromkeys(("bf16-fp8", "fp8-bf16"), _FP8),
+    "fp8: true": _FP8,
     **dict.fromkeys(("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"), _DELAYED),
     **dict.fromkeys(
         ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
@@ -54,11 +50,11 @@ PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"), _BF16),
     **dict.fromkeys(("bf16: full", "bf16-full", "full"), _FULL),
     **dict.fromkeys(("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"), _AUTO),
-    **dict.fromkeys(("o1", "msamp: o1"), _O1),
-    **dict.fromkeys(("o2", "msamp: o2"), _O2),
-    **dict.fromkeys(("o3", "msamp: o3"), _O3),
+    **dict.fromkeys(("o1", "msamp: o1"), "Write 'msamp-o1' for MS-AMP's level, or '16-mixed' for apex's."),
+    **dict.fromkeys(("o2", "msamp: o2"), "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's."),
+    **dict.fromkeys(("o3", "msamp: o3"), "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's."),
     **dict.fromkeys(("msamp", "ms-amp"), "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3': the level is part of the name."),
-    **dict.fromkeys(("no", "fp32", "float32", "torch.float32", "fp32-true", "none"), _FLOAT32),
+    **dict.fromkeys(("no", "fp32", "float32", "torch.float32", "fp32-true", "none"), "Write '32-true'."),
 }
 """Words for ``precision=``, except the names of this package and of Lightning."""
 
