@@ -96,7 +96,6 @@ class HalfMixed(LowPrecision):
 
     @override
     def how(self, device: torch.device) -> str:
-        """Return the dtype and the reason for it."""
         if self._dtype is not None:
             emulated = f", emulated, since {bf16_refusal(device)}" if self.emulates(device) else ""
             return f"{str(self._dtype).removeprefix('torch.')} autocast{emulated}"
