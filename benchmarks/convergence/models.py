@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.convergence.digits import CLASSES, SIDE
-from lightning_lowprec.tools.demo import ByteGPT
-from lightning_lowprec.tools.demo.model import VOCAB_SIZE, WARMUP_STEPS
+from lightning_lowprec.tools.demo import VOCAB_SIZE, WARMUP_STEPS, ByteGPT
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The layers that get adapters: every Linear of a block."""

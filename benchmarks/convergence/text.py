@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from lightning_lowprec.tools.demo.data import STDLIB, VAL_SHARE, StdlibText, read, split, windows
+from lightning_lowprec.tools.demo import STDLIB, VAL_SHARE, StdlibText, read, split, windows
 
 MAX_BYTES = 4_000_000
 """Of training; validation reads a tenth of that."""

@@ -19,7 +19,7 @@ from benchmarks.gpu_lane.results import figures_of
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.values import values_exist
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.compare import report
+from lightning_lowprec.tools.compare import comparison as report
 from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
@@ -158,4 +158,6 @@ def section(data: dict[str, Any]) -> str:
     cells, right = report.rows(compared)
     table = "\n".join(format_table(cells, right=right, markdown=True))
     steps = f"{compared.spec.max_steps} steps of {compared.spec.data_args['batch_size']} sequences"
-    return "\n\n".join([f"{steps}, at equal steps. {report.verdict(compared)}", table, *report.remarks(compared)])
+    return "\n\n".join(
+        [f"{steps}, at equal steps. {report.verdict_on_all(compared)}", table, *report.remarks(compared)]
+    )

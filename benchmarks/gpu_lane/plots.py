@@ -37,7 +37,7 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
             problems[name] = f"{type(error).__name__}: {error}"
     losses = part_loss.comparison(data)
     if losses is not None:
-        compared.draw_losses(losses, folder / "loss.png")
+        (folder / "loss.png").write_bytes(compared.png(losses.spec, losses.runs))
     return problems
 
 
