@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from lightning_lowprec.callbacks.demotion import Demotion
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
-    from lightning_lowprec.callbacks.readings import Demotion, Reading
+    from lightning_lowprec.callbacks.readings import Reading
     from lightning_lowprec.callbacks.schedule import PrecisionSchedule
 
 _FROM: Final = {
-    "Demotion": "readings",
+    "Demotion": "demotion",
     "NumericsMonitor": "monitor",
     "PrecisionSchedule": "schedule",
     "Reading": "readings",

@@ -6,18 +6,47 @@ the monitor: a run that is resumed goes on with the same layers demoted. Nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch import nn
-
-from lightning_lowprec.callbacks.layers import named_layers
-from lightning_lowprec.callbacks.readings import Demotion, Reading, by_layer
+from lightning_lowprec.callbacks.readings import Reading, by_layer
+from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.options import shows
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _HIGH: Final = "bf16"
+
+
+@final
+@shows()
+@dataclass(frozen=True, kw_only=True)
+class Demotion:
+    """The limits beyond which a layer is better kept in high precision.
+
+    Args:
+        underflow: a reading is bad if a larger share of the values of one tensor becomes 0.
+        output_db: a reading is bad if the signal to noise of the output is smaller, dB.
+        patience: a layer with so many bad readings in a row goes to bf16.
+    """
+
+    underflow: float = 0.3
+    output_db: float = 20.0
+    patience: Count = 3
+
+    def reason(self, layer: Sequence[Reading]) -> str | None:
+        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
+        for reading in layer:
+            if math.isnan(reading.amax):
+                return f"{reading.tensor} is not finite"
+            if reading.underflow is not None and reading.underflow > self.underflow:
+                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
+        output_db = layer[0].output_db if layer else None
+        return None if output_db is None or output_db >= self.output_db else f"output has {output_db:.1f} dB"
 
 
 @final
@@ -37,7 +66,9 @@ class Demoter:
         Raises:
             ValueError: the backend of a layer cannot change the precision of its layers.
         """
-        layers = dict(named_layers(model))
+        from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+        layers = _layers(model)
         for fqn, layer in layers.items():
             backend = backends.owner(layer)
             if backend is not None and backend.reconfigure is None:
@@ -62,7 +93,7 @@ class Demoter:
 
     def restore(self, model: nn.Module) -> None:
         """Demote the layers that an earlier part of the run has demoted."""
-        layers = dict(named_layers(model))
+        layers = _layers(model)
         for fqn, recipe in self.demoted.items():
             if fqn in layers and backends.owner(layers[fqn]) is not None:
                 backends.reconfigure(layers[fqn], recipe)
@@ -81,3 +112,9 @@ class Demoter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was counted and decided; :meth:`restore` gives it to a model."""
         self.bad, self.demoted = dict(state["bad"]), dict(state["demoted"])
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    from lightning_lowprec.callbacks.layers import named_layers  # here: the limits alone need no torch
+
+    return dict(named_layers(model))

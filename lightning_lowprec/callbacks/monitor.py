@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
-from lightning_lowprec.callbacks.demotion import Demoter
+from lightning_lowprec.callbacks.demotion import Demoter, Demotion
 from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
-from lightning_lowprec.callbacks.readings import FILE, Demotion, Reading
+from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule

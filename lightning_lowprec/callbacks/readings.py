@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
-
-from lightning_lowprec.checks import Count
-from lightning_lowprec.conversion.options import shows
 
 Tensor3 = Literal["input", "weight", "gradient"]
 TENSORS: Final[tuple[Tensor3, ...]] = get_args(Tensor3)
@@ -115,30 +112,3 @@ def _short(number: float | None) -> float | None:
 def _ends_with_newline(file: Any) -> bool:
     file.seek(-1, 2)
     return bool(file.read(1) == b"\n")
-
-
-@final
-@shows()
-@dataclass(frozen=True, kw_only=True)
-class Demotion:
-    """The limits beyond which a layer is better kept in high precision.
-
-    Args:
-        underflow: a reading is bad if a larger share of the values of one tensor becomes 0.
-        output_db: a reading is bad if the signal to noise of the output is smaller, dB.
-        patience: a layer with so many bad readings in a row goes to bf16.
-    """
-
-    underflow: float = 0.3
-    output_db: float = 20.0
-    patience: Count = 3
-
-    def reason(self, layer: Sequence[Reading]) -> str | None:
-        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
-        for reading in layer:
-            if math.isnan(reading.amax):
-                return f"{reading.tensor} is not finite"
-            if reading.underflow is not None and reading.underflow > self.underflow:
-                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
-        output_db = layer[0].output_db if layer else None
-        return None if output_db is None or output_db >= self.output_db else f"output has {output_db:.1f} dB"

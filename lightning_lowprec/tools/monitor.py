@@ -16,7 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, final
 
-from lightning_lowprec.callbacks.readings import FILE, TENSORS, Demotion, Reading, by_layer, read
+from lightning_lowprec.callbacks.demotion import Demotion
+from lightning_lowprec.callbacks.readings import FILE, TENSORS, Reading, by_layer, read
 from lightning_lowprec.tools import strict_json
 from lightning_lowprec.tools.table import format_table
 from lightning_lowprec.tools.terminal import working
