@@ -43,12 +43,20 @@ def names_on_cpu() -> list[str]:
 
     MXFP8 by torchao needs a newer torchao than the oldest that is supported, where a test holds the refusal.
     """
-    seen: list[Any] = []
+    return once(
+        name
+        for name, row in TABLE.items()
+        if row.plugin is not FP8TE and not (row.plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
+    )
+
+
+def once(names: Iterable[str]) -> list[str]:
+    """Return the names without those that mean the same plugin as an earlier one."""
+    plugins: list[Any] = []
     chosen = []
-    for name, row in TABLE.items():
-        what = row.plugin, row.options
-        runs = row.plugin is not FP8TE and not (row.plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
-        if runs and what not in seen:
-            seen.append(what)
+    for name in names:
+        plugin = TABLE[name].plugin, TABLE[name].options
+        if plugin not in plugins:
+            plugins.append(plugin)
             chosen.append(name)
     return chosen

@@ -25,7 +25,7 @@ from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fp8_weight import TEWireFormat
-from tests.representatives import representatives, updates_in_backward
+from tests.representatives import once, representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")
 NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
@@ -160,7 +160,7 @@ def block_at(address):
 PASSES_OF_O3 = 3
 """Graphs of the optimizer: measure, write, round the masters."""
 NAMES = [
-    name for name in representatives() if name not in ("mxfp8", "mxfp8-te", "mxfp8-torchao", "nvfp4")
+    name for name in once(representatives()) if name not in ("mxfp8", "mxfp8-te", "mxfp8-torchao", "nvfp4")
 ]  # what the GPU that the null GPU imitates runs
 
 
