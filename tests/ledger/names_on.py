@@ -15,14 +15,14 @@ from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
 from tests.ledger.untuned import take_first_variant
-from tests.representatives import representatives
+from tests.representatives import representatives, updates_in_backward
 
 SHAPE = models.SHAPES["toy"]
 STEPS = 3
 
 
 def outcome(name: str) -> dict[str, object]:
-    """Train in this name, uncompiled; return the last step's waits, refusals and formats of products, or the error."""
+    """Train in this name, uncompiled; return what the last step waits for, copies and multiplies, or the error."""
     job = Job(shape=SHAPE, device=torch.device("cuda"), compile=False)
     data = models.batches(SHAPE, 2, job.device, count=1)
     try:
@@ -33,8 +33,14 @@ def outcome(name: str) -> dict[str, object]:
             running.step(data)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    copies = log.of("memcpy")
+    sent = [record for record in copies if record.name == "H2D"]
     return {
         "waits": len(log.waits()),
+        "read": len([record for record in copies if record.name == "D2H"]),
+        "sent": len(sent),
+        "sent from pageable memory": len([record for record in sent if "pageable" in record.info]),
+        "updates": len(list(running.bare.parameters())) if updates_in_backward(name) else 1,
         "refused": [f"{r.name} {r.info}" for r in log.of("refused", "unknown")],
         "formats": sorted({record.get("a") for record in log.of("gemm")}),
     }

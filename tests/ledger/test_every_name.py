@@ -79,10 +79,21 @@ def test_errors_name_the_device_and_a_way_out(outcomes):
 
 
 def test_a_step_waits_for_the_gpu_once_with_loss_scaling_and_never_without(outcomes):
+    """With a loss scale the host reads one number per step, to skip a step with inf."""
     _, found = outcomes
     scaled = {name for name in found if "fp16" in name}
-    waits = {name: outcome["waits"] for name, outcome in found.items() if "error" not in outcome}
-    assert waits == {name: FLAG_READ if name in scaled else 0 for name in waits}
+    trained = {name: outcome for name, outcome in found.items() if "error" not in outcome}
+    assert {name: o["waits"] for name, o in trained.items()} == {n: FLAG_READ if n in scaled else 0 for n in trained}
+    assert {name: o["read"] for name, o in trained.items()} == {n: int(n in scaled) for n in trained}
+
+
+def test_the_kernel_of_an_update_gets_addresses_and_numbers_from_pinned_memory(outcomes):
+    """An update in the backward pass launches one kernel per weight."""
+    _, found = outcomes
+    for name, outcome in found.items():
+        if "error" not in outcome:
+            assert outcome["sent"] <= 3 * outcome["updates"], name
+            assert outcome["sent from pageable memory"] == 0, name
 
 
 def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name(outcomes):

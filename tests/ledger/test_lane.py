@@ -1,4 +1,4 @@
-"""The GPU lane runs from its command line to its report here; `make rehearse` runs every part."""
+"""The GPU lane runs from its command line to its report. `make rehearse` runs this test, and every part."""
 
 import json
 import subprocess

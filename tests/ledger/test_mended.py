@@ -25,7 +25,6 @@ from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fp8_weight import TEWireFormat
-from tests.representatives import once, representatives, updates_in_backward
 
 DEVICE = torch.device("cuda")
 NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
@@ -159,33 +158,6 @@ def block_at(address):
 
 PASSES_OF_O3 = 3
 """Graphs of the optimizer: measure, write, round the masters."""
-NAMES = [
-    name for name in once(representatives()) if name not in ("mxfp8", "mxfp8-te", "mxfp8-torchao", "nvfp4")
-]  # what the GPU that the null GPU imitates runs
-
-
-@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_does_not_wait_for_the_gpu(name):
-    """With a loss scale the host reads one number per step, to skip a step with inf.
-
-    The kernel of an optimizer's step gets addresses and numbers from pinned memory. An update in the backward pass
-    launches one per weight.
-    """
-    entry = TABLE[name]
-    options = {**entry.options, "compile": False} if entry.plugin in (FP8TorchAO, MSAMP) else entry.options
-    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
-    launches = len(list(bare.parameters())) if updates_in_backward(name) else 1
-    for _ in range(2):
-        step()
-    with recording() as log:
-        step()
-    copied = [record.name for record in log.of("memcpy")]
-    reads = ["D2H"] if name in ("fp16-master", *(n for n in TABLE if n.endswith("-fp16"))) else []
-    assert copied.count("D2H") == len(reads)
-    assert copied.count("H2D") <= 3 * launches
-    assert not [record for record in log.of("memcpy") if "pageable" in record.info and record.name == "H2D"]
-    assert log.count("sync") == len(reads)
 
 
 @pytest.mark.parametrize("optimizer", [ScaledAdamW, ScaledSGD])
