@@ -27,9 +27,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.tier:
-        others = [item for item in items if tiers.of_test(item) != config.option.tier]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        mine = [item for item in items if tiers.of_test(item) == config.option.tier]
+        if config.option.tier == 1 and (lost := tiers.without_a_case(items, mine)):
+            raise pytest.UsageError(f"`CASES` of tests/tiers.py names cases that are not there: of {sorted(lost)}")
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        items[:] = mine
 
 
 def pytest_collection_finish() -> None:

@@ -128,3 +128,13 @@ def of_test(item: pytest.Item) -> int:
     plugin = item.callspec.params.get("name") if hasattr(item, "callspec") and file.startswith("contract/") else None
     first = function not in named and item.name not in named and case[:-1] in kept and plugin in (None, *CONTRACT)
     return 1 if first else 2
+
+
+def without_a_case(items: list[pytest.Item], chosen: list[pytest.Item]) -> set[str]:
+    """Return the collected tests of ``CASES`` of which no case was chosen."""
+
+    def functions(some: list[pytest.Item]) -> set[str]:
+        return {item.nodeid.partition("[")[0] for item in some}
+
+    listed = {f"tests/{file}::{function}" for file, cases in CASES.items() for function in cases}
+    return (functions(items) - functions(chosen)) & listed
