@@ -109,6 +109,8 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
     ``steps`` are the numbers of steps of each parameter, this one included: (count,) scalars, if the rule counts. The
     result is on the device of the learning rate, which may be a tensor, and of the steps. Nothing is read from a GPU.
     """
+    if is_simulated():
+        return torch.zeros(count, NUMBERS)
     lr, sign = group["lr"], -1.0 if group["maximize"] else 1.0
     devices = {t.device for t in (lr, *steps) if isinstance(t, Tensor)} - {torch.device("cpu")}
     device = devices.pop() if devices else torch.device("cpu")
@@ -232,9 +234,7 @@ def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row]
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
-    numbers = (
-        torch.zeros(len(rows), NUMBERS) if is_simulated() else numbers_of(rule, registry.plain, group, steps, len(rows))
-    )
+    numbers = numbers_of(rule, registry.plain, group, steps, len(rows))
     factor = factor if rows[0].master.grad is None else 1.0
     hints = [(row.largest, row.param) for row in rows if row.largest is not None]
     if hints:
