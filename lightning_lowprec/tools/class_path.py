@@ -77,8 +77,9 @@ def load_class(path: str) -> Any:
             name=error.name,
         ) from error
     if not hasattr(module, name):
-        known = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isclass(value)))
-        raise ImportError(f"{path!r}: {module.__name__} has no {name!r}; its classes are: {known or 'none'}.")
+        public = getattr(module, "__all__", vars(module))
+        classes = ", ".join(sorted(key for key in public if inspect.isclass(getattr(module, key, None))))
+        raise ImportError(f"{path!r}: {module.__name__} has no {name!r}; its classes are: {classes or 'none'}.")
     return getattr(module, name)
 
 

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+__all__ = ["ByteGPT", "StdlibText"]
 VOCAB_SIZE = 256  # one token per byte
 INIT_STD = 0.05  # GPT-2's 0.02 goes with a width of 768; the narrower, the larger
 ROPE_BASE = 1000.0  # longest wavelength in bytes / 2 pi; well above any block_size of this model's size
