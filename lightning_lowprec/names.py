@@ -80,8 +80,8 @@ _MXFP8: Final = "mxfp8"
 """A name without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 OF_LIGHTNING: Final = (
-    *(64, 32, 16, "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true"),
-    *("bf16-mixed", "32-true", "64-true", "64", "32", "16", "bf16"),
+    *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
+    *("32-true", "64-true", 64, 32, 16, "64", "32", "16", "bf16"),
 )
 """Lightning's own names, so that the command need not import Lightning for them; a test compares them."""
 TABLE: dict[str, PrecisionName] = {}
