@@ -13,7 +13,9 @@ times smaller than the largest one of their block keep all bits of float8_e4m3fn
 A block with inf or NaN has scale 1, and its amax in place of ``inv_scale``: inf stays inf, NaN stays NaN, and no other
 value of the block is finite afterwards.
 
-On CUDA one kernel encodes and one kernel decodes; they compute the same bits as the code below.
+On CUDA one kernel encodes and one kernel decodes; they compute the same bits as the code below. Of float32 they move
+5.03 bytes per value to encode, and 12.3 to decode and sum the values of 8 ranks. No library has this form of bytes;
+torch's operations, one by one, move 43.8 and 276 (counted as the ledger counts, `benchmarks/ledger/moved.py`).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def encode_columns(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor
     """Encode rows along the rows of each group: (P, C) any float, (E,) int32 -> codes (C, P), inverse scales (E, C).
 
     ``ends`` are the rows behind each group; groups begin at multiples of 16. Codes of rows behind the last group have
-    no meaning.
+    no meaning. On CUDA by one kernel of ours: 5 bytes per bf16 value; torch's operations, one by one, move 51.
     """
     if rows.device.type in DEVICES and kernels_run():
         return _by_kernel(rows, ends, power_of_2)

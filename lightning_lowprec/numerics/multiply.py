@@ -15,6 +15,7 @@ def multiply_(values: Tensor, factor: Tensor) -> Tensor:
     """``values *= factor``, computed in float32 and rounded once; returns ``values``.
 
     On a GPU nothing is read or written if the factor, () float32, is 1: the gradient of a loss mostly begins with 1.
+    ``mul_`` of torch reads and writes every value: 4.2 GB for the float32 gradient of a head of 128,256 x 4,096.
     """
     fits = values.device.type in DEVICES and not torch.compiler.is_compiling() and values.is_contiguous()
     if not fits or not values.numel() or not kernels_run():

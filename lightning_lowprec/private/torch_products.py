@@ -1,4 +1,9 @@
-"""Products of float8 and int8 codes, by names that are private to torch; `torch.py` has the list of these names."""
+"""Products of float8 and int8 codes, by names that are private to torch; `torch.py` has the list of these names.
+
+``torch.nn.functional.scaled_mm`` calls another operation, ``aten._scaled_mm_v2``. torch 2.13's partitioner does not
+count it among the products that a backward must not compute again, and torch's counter knows no FLOPs of it. Use the
+public function from the version on in which both do (``torch/_functorch/partitioners.py``, ``utils/flop_counter.py``).
+"""
 
 from __future__ import annotations
 

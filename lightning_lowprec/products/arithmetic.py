@@ -48,13 +48,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
-        """Return an operand.
-
-        Args:
-            matrix: [A, B] float, in any layout.
-            role: what it is in the layer.
-            dtype: of autocast; the format may read the values rounded to it.
-        """
+        """Return an operand of [A, B] float, in any layout; the format may read the values rounded to ``dtype``."""
 
     @abstractmethod
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:

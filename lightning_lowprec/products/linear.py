@@ -117,15 +117,10 @@ class _Linear(torch.autograd.Function):
 def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by: Products) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with gradients of input, weight and bias.
 
-    Args:
-        given: the tensor that the layer was called with: layers that are called with one tensor share its codes.
-        input: [*, K], ``given`` in the dtype of autocast.
-        weight: [N, K] any float, or [K, N] with ``by.in_by_out``; or codes that FSDP2 has gathered.
-        bias: [N] any float.
-        by: how the products are computed.
-
-    Raises:
-        RuntimeError: in the backward, if the gradients will be differentiated, and only codes of the input were kept.
+    ``given`` is the tensor that the layer was called with: layers that are called with one tensor share its codes.
+    ``input`` is ``given`` in the dtype of autocast. The weight is [N, K], or [K, N] with ``by.in_by_out``, or codes
+    that FSDP2 has gathered. A backward whose gradients will be differentiated raises RuntimeError if only codes of the
+    input were kept.
     """
     codes = scale = entry = None
     # a compiler finds equal expressions itself

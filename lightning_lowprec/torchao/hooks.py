@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.gemms import InBF16
+from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
@@ -56,11 +57,7 @@ def set_phase(layer: nn.Module, gemms: InBF16) -> None:
 
 
 def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    """Give a layer another recipe; call this between two optimizer steps.
-
-    Args:
-        layer: a CodedLayer, or experts in FP8.
-        recipe: ``name`` is one of the plugin's recipes, or None for the recipe that the layer has.
+    """Give a layer another recipe, between two optimizer steps; without a name, the layer's own recipe stays.
 
     Raises:
         ValueError: the layer has the user's own ``config`` or another format, and ``recipe`` has a name.
@@ -94,7 +91,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
     by = layer.settings.products
     if not isinstance(by.forward or by.grad_input, Scaled):
         return "its scales belong to rows and columns, or to blocks of 32 values, and change with each product"
-    if layer.in_by_out:
+    if is_conv1d(layer):
         return "a Conv1D"
     if layer.products is None:
         return HIGH

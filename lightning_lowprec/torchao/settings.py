@@ -30,19 +30,16 @@ class Recipes(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """Everything that makes one layer compute as the layer does.
-
-    Args:
-        products: how the recipe computes the three products.
-        in_bf16: the products that the user wants in high precision instead.
-        config: torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format.
-        others: the recipes that the layer may take; None: ``config`` is the user's.
-    """
+    """Everything that makes one layer compute as the layer does."""
 
     products: Products
+    """How the recipe computes the three products."""
     in_bf16: InBF16 = NO_GEMM
+    """The products that the user wants in high precision instead."""
     config: Float8LinearConfig | None = None
+    """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
     others: Recipes | None = None
+    """The recipes that the layer may take; None: ``config`` is the user's."""
 
     @property
     def mm_config(self) -> Any:

@@ -29,18 +29,14 @@ def is_cut(input: Tensor) -> bool:
 
 
 def linear_by_torchao(layer: Any, input: Tensor) -> Tensor:
-    """[*, K] -> [*, N] in the dtype of ``input``.
-
-    Raises:
-        RuntimeError: the layer has an option that does not run with a weight that is cut.
-    """
+    """[*, K] -> [*, N] in the dtype of ``input``; refuse an option that does not run with a weight that is cut."""
     weight = layer.weight
     if (refusal := _refusal(layer)) is not None:
         raise RuntimeError(f"{refusal[0]} (got a DTensor of shape {tuple(weight.shape)}). {refusal[1]}")
     fits = input.numel() // input.shape[-1] % _TOKENS == 0
     # with a scale per row torchao reshapes codes, which works for contiguous codes
     rows = input.contiguous() if fits else pad_rows(input, _TOKENS)
-    weight_t = weight if layer.in_by_out else weight.t()
+    weight_t = weight if layer.products.in_by_out else weight.t()
     by_torchao: Any = _Matmul.apply
     output: Tensor = by_torchao(rows, weight_t, layer.settings.mm_config, layer.settings.config)
     if layer.bias is not None:
@@ -86,13 +82,7 @@ class _Matmul(matmul_with_hp_or_float8_args):
 
 
 def check_coded_input(input: Tensor, *, in_fp8: bool, one_scale: bool) -> None:
-    """Raise RuntimeError if ``input`` is codes, and the layer does not multiply codes with one scale.
-
-    Args:
-        input: what the layer got.
-        in_fp8: whether the layer multiplies in FP8 now.
-        one_scale: whether the recipe has one scale per tensor.
-    """
+    """Raise RuntimeError if ``input`` is codes, and the layer does not multiply codes with one scale (now)."""
     if not isinstance(local_tensor(input), Float8TrainingTensor) or (in_fp8 and one_scale):
         return
     got = f"An FP8 layer got an input of shape {tuple(input.shape)} that is float8 codes with one scale"
