@@ -38,8 +38,7 @@ if not _command_starts():
     from lightning_lowprec.masters.config import MasterConfig
     from lightning_lowprec.msamp.plugin import MSAMP
     from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
-    from lightning_lowprec.precision.half import HalfMixed
-    from lightning_lowprec.precision.half_eval import HalfEval
+    from lightning_lowprec.precision.half import HalfEval, HalfMixed
     from lightning_lowprec.precision.loss_scale import LossScale
     from lightning_lowprec.precision.plain import plain
     from lightning_lowprec.registration import register, unregister

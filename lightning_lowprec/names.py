@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Final
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, HYBRID, Formats
-from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, MASTERS, OPTIONS, in_words, split
-from lightning_lowprec.conversion.refused_suffixes import suffix_refusal
+from lightning_lowprec.conversion.name_suffixes import (
+    EVERYWHERE,
+    FP16,
+    MASTERS,
+    OPTIONS,
+    in_words,
+    split,
+    suffix_refusal,
+)
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer

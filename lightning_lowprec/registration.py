@@ -51,7 +51,7 @@ from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
-from lightning_lowprec.precision import left_over
+from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.step import clip_by_norm
 from lightning_lowprec.private import lightning as private
@@ -231,9 +231,9 @@ def _warn_of_left_over(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert_module(self: Any, module: Any) -> Any:
         if _patches and not isinstance(self, LowPrecision):
             run = f"under `precision={self.precision!r}`"
-            left_over.warn_at_first_forward(module, run)
+            plain.warn_at_first_forward(module, run)
             if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
-                left_over.warn_of_half_weights(module, run)
+                plain.warn_of_half_weights(module, run)
         return original(self, module)
 
     return convert_module

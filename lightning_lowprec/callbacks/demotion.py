@@ -61,11 +61,7 @@ class Demoter:
     """By fqn: the recipe that the layer has got."""
 
     def see(self, model: nn.Module, readings: Sequence[Reading]) -> None:
-        """Demote the layers whose patience is at an end.
-
-        Raises:
-            ValueError: the backend of a layer cannot change the precision of its layers.
-        """
+        """Demote the layers whose patience is at an end."""
         from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
         layers = _layers(model)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, final
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -119,12 +120,10 @@ class NumericsMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a run."""
         self._last = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Sample if it is time."""
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
         if self.shadow_loss and self._sampler is not None and self._sampler.is_armed:
             with self._sampler.aside():
@@ -132,7 +131,6 @@ class NumericsMonitor(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let compiled code run again, before the optimizer steps."""
         if pl_module.automatic_optimization:
             self._compiler.resume()
 
@@ -140,7 +138,6 @@ class NumericsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read what was sampled."""
         if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self.log:
             metrics = {name: value for reading in self.readings for name, value in _metrics(reading)}
             if self._shadow is not None:
@@ -152,23 +149,19 @@ class NumericsMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take hooks away."""
         self._release()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what was demoted, and take hooks away."""
         self._say_demoted()
         self._release()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what was demoted."""
         return {} if self.demoter is None else self.demoter.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was demoted; the next step gives it to the model."""
         if self.demoter is not None and state_dict:
             self.demoter.load_state_dict(state_dict)
             self._model = None
@@ -216,7 +209,7 @@ class NumericsMonitor(Callback):
             self._compiles = True  # a compiled function calls the model, without hooks
         if first:
             rank_zero_info(_report(self.readings, self.missing))
-        if folder is not None and _is_rank_zero():
+        if folder is not None and not (dist.is_initialized() and dist.get_rank()):
             files.append(folder / FILE, self._sampled, self.readings)
         if self.demoter is not None and self._model is not None:
             self.demoter.see(self._model, self.readings)
@@ -241,8 +234,8 @@ class NumericsMonitor(Callback):
 def _metrics(reading: Reading) -> list[tuple[str, float]]:
     path = f"fp8/{reading.fqn}"
     numbers = {name: getattr(reading, name) for name in ("amax", "underflow", "saturated", "scale")}
-    found = [(f"{path}/{reading.tensor}/{name}", value) for name, value in numbers.items() if value is not None]
-    return found if reading.output_db is None else [*found, (f"{path}/output_db", reading.output_db)]
+    metrics = [(f"{path}/{reading.tensor}/{name}", value) for name, value in numbers.items() if value is not None]
+    return metrics if reading.output_db is None else [*metrics, (f"{path}/output_db", reading.output_db)]
 
 
 def _report(readings: Sequence[Reading], missing: dict[str, str]) -> str:
@@ -254,14 +247,9 @@ def _report(readings: Sequence[Reading], missing: dict[str, str]) -> str:
     return text + "."
 
 
-def _is_rank_zero() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
-
-
 def _device_of(model: nn.Module) -> torch.device:
-    found = getattr(model, "device", None)
-    if isinstance(found, torch.device):
-        return found
+    device = getattr(model, "device", None)
+    if isinstance(device, torch.device):
+        return device
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device

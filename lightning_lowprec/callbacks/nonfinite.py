@@ -40,7 +40,6 @@ class Nonfinite:
     """Those of its parameters that are not finite."""
 
     def __str__(self) -> str:
-        """Return one sentence for the user."""
         rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
         text = f"step {self.step}{rank}: the {_WHAT[self.direction]} of {self.fqn!r} is the first that is not finite"
         return text + (f"; its {', '.join(self.weights)} is not finite either." if self.weights else ".")

@@ -63,13 +63,8 @@ def append(path: Path, step: int, readings: Iterable[Reading]) -> None:
 
 
 def read(path: Path) -> dict[int, list[Reading]]:
-    """Return the readings of a file by step, in the order of steps. A last line that was not written whole is left out.
-
-    Raises:
-        ValueError: the file is none of a monitor.
-        OSError: the file cannot be read.
-    """
-    found: dict[int, list[Reading]] = {}
+    """Return the readings of a file by step, in their order; a last line that was not written whole is left out."""
+    samplings: dict[int, list[Reading]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             content = json.loads(line)
@@ -79,11 +74,11 @@ def read(path: Path) -> dict[int, list[Reading]]:
             continue  # cut off when a run was killed
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} of {str(path)!r} is not a sampling of a NumericsMonitor.") from error
-        found = {earlier: kept for earlier, kept in found.items() if earlier < step}
-        found[step] = readings
-    if not found:
+        samplings = {earlier: kept for earlier, kept in samplings.items() if earlier < step}
+        samplings[step] = readings
+    if not samplings:
         raise ValueError(f"{str(path)!r} holds no sampling of a NumericsMonitor.")
-    return found
+    return samplings
 
 
 def by_layer(readings: Iterable[Reading]) -> dict[str, list[Reading]]:
@@ -95,14 +90,14 @@ def by_layer(readings: Iterable[Reading]) -> dict[str, list[Reading]]:
 
 
 def _readings(step: int, fqn: str, layer: dict[str, Any]) -> list[Reading]:
-    made = []
+    readings = []
     for tensor in TENSORS:
         if tensor in layer:
             amax, underflow, saturated, scale = layer[tensor]
             rest: dict[str, Any] = {"underflow": underflow, "saturated": saturated, "scale": scale}
             amax = math.nan if amax is None else amax
-            made.append(Reading(step=step, fqn=fqn, tensor=tensor, amax=amax, output_db=layer["output_db"], **rest))
-    return made
+            readings.append(Reading(step=step, fqn=fqn, tensor=tensor, amax=amax, output_db=layer["output_db"], **rest))
+    return readings
 
 
 def _short(number: float | None) -> float | None:

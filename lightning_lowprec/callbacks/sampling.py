@@ -125,25 +125,25 @@ class Sampler:
                 self._look(site, numbers[index], input.detach(), output.detach())
         if output.requires_grad and not site.gradient_seen and site.missing is None:
             site.gradient_seen = True
-            found = site.numerics(layer)
-            if isinstance(found, LayerNumerics):
-                on_gradient(output, partial(self._on_gradient, numbers[index], found.gradient))
+            numerics = site.numerics(layer)
+            if isinstance(numerics, LayerNumerics):
+                on_gradient(output, partial(self._on_gradient, numbers[index], numerics.gradient))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
-        found, layer = site.numerics(site.layer), site.layer
-        if not isinstance(found, LayerNumerics):
-            site.missing = found or ""
+        numerics, layer = site.numerics(site.layer), site.layer
+        if not isinstance(numerics, LayerNumerics):
+            site.missing = numerics or ""
             return
-        if isinstance(input, DTensor) or isinstance(found.values, DTensor):
+        if isinstance(input, DTensor) or isinstance(numerics.values, DTensor):
             site.missing = _CUT
             return
         rows = sampled(input, self.every, self._offset).to(output.dtype)
-        self._write(numbers, "input", input, rows, found.input, output.dtype)
-        values, first = _values(site, found)
+        self._write(numbers, "input", input, rows, numerics.input, output.dtype)
+        values, first = _values(site, numerics)
         if values is None or not values.numel():
             return
         values = values.to(output.device)
-        self._write(numbers, "weight", values, sampled(values, self.every, self._offset), found.weight, values.dtype)
+        self._write(numbers, "weight", values, sampled(values, self.every, self._offset), numerics.weight, values.dtype)
         bias: Any = layer._parameters.get("bias")
         last = first + len(values)
         of_rows = sampled(output, self.every, self._offset)[:, first:last]
@@ -170,15 +170,15 @@ class Sampler:
         reasons = {site.fqn: site.missing if site.seen else _NOT_CALLED for site in self.sites}
         self.missing = {fqn: reason for fqn, reason in reasons.items() if reason}
         counts, peaks = self._reduced()
-        made = []
+        readings = []
         for site, counted, peak in zip(self.sites, counts.tolist(), peaks, strict=True):
             signal, noise = counted[_OUTPUT:]
             output_db = 10 * math.log10(signal / noise) if 0 < noise < math.inf and 0 < signal < math.inf else None
             for index, tensor in enumerate(TENSORS):
                 reading = _reading(counted[index * _PER_TENSOR :], peak[:, index])
                 if reading is not None:
-                    made.append(Reading(step=step, fqn=site.fqn, tensor=tensor, output_db=output_db, **reading))
-        return made
+                    readings.append(Reading(step=step, fqn=site.fqn, tensor=tensor, output_db=output_db, **reading))
+        return readings
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
         """Return the sums over all ranks (L, 17), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
@@ -202,10 +202,10 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(fqn, module, backend.numerics)
 
 
-def _values(site: Site, found: LayerNumerics) -> tuple[Tensor | None, int]:
+def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:
     """Return rows of the weight in high precision, and the index of the first of them in the whole weight."""
-    if found.values is not None:
-        return found.values.detach(), 0
+    if numerics.values is not None:
+        return numerics.values.detach(), 0
     shard: Any = site.shard
     if not isinstance(shard, DTensor):
         return None, 0
@@ -221,12 +221,12 @@ def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
     seen = scales[scales != 0]
     if not len(seen):  # no rank has called the layer, or no backward has reached it
         return None
-    known = math.isfinite(amax) and float(seen.amin()) != UNKNOWN
+    is_known = math.isfinite(amax) and float(seen.amin()) != UNKNOWN
     return {
         "amax": amax if math.isfinite(amax) else math.nan,
-        "underflow": (values - codes) / max(values, 1.0) if known else None,
-        "saturated": saturated / max(values, 1.0) if known else None,
-        "scale": float(seen.amin()) if known else None,
+        "underflow": (values - codes) / max(values, 1.0) if is_known else None,
+        "saturated": saturated / max(values, 1.0) if is_known else None,
+        "scale": float(seen.amin()) if is_known else None,
     }
 
 

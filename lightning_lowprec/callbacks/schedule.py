@@ -8,8 +8,8 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_lowprec.checks import check_types
+from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.schedule import Phases, Schedule
-from lightning_lowprec.precision.scheduled import Scheduled
 
 
 @final

@@ -23,11 +23,7 @@ _LOGGING: Final = ("log", "log_dict")
 
 
 def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """Return the loss, () on the device, of ``training_step`` in high precision, without gradients and logging.
-
-    Raises:
-        RuntimeError: a converted layer cannot run in high precision, or ``training_step`` returns no loss.
-    """
+    """Return the loss, () on the device, of ``training_step`` in high precision, without gradients and logging."""
     two = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # by position, as the Trainer does
     arguments = (batch, batch_idx) if two else (batch,)
     devices = [trainer.strategy.root_device] if trainer.strategy.root_device.type == "cuda" else []
@@ -48,9 +44,9 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
             backend = backends.owner(layer)
             if backend is None:
                 continue
-            found = backend.numerics(layer) if isinstance(layer, nn.Linear) else "it is no linear layer"
-            if not isinstance(found, LayerNumerics) and found != HIGH:
-                raise RuntimeError(f"`shadow_loss=True` cannot run {fqn!r} in high precision: {found}. {_REMEDY}")
+            numerics = backend.numerics(layer) if isinstance(layer, nn.Linear) else "it is no linear layer"
+            if not isinstance(numerics, LayerNumerics) and numerics != HIGH:
+                raise RuntimeError(f"`shadow_loss=True` cannot run {fqn!r} in high precision: {numerics}. {_REMEDY}")
             vars(layer)["forward"] = partial(_linear, fqn, layer, backend)
             changed.append(layer)
         yield
@@ -60,10 +56,10 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor) -> Tensor:
-    found = backend.numerics(layer)
-    if found == HIGH:  # by demotion, or in a phase of a schedule
+    numerics = backend.numerics(layer)
+    if numerics == HIGH:  # by demotion, or in a phase of a schedule
         return cast(Tensor, type(layer).forward(layer, input))
-    weight = found.values if isinstance(found, LayerNumerics) else None
+    weight = numerics.values if isinstance(numerics, LayerNumerics) else None
     if weight is None or isinstance(weight, DTensor):
         raise RuntimeError(
             f"`shadow_loss=True` cannot run {fqn!r} in high precision: its weight is gathered as float8, or cut. Use"

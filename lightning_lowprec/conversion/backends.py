@@ -112,14 +112,6 @@ class PrecisionName:
         )
 
 
-def _no_revert(model: nn.Module) -> None:
-    """Leave the model alone: the backend converts nothing."""
-
-
-def _no_revert_of_optimizer(optimizer: Optimizer) -> None:
-    """Leave the optimizer alone: the backend changes no optimizers."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One way to compute in low precision: its names, its layers, and its functions for other parts of the package.
@@ -148,10 +140,12 @@ class Backend:
     """The distribution that holds ``module``, as the package index spells it."""
     layers_from: tuple[str, ...]
     """Prefixes of ``__module__`` of the layer classes, such as ``("transformer_engine.", "lightning_lowprec.te.")``."""
-    revert: Callable[[nn.Module], None] = _no_revert
-    """Give a model torch's own layers back, in place; parameters stay the same objects."""
-    revert_optimizer: Callable[[Optimizer], None] = _no_revert_of_optimizer
-    """Make an optimizer plain again, in place, if the backend has changed it and has given its weights back."""
+    revert: Callable[[nn.Module], None] = lambda model: None
+    """Give a model torch's own layers back, in place; parameters stay the same objects. Called for a model that has a
+    layer of this backend."""
+    revert_optimizer: Callable[[Optimizer], None] = lambda optimizer: None
+    """Make an optimizer plain again, in place, if the backend has given its weights back. Called for an optimizer whose
+    class comes from ``layers_from`` too."""
     changed_optimizers: Callable[[], Iterable[Optimizer]] = tuple
     """Return the optimizers that the backend has changed and that still exist."""
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
@@ -208,11 +202,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a backend and its precision names.
-
-    Raises:
-        ValueError: no backend of this name is registered.
-    """
+    """Forget a backend and its precision names."""
     get(name)
     del _registered[name]
     _tell_listeners()
@@ -234,11 +224,7 @@ def registered() -> tuple[Backend, ...]:
 
 
 def get(name: str | None) -> Backend:
-    """Return the backend of this name.
-
-    Raises:
-        ValueError: no backend of this name is registered.
-    """
+    """Return the backend of this name."""
     if name is None or name not in _registered:
         raise ValueError(f"`backend={name!r}` is not registered; expected one of: {', '.join(_registered)}.")
     return _registered[name]
@@ -285,20 +271,28 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
 
     Causal models of ``transformers`` get their own head and loss back too, and mixtures their own experts.
     """
-    from lightning_lowprec.conversion import experts, head, in_float32
+    from lightning_lowprec.conversion import experts, head, module_dtypes
 
-    head.revert(model)
-    experts.revert(model)
-    in_float32.revert(model)
+    head.restore_heads(model)
+    experts.stop_following_autocast(model)
+    module_dtypes.stop_float32(model)
+    module_dtypes.release_half_norms(model)
+    present = _sources(type(module) for module in model.modules())
     for backend in registered():
-        if backend.name != except_for:
+        if backend.name != except_for and any(source.startswith(backend.layers_from) for source in present):
             backend.revert(model)
+
+
+def _sources(classes: Iterable[type]) -> set[str]:
+    """Return the names of the Python modules that define some classes and their bases."""
+    return {cls.__module__ for own in set(classes) for cls in own.__mro__}
 
 
 def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> None:
     """Make an optimizer plain again after :func:`revert_all`, in place, also its state."""
+    present = _sources([type(optimizer)])
     for backend in registered():
-        if backend.name != except_for:
+        if backend.name != except_for and any(source.startswith(backend.layers_from) for source in present):
             backend.revert_optimizer(optimizer)
 
 

@@ -7,19 +7,25 @@ products (gate, activation, biases, a norm) stays the model's own.
 
     hidden states, experts of each token --spread--> rows, sorted --product--> gate --product--> --collect--> their sum
 
-Experts of torchtitan take tokens that are sorted already, and have three Parameters
-(:mod:`~lightning_lowprec.conversion.sorted_experts`).
+``GroupedExperts`` of torchtitan take tokens that are sorted by expert already, and have three Parameters:
 
-The class of the module changes in place (:mod:`~lightning_lowprec.conversion.roles`), not the setting
+    tokens [M, D], counts [E]  -->  silu(tokens @ w1.T) * (tokens @ w3.T) @ w2.T,  w1 and w3 [E, H, D], w2 [E, D, H]
+
+Other projects have classes of this name with other layouts, activations or limits. So names and shapes are not enough:
+the module's own code computes a small example, on CPU, with small weights in place of its own.
+
+The class of the module changes in place (:mod:`~lightning_lowprec.conversion.in_place`), not the setting
 ``experts_implementation``, which lies in a config object that models share. The other settings of transformers are left
 alone: "eager" and "batched_mm" run operations that autocast knows.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.roles import RoleModule, take_role
-from lightning_lowprec.conversion.sorted_experts import NAMES, difference, is_sorted_stack
+from lightning_lowprec.conversion.in_place import RoleModule, own_class, take_role
 from lightning_lowprec.numerics.groups import Groups, collect, group, group_sorted, per_row, spread
 from lightning_lowprec.private.transformers import (
     activate,
@@ -43,6 +48,16 @@ from lightning_lowprec.private.transformers import (
 _FLAGS = frozenset({"has_gate", "has_bias", "is_transposed", "is_concatenated"})
 """What ``use_experts_implementation`` of transformers (5.0 and later) sets on a module."""
 _BYTES = 16  # the rows of both operands of a grouped product begin at multiples of this
+CLASS: Final = "GroupedExperts"
+NAMES: Final = ("w1", "w3", "w2")
+"""The Parameters: gate, up, down."""
+_ARGUMENTS: Final = ["self", "x", "num_tokens_per_expert"]
+_COUNTS: Final = (3, 5)
+_WIDTH, _HIDDEN = 16, 32  # of the example; grouped products take rows of multiples of 16 bytes
+_MAGNITUDES: Final = (1.0, 16.0)  # of the gate: the bend of an activation, and limits such as gpt-oss's 7
+_TOLERANCE: Final = 0.01  # of the norm: the module may compute in bfloat16, whose products err by 0.004
+_GROUPED: Final = "use_grouped_mm"
+"""torchtitan's flag. Its grouped products run on CUDA alone; without the flag a loop computes the same."""
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -134,8 +149,8 @@ class RoutedExperts(RoleModule):
 
     def weight(self, name: str) -> Tensor:
         """Return a Parameter: [E, ...], the experts of this rank."""
-        found: Tensor = getattr(self, name)
-        return found.to_local() if isinstance(found, DTensor) else found
+        parameter: Tensor = getattr(self, name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, Any]) -> None:
@@ -213,8 +228,71 @@ def follow_autocast(model: nn.Module) -> None:
             take_experts(module, CastExperts, {})
 
 
-def revert(model: nn.Module) -> None:
+def stop_following_autocast(model: nn.Module) -> None:
     """Undo :func:`follow_autocast`, in place."""
     for module in model.modules():
         if isinstance(module, CastExperts):
             release_experts(module)
+
+
+# ---- experts of torchtitan
+
+
+def is_sorted_stack(module: nn.Module) -> bool:
+    """Return whether the class has the name, the Parameters and the arguments of torchtitan's experts."""
+    cls = own_class(module)
+    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    if cls.__name__ != CLASS or weights.keys() != set(NAMES) or any(p.dim() != 3 for p in weights.values()):
+        return False
+    gate, up, down = (tuple(weights[name].shape) for name in NAMES)
+    return gate == up == (down[0], down[2], down[1]) and list(inspect.signature(cls.forward).parameters) == _ARGUMENTS
+
+
+def difference(module: nn.Module) -> str | None:
+    """Return why a module that :func:`is_sorted_stack` accepts computes something else, or None if it does not."""
+    if "forward" in vars(module):
+        return "its forward is replaced on the instance"
+    for magnitude in _MAGNITUDES:
+        weights, tokens = _example(magnitude)
+        try:
+            got = _own_result(module, weights, tokens)
+        except Exception as error:  # whatever the code of another library raises, it cannot be compared
+            return f"{CLASS}, whose forward fails for a small example ({type(error).__name__})"
+        expected = _expected(weights, tokens)
+        if got.shape != expected.shape or not (got - expected).norm() <= _TOLERANCE * expected.norm():
+            return f"{CLASS} that do not compute w2(silu(w1 x) * w3 x)"
+    return None
+
+
+def _example(magnitude: float) -> tuple[dict[str, Tensor], Tensor]:
+    """Return weights of mean square 1 / K, and tokens [M, D] of the given mean; no random number is drawn."""
+    sizes = {"w1": (_HIDDEN, _WIDTH), "w3": (_HIDDEN, _WIDTH), "w2": (_WIDTH, _HIDDEN)}
+    weights = {}
+    for place, (name, (rows, columns)) in enumerate(sizes.items()):
+        weights[name] = _values(len(_COUNTS) * rows, columns, place).view(-1, rows, columns) / math.sqrt(columns)
+    return weights, magnitude * _values(sum(_COUNTS), _WIDTH, len(sizes))
+
+
+def _values(rows: int, columns: int, place: int) -> Tensor:
+    index = torch.arange(rows * columns, dtype=torch.float64, device="cpu") + 10_000 * place
+    return (math.sqrt(2) * torch.sin(1.7 * index + 0.3 * torch.sin(index))).float().view(rows, columns)
+
+
+def _own_result(module: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    cls: Any = own_class(module)
+    probe = cls.__new__(cls)
+    vars(probe).update(vars(module))
+    vars(probe)["_parameters"] = {name: nn.Parameter(weight) for name, weight in weights.items()}
+    if "num_experts" in vars(probe):
+        vars(probe)["num_experts"] = len(_COUNTS)
+    if vars(probe).get(_GROUPED):
+        vars(probe)[_GROUPED] = False
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        result: Tensor = cls.forward(probe, tokens.clone(), torch.tensor(_COUNTS, device="cpu"))
+    return result.float()
+
+
+def _expected(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    rows = tokens.tensor_split(torch.tensor(_COUNTS, device="cpu").cumsum(0)[:-1])
+    parts = zip(rows, *(weights[name] for name in NAMES), strict=True)
+    return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in parts])

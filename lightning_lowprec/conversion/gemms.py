@@ -29,13 +29,8 @@ GemmChoices = Annotated[
 def in_bf16(choice: Any, field: str) -> InBF16:
     """Return the products that a choice computes in high precision.
 
-    Args:
-        choice: ``"bf16"`` (all), ``"fp8"`` (none), None (none), or a mapping of some products to ``"bf16"`` and
-            ``"fp8"``; a product that the mapping does not name runs in the precision of the recipe.
-        field: the name of the option, for the message.
-
-    Raises:
-        ValueError: an unknown product or precision, or an empty mapping.
+    ``choice`` is ``"bf16"`` (all), ``"fp8"`` or None (none), or a mapping of some products to ``"bf16"`` and ``"fp8"``;
+    a product that the mapping does not name runs in the precision of the recipe.
     """
     if choice is None or choice == "fp8":
         return NO_GEMM

@@ -24,11 +24,7 @@ WAY_OUT = (
 
 
 def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
-    """Yield the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head.
-
-    Raises:
-        ValueError: there is none, or one is not recognised exactly.
-    """
+    """Yield the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head."""
     heads: set[int] = set()
     for fqn, module in model.named_modules():
         if not transformers.is_model(module):
@@ -37,7 +33,7 @@ def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]
         if head is None or id(head) in heads:
             continue
         heads.add(id(head))
-        reason = refusal(module, head)
+        reason = unrecognised(module, head)
         if reason is not None:
             name = f"{type(module).__name__}{f' ({fqn!r})' if fqn else ''}"
             raise ValueError(f"`head` cannot replace the loss of {name}: {reason}. {WAY_OUT}.")
@@ -49,7 +45,7 @@ def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]
         )
 
 
-def refusal(model: Any, head: nn.Module) -> str | None:
+def unrecognised(model: Any, head: nn.Module) -> str | None:
     """Return why the head and the loss of ``model`` are not recognised exactly, or None if they are."""
     if getattr(head, "own_class", type(head)) is not nn.Linear:
         return f"its head is no Linear but a {type(head).__name__}"
@@ -72,13 +68,13 @@ def _computes_with_logits(model: Any, head: nn.Module) -> str | None:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward)))
     except (OSError, TypeError):
         return "the source code of its forward is not there to be read"
-    found = _Logits(name, model.config, source.splitlines())
-    found.visit(ast.parse(source))
-    if not found.calls:
+    logits = _Logits(name, model.config, source.splitlines())
+    logits.visit(ast.parse(source))
+    if not logits.calls:
         return f"its forward does not call {name!r} alone on a line"
-    if not found.losses:
+    if not logits.losses:
         return "its forward does not pass the logits to `self.loss_function`"
-    return None if not found.uses else f"its forward computes with the logits (`{found.uses[0]}`)"
+    return None if not logits.uses else f"its forward computes with the logits (`{logits.uses[0]}`)"
 
 
 @final

@@ -1,7 +1,8 @@
 """Change the class of a module in place, and change it back: the module and its parameters stay the same objects.
 
 A module of a user's subclass gets a class that derives from both, the layer's class and the subclass. So its methods,
-and ``isinstance(module, Subclass)``, stay.
+and ``isinstance(module, Subclass)``, stay. A role (:class:`RoleModule`) gives a module of any class another forward:
+children stay children and every Parameter keeps its owner, so state dicts, optimizers, ties and sharding stay the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch import nn
 
@@ -20,11 +21,8 @@ _NOT_SHADOWED: Final = ("reset_parameters", "extra_repr")
 def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], later: Iterable[str] = ()) -> None:
     """Give a module another class, and the attributes that the new class needs and the module does not have.
 
-    Args:
-        module: changed in place; it keeps its attributes, parameters, hooks and children.
-        cls: the new class. A module of a subclass of Linear gets a class that derives from ``cls`` and its own.
-        attributes: such as the ``__dict__`` of an object that the constructor of ``cls`` has made.
-        later: names of attributes that the new class sets after this, and that :func:`revert` removes too.
+    The module keeps its attributes, parameters, hooks and children. A module of a subclass of Linear gets a class that
+    derives from ``cls`` and its own. :func:`revert` also removes the attributes ``later``, which the new class sets.
     """
     own = type(module)
     added = {name: attributes[name] for name in attributes.keys() - vars(module).keys() - module._parameters.keys()}
@@ -62,5 +60,32 @@ def _both(cls: Any, own: Any) -> Any:
 def _empty(cls: Any, own: Any) -> nn.Module:
     """Make a module without attributes, for copies and pickles."""
     both: Any = _both(cls, own)
-    made: nn.Module = both.__new__(both)
-    return made
+    module: nn.Module = both.__new__(both)
+    return module
+
+
+class RoleModule(nn.Module):
+    """A module whose class was changed in place, to a class that derives from ``role`` and the module's own class."""
+
+    own_class: type[nn.Module]
+    role: ClassVar[type[RoleModule]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Support deepcopy and pickle, which cannot import a class that was made at run time."""
+        return _new, (self.role, self.own_class), self.__dict__
+
+
+@functools.cache
+def _class_of(role: Any, own_class: Any) -> Any:
+    """Return a class with the name of ``own_class``: code may ask ``"RMSNorm" in type(module).__name__``."""
+    return type(own_class.__name__, (role, own_class), {"role": role, "__module__": role.__module__})
+
+
+def _new(role: type[RoleModule], own_class: type[nn.Module]) -> Any:
+    cls = _class_of(role, own_class)  # type: ignore[arg-type]
+    return cls.__new__(cls)
+
+
+def take_role(module: nn.Module, role: type[RoleModule], attributes: Mapping[str, Any]) -> None:
+    """Give a module a role in place, and the attributes that the role needs; ``in_place.revert`` undoes it."""
+    become(module, _class_of(role, type(module)), attributes)  # type: ignore[arg-type]

@@ -21,15 +21,7 @@ Fact = Literal["the dtype"]
 
 @contextmanager
 def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[None]:
-    """Raise if the body of the ``with`` statement changes a fact that conversion must keep.
-
-    Args:
-        model: the model that the body converts.
-        may_change: a fact that the body may change.
-
-    Raises:
-        RuntimeError: the message names the fqn, the fact, and its values before and after.
-    """
+    """Raise if the body of the ``with`` statement changes a fact that conversion must keep, except ``may_change``."""
     alive = [*model.modules(), *model.parameters(), *model.buffers()]  # so that no id is used again
     before = _facts(model)
     yield

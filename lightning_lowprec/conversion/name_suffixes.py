@@ -7,7 +7,10 @@ names have suffixes (``PrecisionName.fp16`` and ``PrecisionName.masters``); a na
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lightning_lowprec.conversion.backends import PrecisionName
 
 FP16: Final = "-fp16"
 MASTERS: Final[Mapping[str, str]] = {"-master": "fp32", "-remainder": "remainder", "-sr": "stochastic"}
@@ -42,21 +45,16 @@ def split(name: str) -> tuple[str, str]:
 
 def split_all(name: str) -> tuple[str, list[str]]:
     """Return a name without any suffixes, and its suffixes from left to right, however many there are."""
-    found: list[str] = []
+    suffixes: list[str] = []
     stem, suffix = split(name)
     while suffix:
-        found.insert(0, suffix)
+        suffixes.insert(0, suffix)
         stem, suffix = split(stem)
-    return stem, found
+    return stem, suffixes
 
 
 def of_options(base: str, form: str | None) -> str:
-    """Return the suffix of a plugin's own name.
-
-    Args:
-        base: the dtype outside of FP8, ``"bf16"`` or ``"fp16"``.
-        form: of the masters (``MasterConfig.form``), None for float32 weights.
-    """
+    """Return the suffix of a plugin's own name; ``form`` is that of the masters, None for float32 weights."""
     if base == "fp16":
         return FP16
     return next((suffix for suffix, masters in MASTERS.items() if masters == form), "")
@@ -65,22 +63,19 @@ def of_options(base: str, form: str | None) -> str:
 def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
     """Return the names without their suffixes, by the suffixes that each also has among ``names``, in their order."""
     listed = list(names)
-    known = set(listed)
-    found: dict[tuple[str, ...], list[str]] = {}
+    existing = set(listed)
+    stems: dict[tuple[str, ...], list[str]] = {}
     for name in listed:
-        if split(name)[1] and split(name)[0] in known:
+        if split(name)[1] and split(name)[0] in existing:
             continue  # a member of a family
-        found.setdefault(tuple(s for s in OPTIONS if f"{name}{s}" in known and split(f"{name}{s}")[1]), []).append(name)
-    return found
+        stems.setdefault(tuple(s for s in OPTIONS if f"{name}{s}" in existing and split(f"{name}{s}")[1]), []).append(
+            name
+        )
+    return stems
 
 
 def in_words(names: Collection[str], *, quoted: bool = False) -> str:
-    """Return one line with every name: families with their suffixes in place of their members.
-
-    Args:
-        names: the names.
-        quoted: whether names and suffixes stand in quotes, as in error messages.
-    """
+    """Return one line with every name: families with their suffixes in place of their members."""
     shown = repr if quoted else str
     parts = []
     for suffixes, stems in families(names).items():
@@ -94,3 +89,43 @@ def in_words(names: Collection[str], *, quoted: bool = False) -> str:
 
 def _either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+# ---- names that do not exist with some suffixes
+
+
+def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
+    """Return why a name of a backend does not exist with these suffixes, and what to write; ``""`` for other names."""
+    stem, suffixes = split_all(name)
+    row = table.get(stem)
+    if row is None or row.backend is None or not suffixes:
+        return ""
+    has = {FP16: row.fp16, **dict.fromkeys(MASTERS, row.masters)}
+    lacking = next((suffix for suffix in suffixes if not has[suffix]), None)
+    if lacking is not None:
+        codes = "it keeps its weights as codes, with masters of its own where they are needed"
+        reason = codes if row.keeps_codes and lacking in MASTERS else "its backend has no such name"
+        return f"{stem!r} has no `{lacking}`: {row.lacks.get(lacking, reason)}."
+    forms = [suffix for suffix in suffixes if suffix != FP16]
+    if FP16 in suffixes and forms:
+        return _both(stem, row, forms[0])
+    return f"A name has one suffix: write {stem + suffixes[0]!r}." if len(suffixes) > 1 else ""
+
+
+def call(row: PrecisionName, **options: object) -> str:
+    """Return the call that makes the plugin of a name with more options, as a user would write it."""
+    arguments = {**row.options, **options}
+    return f"{row.plugin.__name__}({', '.join(f'{option}={value!r}' for option, value in arguments.items())})"
+
+
+def _both(stem: str, row: PrecisionName, form: str) -> str:
+    reason = (
+        "names with `-fp16` keep float32 weights"
+        if MASTERS[form] == "fp32"
+        else f"`{form}` needs bf16 weights, because bf16 is the upper half of float32 and fp16 is not"
+    )
+    masters = call(row, **OPTIONS[FP16], **OPTIONS["-master"])
+    return (
+        f"`-fp16` and `{form}` do not go together: {reason}. Write '{stem}{form}' for bf16, or `plugins={masters}` for"
+        " fp16 weights with float32 masters."
+    )

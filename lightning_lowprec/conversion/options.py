@@ -32,8 +32,15 @@ _ARGS: Final = "Args:\n"
 _RAISES: Final = "\n\nRaises:\n"
 
 
+class Group:
+    """Base of the groups: every field is checked, and nothing is changed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions:
+class LayerOptions(Group):
     """Choose the Linear layers that convert, beside the rules of :mod:`~lightning_lowprec.conversion.selection`.
 
     Args:
@@ -58,10 +65,6 @@ class LayerOptions:
     frozen: Frozen = "convert"
     min_gain: Literal["auto"] | Gain | None = None
     tokens: Count | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
 
     @property
     def threshold(self) -> float | None:
@@ -106,12 +109,12 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
 
     def decorate(cls: Class) -> Class:
         init: Any = cls.__init__  # type: ignore[misc]
-        own = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        direct = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         hints = get_type_hints(init)
-        own = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in own]
+        direct = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in direct]
         shared = [p for group in groups for p in _parameters(group) if p.name not in without]
-        allowed = {p.name for p in (*own, *shared)}
-        positional = [p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
+        allowed = {p.name for p in (*direct, *shared)}
+        positional = [p.name for p in direct if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
         types = {name: hint for group in (*groups, init) for name, hint in hints_of(group).items() if name in allowed}
 
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +123,7 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
             check_types({**dict(zip(positional, args, strict=False)), **kwargs}, types)
             init(self, *args, **kwargs)
 
-        checked.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)  # type: ignore[attr-defined]
+        checked.__signature__ = inspect.Signature([*direct, *shared], return_annotation=None)  # type: ignore[attr-defined]
         checked.__doc__, checked.__name__, checked.__qualname__ = init.__doc__, init.__name__, init.__qualname__
         checked.__module__ = init.__module__
         cls.__init__ = checked  # type: ignore[misc]

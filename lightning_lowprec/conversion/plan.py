@@ -16,11 +16,10 @@ from torch import nn
 
 from lightning_lowprec.conversion import plan_table, selection
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
-from lightning_lowprec.conversion.kept_dtype import runs_in
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls, other_products
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan_row import PlanRow
+from lightning_lowprec.conversion.plan_table import PlanRow, runs_in
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
 from lightning_lowprec.conversion.selection import no_multiple
 
@@ -107,11 +106,9 @@ class Plan:
         return f"{text}, kept {len(kept)}{f'{share} in {dtypes[0]}' if dtypes else ''}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
-        """Show a table, one line per weight."""
         return plan_table.as_text([(row.fqn, row) for row in self.all_rows], self.format)
 
     def __repr__(self) -> str:
-        """Show the summary and a table, one line per kind of block."""
         return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.all_rows), self.format)}"
 
     def _repr_html_(self) -> str:

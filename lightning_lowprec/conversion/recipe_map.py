@@ -10,7 +10,7 @@ it has the backend's first recipe.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, final
@@ -40,17 +40,10 @@ class LayerRecipe:
 
     @classmethod
     def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
-        """Return the recipe that a user has written.
+        """Return the recipe that a user has written: one of ``names``, "bf16", "fp32", or a mapping of products.
 
-        Args:
-            value: one of ``names``, ``"bf16"``, ``"fp32"``, or a mapping of products to ``"bf16"`` and ``"fp8"``.
-            names: the recipes of the backend.
-            base: the recipe that a mapping of products changes; None: that of one converted layer, which has weights in
-                the dtype that they have, so ``"fp32"`` is not valid.
-            field: the name of the option, for messages.
-
-        Raises:
-            ValueError: ``value`` is none of these.
+        ``base`` is the recipe that a mapping of products changes; None: that of one converted layer, whose weights keep
+        their dtype, so ``"fp32"`` is not valid.
         """
         if value == HIGH:
             return cls(base, ALL_GEMMS)
@@ -70,7 +63,6 @@ class LayerRecipe:
         return self.in_bf16 == ALL_GEMMS
 
     def __str__(self) -> str:
-        """Show ``tensorwise``, ``tensorwise, forward in bf16`` or ``fp32``."""
         if self.name == FLOAT32:
             return FLOAT32
         return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
@@ -85,33 +77,27 @@ class RecipeMap:
 
     @classmethod
     def of(cls, given: Mapping[Any, Any], *, names: Sequence[str], base: str) -> RecipeMap:
-        """Return the map that a user has written.
+        """Return the map that a user has written, of patterns and values for :meth:`LayerRecipe.of`.
 
-        Args:
-            given: patterns and values, see :meth:`LayerRecipe.of`.
-            names: the recipes of the backend.
-            base: the recipe that a mapping of products changes, and of all other layers in a map of ``"fp32"`` alone.
-
-        Raises:
-            ValueError: there is no pattern, a pattern is no string, a value is not valid, or nothing runs in FP8.
+        In a map of ``"fp32"`` alone, all other layers have the recipe ``base``.
         """
         if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
             raise ValueError(
                 f"`recipe={dict(given)!r}` is not valid; expected patterns of fqns with a recipe each, e.g."
                 f" {{'*.o_proj': {names[-1]!r}, '*': {names[0]!r}}}."
             )
-        found = {
+        recipes = {
             pattern: LayerRecipe.of(value, names=names, base=base, field=f"recipe[{pattern!r}]")
             for pattern, value in given.items()
         }
-        if all(recipe.name == FLOAT32 for recipe in found.values()):
-            found["*"] = LayerRecipe(base)
-        if all(recipe.is_kept for recipe in found.values()):
+        if all(recipe.name == FLOAT32 for recipe in recipes.values()):
+            recipes["*"] = LayerRecipe(base)
+        if all(recipe.is_kept for recipe in recipes.values()):
             raise ValueError(
                 f"`recipe={dict(given)!r}` computes nothing in FP8; give a pattern one of:"
                 f" {', '.join(map(repr, names))}, or use `precision='bf16-mixed'`."
             )
-        return cls(tuple(found.items()))
+        return cls(tuple(recipes.items()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,14 +115,9 @@ class RecipeMap:
         return next(((pattern, recipe) for pattern, recipe in self.entries if fnmatchcase(fqn, pattern)), None)
 
     def check(self, kept: Mapping[str, str | None]) -> None:
-        """Raise if a pattern decides nothing.
+        """Raise if a pattern decides nothing: it matches nothing, or only layers that others take or other rules keep.
 
-        Args:
-            kept: for every weight of the model, the reason of another rule that keeps it; None: the map decides.
-
-        Raises:
-            ValueError: a pattern matches nothing, matches only layers that patterns before it took, or gives a recipe
-                to layers that other rules keep.
+        ``kept`` has for every weight of the model the reason of another rule that keeps it; None: the map decides.
         """
         for number, (pattern, recipe) in enumerate(self.entries):
             matched = [fqn for fqn in kept if fnmatchcase(fqn, pattern)]
@@ -162,8 +143,13 @@ class RecipeMap:
                 f"matches only layers that other rules keep ({matched[0]!r}: {kept[matched[0]]}), and these come"
                 " before `recipe`. Leave the pattern out, or name the layers that convert with `only=[...]`."
             )
-        near = difflib.get_close_matches(pattern, list(kept), n=3, cutoff=0.3) or list(kept)[:3]
         return (
-            f"matches no linear layer of the model; the nearest are: {', '.join(map(repr, near))} (of {len(kept)})."
-            " A pattern matches a whole fqn: '*.o_proj', 'blocks.[0-1].*'."
+            f"matches no linear layer of the model; {nearest_fqns(pattern, kept)}. A pattern matches a whole fqn:"
+            " '*.o_proj', 'blocks.[0-1].*'."
         )
+
+
+def nearest_fqns(pattern: str, fqns: Collection[str]) -> str:
+    """Return the names that are spelled most like a pattern, for messages: ``the nearest are: 'a', 'b' (of 12)``."""
+    near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or list(fqns)[:3]
+    return f"the nearest are: {', '.join(map(repr, near))} (of {len(fqns)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Final
@@ -10,12 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.experts import is_stack, weight_names
+from lightning_lowprec.conversion.experts import difference, is_sorted_stack, is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.sorted_experts import difference, is_sorted_stack
+from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.private import transformers
 from lightning_lowprec.private.deepspeed import whole_shape
 from lightning_lowprec.private.transformers import has_parallel_forward
@@ -24,6 +23,8 @@ FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
 """Last component of an output head's fqn in the model families of ``transformers``, torchtitan and timm."""
+UNCAST: Final = "autocast leaves grouped products in the dtype of the weights, so cast these in the model"
+"""What becomes of stacked experts whose products no precision of this package can take over."""
 _UNCALLED: Final = {
     ("torchvision", "ShiftedWindowAttention"): ("qkv", "proj"),
     ("transformers", "MambaMixer"): ("dt_proj",),
@@ -46,12 +47,7 @@ def unsupported(
 ) -> str | None:
     """Return why this weight cannot convert under any options, or None if it can.
 
-    Args:
-        matmul: the weight.
-        module: its module.
-        alignment: its features must be multiples of this number.
-        converted_class: the class that an earlier plan gave to Linears; such a layer can convert.
-        experts: why stacked experts cannot convert; None: they can.
+    Layers of ``converted_class`` were converted by an earlier plan; ``experts`` says why stacked experts cannot be.
     """
     if matmul.kind == STACKED:
         return experts or _unsupported_experts(matmul, module, alignment)
@@ -78,35 +74,35 @@ def no_multiple(alignment: int) -> str:
 
 def own_work(module: nn.Module) -> str | None:
     """Return why a module is not one whose work is exactly that of a Linear, or None."""
-    own = own_class(module)
-    if own is nn.Linear or transformers.is_conv1d(own):
+    cls = own_class(module)
+    if cls is nn.Linear or transformers.is_conv1d(cls):
         return None
     if is_conv1d(module):
-        return f"a subclass of Conv1D ({own.__name__})"
+        return f"a subclass of Conv1D ({cls.__name__})"
     if not isinstance(module, nn.Linear):
-        return f"no Linear ({own.__name__})"
-    if own.__name__ == "NonDynamicallyQuantizableLinear":
+        return f"no Linear ({cls.__name__})"
+    if cls.__name__ == "NonDynamicallyQuantizableLinear":
         return "out_proj of a MultiheadAttention, which never calls it"
-    if not (computes_as_linear(own) or transformers.is_falcon_linear(own)):
-        return f"a subclass of Linear ({own.__name__})"
-    if type(module) is own and type(module.weight) not in (nn.Parameter, Tensor):
-        return f"a subclass of Linear ({own.__name__}) whose weight is a {type(module.weight).__name__}"
+    if not (computes_as_linear(cls) or transformers.is_falcon_linear(cls)):
+        return f"a subclass of Linear ({cls.__name__})"
+    if type(module) is cls and type(module.weight) not in (nn.Parameter, Tensor):
+        return f"a subclass of Linear ({cls.__name__}) whose weight is a {type(module.weight).__name__}"
     return None
 
 
-def computes_as_linear(own: type[nn.Module]) -> bool:
+def computes_as_linear(linear_class: type[nn.Module]) -> bool:
     """Return whether a subclass of Linear computes its output as Linear does, from a weight that is a parameter."""
     return (
-        own.forward is nn.Linear.forward
-        and own.__call__ is nn.Module.__call__
-        and not any(name in vars(cls) for cls in own.__mro__ for name in ("weight", "bias"))
+        linear_class.forward is nn.Linear.forward
+        and linear_class.__call__ is nn.Module.__call__
+        and not any(name in vars(cls) for cls in linear_class.__mro__ for name in ("weight", "bias"))
     )
 
 
 def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> str | None:
     name = matmul.fqn.rpartition(".")[2]
     if not is_stack(module) or name not in weight_names(module):
-        return f"stacked experts of an unknown class ({type(module).__name__})"
+        return f"stacked experts of an unknown class ({type(module).__name__}); {UNCAST}"
     weight = getattr(module, name)
     if is_sorted_stack(module) and (reason := difference(module)) is not None:
         return reason
@@ -154,9 +150,9 @@ def output_heads(model: nn.Module) -> dict[str, str]:
     """
     candidates = linears(model)
     for rule in (_declared_heads, _tied_heads, _named_heads):
-        found = {fqn: reason for fqn, reason in rule(model) if fqn in candidates}
-        if found:
-            return found
+        heads = {fqn: reason for fqn, reason in rule(model) if fqn in candidates}
+        if heads:
+            return heads
     return {}
 
 
@@ -210,9 +206,7 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:
 def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     """Return the layers that ``keep``, ``only`` and the first/last options keep, by fqn, with the reason.
 
-    Raises:
-        ValueError: a name or pattern matches no Linear (the message has the nearest fqns), or the model has no stack of
-            blocks whose first and last blocks could be kept.
+    A name or pattern that matches no Linear raises; so do blocks to keep in a model without blocks.
     """
     kept: dict[str, str] = {}
     if options.only is not None:
@@ -227,21 +221,20 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
 
 def choosable(model: nn.Module) -> dict[str, nn.Module]:
     """Return what ``keep`` and ``only`` choose from, by fqn: Linears, and the Parameters of stacked experts."""
-    found = {m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}
-    return {**linears(model), **found}
+    experts = {m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}
+    return {**linears(model), **experts}
 
 
 def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
     """Return the fqns that a name or pattern matches (see :func:`matches`); raise if there is none."""
     fqns = list(choosable(model))
-    found = [fqn for fqn in fqns if matches(pattern, fqn)]
-    if not found:
-        near = difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) or fqns[:3]
+    matched = [fqn for fqn in fqns if matches(pattern, fqn)]
+    if not matched:
         raise ValueError(
-            f"`{field}={pattern!r}` matches no Linear of the model; the nearest are: {', '.join(map(repr, near))}"
-            f" (of {len(fqns)}). Give part of an fqn ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
+            f"`{field}={pattern!r}` matches no Linear of the model; {nearest_fqns(pattern, fqns)}. Give part of an fqn"
+            " ('lm_head', 'blocks.0') or a pattern ('*.mlp.*')."
         )
-    return found
+    return matched
 
 
 def matches(pattern: str, fqn: str) -> bool:

@@ -15,7 +15,6 @@ iteration of spectral_norm multiplies the weight by buffers outside of the opera
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.conversion.selection import matches, router
 from lightning_lowprec.private import transformers
 from lightning_lowprec.private.torch_modules import is_batch_norm
@@ -56,11 +56,10 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
         chosen = [fqn for fqn in floating if any(matches(pattern, part) for part in _enclosing(fqn))]
         reasons |= dict.fromkeys(chosen, f"`keep_fp32={pattern!r}`")
         if not chosen:
-            near = difflib.get_close_matches(pattern, list(floating), n=3, cutoff=0.3) or list(floating)[:3]
             raise ValueError(
-                f"`keep_fp32={pattern!r}` matches no parameter, buffer or module of the model; the nearest are:"
-                f" {', '.join(map(repr, near))} (of {len(floating)}). Give part of an fqn ('teacher', 'mlp.gate') or a"
-                " pattern ('*.norm')."
+                f"`keep_fp32={pattern!r}` matches no parameter, buffer or module of the model;"
+                f" {nearest_fqns(pattern, floating)}. Give part of an fqn ('teacher', 'mlp.gate') or a pattern"
+                " ('*.norm')."
             )
     return reasons
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import Rule, check_fields
-from lightning_lowprec.conversion.options import Names
+from lightning_lowprec.checks import Rule
+from lightning_lowprec.conversion.options import Group, Names
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
@@ -23,7 +23,7 @@ MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterOptions:
+class MasterOptions(Group):
     """Half-precision weights, and what happens to their masters, buffers and gradients.
 
     Args:
@@ -45,10 +45,6 @@ class MasterOptions:
     buffer_dtype: FloatingDtype | None = None
     grad_reduce_dtype: Float32OrNone = None
     grad_accumulation_dtype: Float32OrNone = None
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
 
     def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
         """Return what casts the weights and gives optimizers masters; None for float32 weights."""
@@ -85,7 +81,7 @@ class MasterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightOptions:
+class WeightOptions(Group):
     """Weights that are half precision when a model is set up, and the model after the Trainer is done.
 
     Args:
@@ -103,10 +99,6 @@ class WeightOptions:
     weights: Weights = "float32"
     keep_fp32: Names = ()
     plain_after_fit: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        check_fields(self)
 
     def keeping(self, names: Sequence[str]) -> WeightOptions:
         """Return these options, with more names of tensors that stay float32."""

@@ -27,7 +27,7 @@ from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.compiled_blocks import Compile, compile_blocks
+from lightning_lowprec.precision.fp8 import Compile, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,

@@ -91,7 +91,9 @@ class AfterFit:
             roundings = _roundings(module, ties_away=ties_away)
             take_back(module)
             layers = dict(module.named_modules())
-            backends.left_roundings.update((layers[fqn], found) for fqn, found in roundings.items() if fqn in layers)
+            backends.left_roundings.update(
+                (layers[fqn], rounding) for fqn, rounding in roundings.items() if fqn in layers
+            )
             weights.undo_cast(module, values)
         for tensor, data in before if self._tunes else ():
             tensor.grad = None
@@ -106,7 +108,6 @@ class AfterFit:
         return {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
 
     def __repr__(self) -> str:
-        """Show the class alone: there are no options."""
         return f"{type(self).__name__}()"
 
     def __getstate__(self) -> dict[str, object]:
@@ -124,9 +125,9 @@ def _sharded_by(plugin: Any) -> str | None:
 def _roundings(module: Module, *, ties_away: bool) -> dict[str, dict[str, WeightRounding | None]]:
     """Return how the forward of each converted layer rounds its weights to FP8, by the layer's fqn."""
     return {
-        fqn: {name: _of_master(getattr(layer, name), rounding, ties_away) for name, rounding in found.items()}
+        fqn: {name: _of_master(getattr(layer, name), rounding, ties_away) for name, rounding in by_name.items()}
         for fqn, layer in module.named_modules()
-        if (found := backends.weight_roundings(layer)) is not None
+        if (by_name := backends.weight_roundings(layer)) is not None
     }
 
 

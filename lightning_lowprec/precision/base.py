@@ -1,9 +1,8 @@
 """The base of every precision plugin, for Trainer and Fabric alike.
 
-A plugin is a thin layer of Lightning's hooks over five parts, each in a separate file:
+A plugin is a thin layer of Lightning's hooks over four parts, each in a separate file:
 
-* :mod:`~lightning_lowprec.precision.modules`: the modules that were set up, and where the device becomes known;
-* :mod:`~lightning_lowprec.precision.optimizers`: the optimizers and DDP modules around them, and their checks;
+* :mod:`~lightning_lowprec.precision.set_up`: the modules and optimizers that were set up, and their checks;
 * :mod:`~lightning_lowprec.precision.step`: what happens at a training step, from the loss to the weights;
 * :mod:`~lightning_lowprec.precision.state`: what checkpoints hold;
 * :mod:`~lightning_lowprec.precision.host`: the differences between Trainer and Fabric.
@@ -34,22 +33,19 @@ from typing_extensions import override
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
+from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.masters.weights import HalfWeights, is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision import first_step, float32_products, frozen_writes, left_over, refusals, state, step
+from lightning_lowprec.other_stacks import NEMO, refuse_foreign
+from lightning_lowprec.precision import frozen_writes, plain, refusals, set_up, state, step
 from lightning_lowprec.precision.after_fit import AfterFit
-from lightning_lowprec.precision.engine import Engine
-from lightning_lowprec.precision.foreign_attribute import refuse_foreign
-from lightning_lowprec.precision.heads import replace_heads
-from lightning_lowprec.precision.host import callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
+from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.modules import Modules
-from lightning_lowprec.precision.optimizers import Optimizers
 from lightning_lowprec.precision.options import Head
 from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.precision.watched_forward import watched
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -94,8 +90,8 @@ class LowPrecision(TrainerPrecision, ABC):
         self.weights = options.resolve(masters)
         self.plain_after_fit = options.plain_after_fit
         self.keep_fp32 = options.keep_fp32
-        self.modules = Modules()
-        self.optimizers = Optimizers()
+        self.modules = set_up.Modules()
+        self.optimizers = set_up.Optimizers()
         self.after_fit = AfterFit()
         self._in_trainer = False
         self._will_train = True
@@ -140,11 +136,7 @@ class LowPrecision(TrainerPrecision, ABC):
         return False
 
     def gathers(self, options: Any) -> str | None:
-        """Return why FSDP2 cannot gather the weights as float8, as the end of a sentence; None if it can.
-
-        Args:
-            options: the ``ShardOptions``.
-        """
+        """Return why FSDP2 cannot gather the weights as float8 by ``ShardOptions``, as the end of a sentence."""
         return f"`precision={self.precision!r}` has no FP8 weights"
 
     def engine_refusal(self, engine: Engine) -> str | None:
@@ -200,12 +192,12 @@ class LowPrecision(TrainerPrecision, ABC):
         prepared = []
         for module, device in self.modules.take_waiting():
             refusals.check_runs(self, device)
-            left_over.forget(module)
+            plain.forget(module)
             backends.revert_all(module, except_for=self.backend)
             if self.masters is None:
                 self._set_dtypes(module)
             self._prepare(module, device)
-            replace_heads(self, module, device)
+            set_up.set_up_heads(self, module, device)
             follow_autocast(module)
             if self.masters is not None:
                 self._set_dtypes(module)
@@ -245,8 +237,7 @@ class LowPrecision(TrainerPrecision, ABC):
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:
         """Prepare for FSDP2. Its float32 shards are the float32 masters; other forms of masters wait for the shards.
 
-        Args:
-            reshard: frees the gathered weights of a module, so that ``parameters()`` shows the shards.
+        ``reshard`` frees the gathered weights of a module, so that ``parameters()`` shows the shards.
         """
         self.modules.bind_fsdp2()
         self.optimizers.reshard = reshard
@@ -303,7 +294,7 @@ class LowPrecision(TrainerPrecision, ABC):
         self.see_module(model)
         self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         if self.engine is None:  # else DeepSpeed's optimizers are not known yet
-            first_step.in_trainer(self, model, optimizers, will_train=self._will_train)
+            set_up.before_training(self, model, optimizers, will_train=self._will_train)
         return super().connect(model, optimizers, lr_schedulers)
 
     def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -324,9 +315,9 @@ class LowPrecision(TrainerPrecision, ABC):
         device = self._known_device()
         if self.phases is not None:
             self.phases.follow(self)
-        own = self.engine is None  # an engine enters autocast itself
-        autocast = torch.autocast(device.type, self.autocast_dtype, own, cache_enabled=not self._in_trainer)
-        return float32_products.watched(self, autocast) if self.modules.watched_forwards else autocast
+        enters = self.engine is None  # an engine enters autocast itself
+        autocast = torch.autocast(device.type, self.autocast_dtype, enters, cache_enabled=not self._in_trainer)
+        return watched(self, autocast) if self.modules.watched_forwards and self.backend else autocast
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -350,7 +341,10 @@ class LowPrecision(TrainerPrecision, ABC):
     @shown_as(FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: scale the loss, then run the Trainer's hooks."""
-        return super().pre_backward(step.scale_loss(self.scaler, tensor), module) if in_trainer(module) else tensor
+        return super().pre_backward(self._scaled(tensor), module) if in_trainer(module) else tensor
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale_loss(loss)
 
     @property
     def backward(self) -> Callable[..., None]:
@@ -363,12 +357,12 @@ class LowPrecision(TrainerPrecision, ABC):
     @shown_as(FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         if self.masters is not None:
-            step.before_backward()
+            deferred.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
         parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
     def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        scaled = tensor if in_trainer(model) else step.scale_loss(self.scaler, tensor)
+        scaled = tensor if in_trainer(model) else self._scaled(tensor)
         with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
             self._backward_plain(scaled, model, *args, **kwargs)
 
@@ -390,8 +384,9 @@ class LowPrecision(TrainerPrecision, ABC):
         if self.engine is not None:
             return self.engine.optimizer_step(optimizer, model, closure, **kwargs)
         if self.modules.need_check:
-            first_step.in_fabric(self, optimizer)
-        frozen_writes.watch(self)
+            set_up.before_step_in_fabric(self, optimizer)
+        if self.masters is not None:
+            frozen_writes.watch(self)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -438,11 +433,10 @@ class LowPrecision(TrainerPrecision, ABC):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Trainer: load the states of other plugins, so that a checkpoint of any precision resumes under any other."""
-        for found in state.foreign_states(checkpoint, type(self), LowPrecision):
-            self.load_state_dict(found)
+        for foreign in state.foreign_states(checkpoint, type(self), LowPrecision):
+            self.load_state_dict(foreign)
 
-    def __str__(self) -> str:
-        """Name the package that this plugin is made for; Lightning's errors show this."""
+    def __str__(self) -> str:  # Lightning's errors show it
         return f"{type(self).__name__}({self.precision!r}, a plugin for lightning.pytorch and lightning.fabric)"
 
 

@@ -1,22 +1,71 @@
-"""Functions that the FP8 plugins share: emulation, refusals, and a plan that converts a layer or raises."""
+"""What the plugins with converted layers share: emulation, a plan or an error, compiled blocks, a schedule.
+
+FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
+from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
+from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
+from lightning_lowprec.precision.phases import ScheduledPhases
+from lightning_lowprec.precision.schedule import Schedule
+from lightning_lowprec.private.lightning import is_compiled_whole
+from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 from lightning_lowprec.runs_where import RecipeKey
 
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)
+Compile = Literal["auto"] | bool | CompileOptions
+"""``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
+
+
+class Scheduled(LowPrecision):
+    """Base of the plugins whose layers can change their precision during a run."""
+
+    def check_schedule(self, phases: Schedule) -> None:
+        """Raise ValueError for a schedule with a phase that the plugin cannot compute."""
+
+    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
+        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
+
+        Raises:
+            ValueError: the schedule is not valid, or has a phase that the plugin cannot compute.
+        """
+        if schedule is None:
+            self.phases = None
+            return
+        checked = Schedule.of(schedule)
+        checked.check_head(self.head)
+        self.check_schedule(checked)
+        self.phases = ScheduledPhases(checked)
+
+    def set_step(self, step: int, total: int | None = None) -> None:
+        """Fabric, with a ``schedule``: say before each optimizer step which step comes.
+
+        Args:
+            step: the number of optimizer steps so far, from 0.
+            total: the number of optimizer steps of the run, for a schedule with fractions.
+
+        Raises:
+            RuntimeError: there is no schedule, or the Trainer runs the plugin.
+            ValueError: a number is not valid, or ``total`` is missing.
+        """
+        if self.phases is None:
+            raise RuntimeError(f"`set_step` needs a schedule: `{type(self).__name__}(schedule=[...])`.")
+        self.phases.set_step(self, step, total)
 
 
 def emulates(emulate: bool | None, device: torch.device) -> bool:
@@ -27,11 +76,7 @@ def emulates(emulate: bool | None, device: torch.device) -> bool:
 def kernel_refusal(recipe: RecipeKey, emulate: bool | None, device: torch.device, constructor: str) -> str | None:
     """Return why a device is known not to run a recipe, and the remedy; None if it runs, is emulated, or is not known.
 
-    Args:
-        recipe: the row of the table.
-        emulate: the user's choice.
-        device: the device of the model.
-        constructor: the call that emulates FP8, for the message: ``"FP8TorchAO(..., emulate=True)"``.
+    ``constructor`` is the call that emulates FP8, for the message: ``"FP8TorchAO(..., emulate=True)"``.
     """
     can_emulate = architecture(device).emulates
     reason = refusal_and_remedy(recipe, device)
@@ -72,15 +117,15 @@ def plan_or_raise(
     plan = make_plan(module, layers, request)
     if plan.converted:
         return plan
-    found = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
+    none_of = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
     if layers.min_gain == "auto":
         tokens = layers.tokens or DEFAULT_TOKENS
         rank_zero_info(
-            f"{precision}: min_gain='auto' converts {found} (at {tokens} tokens per step, {SOURCE});"
+            f"{precision}: min_gain='auto' converts {none_of} (at {tokens} tokens per step, {SOURCE});"
             f" everything runs in {request.base}."
         )
         return plan
-    raise nothing_converts(precision, found, plan, multiple=request.alignment)
+    raise nothing_converts(precision, none_of, plan, multiple=request.alignment)
 
 
 def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> bool:
@@ -93,17 +138,47 @@ def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> 
     return is_new
 
 
-def nothing_converts(precision: str, found: str, plan: Plan, *, multiple: int) -> ValueError:
-    """Return the error for a plan that converts nothing.
-
-    Args:
-        precision: the name of the precision.
-        found: ``"none of the 3 linear layers of Net"``.
-        plan: the plan, which the message shows as a table.
-        multiple: features must be multiples of this number.
-    """
+def nothing_converts(precision: str, none_of: str, plan: Plan, *, multiple: int) -> ValueError:
+    """Return the error for a plan that converts nothing; ``found`` is ``"none of the 3 linear layers of Net"``."""
     return ValueError(
-        f"`precision={precision!r}` would convert {found}, so nothing would run in {plan.format}:\n{plan}\nUse"
+        f"`precision={precision!r}` would convert {none_of}, so nothing would run in {plan.format}:\n{plan}\nUse"
         f" a model with Linear layers whose features are multiples of {multiple}, or a precision without"
         f" {plan.format} ('bf16-mixed', 'half-auto')."
     )
+
+
+# ---- compiled blocks
+
+
+def engine_refusal(engine: Engine, option: Compile) -> str | None:
+    """Return why blocks cannot be compiled as the user wants under an engine, as the end of a sentence."""
+    if engine.frees_weights and option not in ("auto", False):
+        return f"`compile={option!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
+    return None
+
+
+def compile_blocks(
+    module: Module, layers: Iterable[Module], option: Compile, device: torch.device, *, precision: str, advice: str
+) -> None:
+    """Compile the blocks of ``module`` in place: children of its ModuleLists that hold a layer of ``layers``.
+
+    Equal blocks share code, and all fqns stay. ``advice`` ends the message where "auto" finds no blocks.
+    """
+    if option is False:
+        return
+    if option == "auto" and (
+        device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
+    ):
+        return
+    blocks = [block for stack in block_stacks(module, having=layers).values() for block in stack]
+    for block in blocks:
+        compile_in_place(block, **(option if isinstance(option, Mapping) else {}))
+    if blocks:
+        rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
+    elif option == "auto":
+        rank_zero_info(f"{precision}: found no blocks to compile (children of an nn.ModuleList). {advice}")
+    else:
+        raise ValueError(
+            f"`compile={option!r}` found no blocks (children of one class in an nn.ModuleList that hold FP8"
+            " layers); compile the model yourself with `torch.compile` and pass `compile=False`."
+        )

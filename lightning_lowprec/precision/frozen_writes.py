@@ -60,12 +60,7 @@ class FrozenWrites:
         return self._weights is not None and self._steps & (self._steps - 1) == 0
 
     def look(self, models: Iterable[torch.nn.Module], in_optimizers: set[int]) -> list[str]:
-        """Return the fqns of frozen weights that were written since the last look; after such a find, look no more.
-
-        Args:
-            models: the modules of the plugin.
-            in_optimizers: ``id(parameter)`` of those that optimizers hold.
-        """
+        """Return the fqns of frozen weights that were written since the last look; after such a find, look no more."""
         frozen = {
             fqn: p
             for model in models
@@ -77,12 +72,12 @@ class FrozenWrites:
             and id(p) not in in_optimizers
         }
         before, self._weights = self._weights or {}, {fqn: _Weight.of(p) for fqn, p in frozen.items()}
-        known = {
+        present = {
             fqn: now for fqn, now in self._weights.items() if fqn in before and before[fqn].identity == now.identity
         }
-        written = [fqn for fqn, now in known.items() if _moved(before[fqn], now)]
-        if not written and known and not _equal([before[fqn] for fqn in known], list(known.values())):
-            written = [fqn for fqn, now in known.items() if not torch.equal(before[fqn].values, now.values)]
+        written = [fqn for fqn, now in present.items() if _moved(before[fqn], now)]
+        if not written and present and not _equal([before[fqn] for fqn in present], list(present.values())):
+            written = [fqn for fqn, now in present.items() if not torch.equal(before[fqn].values, now.values)]
         if written:
             self._weights = None
         return written
@@ -106,8 +101,8 @@ def _equal(before: list[_Weight], now: list[_Weight]) -> bool:
 
 
 def watch(plugin: Any) -> None:
-    """Warn once, before an optimizer step of ``plugin``, if the program writes to frozen half-precision weights."""
-    if plugin.masters is None or not plugin.optimizers.frozen_writes.is_due():
+    """Warn once, before a step of a plugin with masters, if the program writes to frozen half-precision weights."""
+    if not plugin.optimizers.frozen_writes.is_due():
         return
     models = plugin.modules.prepared
     optimizers = (*plugin.optimizers.known, *alive(plugin.after_fit.optimizers))

@@ -1,8 +1,10 @@
-"""fp16 and bf16 by autocast, with float32 weights or with half-precision weights and float32 masters."""
+"""fp16 and bf16 by autocast: in training, with float32 or half-precision weights, or in evaluation alone."""
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -73,7 +75,6 @@ class HalfMixed(LowPrecision):
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``; ``"auto"`` asks the device that the module will run on."""
         if self._dtype is not None:
             return self._dtype
         return torch.bfloat16 if bf16_refusal(self.modules.device or default_device()) is None else torch.float16
@@ -109,11 +110,7 @@ class HalfMixed(LowPrecision):
         self.decide(device)
 
     def decide(self, device: torch.device) -> None:
-        """Choose the dtype of ``"auto"`` for a device, and say which; with fp16 the loss is scaled.
-
-        Raises:
-            RuntimeError: the form of the masters needs bf16, and the device has none.
-        """
+        """Choose the dtype of ``"auto"`` for a device, and say which; with fp16 the loss is scaled."""
         if self._dtype is not None:
             return
         rank_zero_info(f"{self.precision}: {self.how(device)}.")
@@ -128,3 +125,57 @@ class HalfMixed(LowPrecision):
             self.scaler = self._fp16_scaler
             for optimizer in self.optimizers.known:
                 self.scaler.watch(optimizer)
+
+
+@final
+@shows()
+class HalfEval(LowPrecision):
+    """Validation, test and prediction under autocast in half precision; training in float32, as with ``32-true``.
+
+    The weights stay float32, so evaluation saves time and activations, and not the bytes of the weights. In Fabric a
+    model trains while it is in train mode.
+
+    Args:
+        dtype: ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        ValueError: the dtype is unknown, or the model is sharded by FSDP2, which gathers weights in one dtype.
+    """
+
+    def __init__(self, dtype: Literal["bf16", "fp16"] = "bf16") -> None:
+        super().__init__(None)
+        self._dtype = BASE_DTYPES[dtype]
+        self.precision = f"{dtype}-eval"
+
+    @property
+    @override
+    def autocast_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    @override
+    def peak_rate_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @override
+    def how(self, device: torch.device) -> str:
+        return f"float32 in training, {str(self._dtype).removeprefix('torch.')} autocast in evaluation"
+
+    @override
+    def bind_shards(self, reshard: Callable[[Module], None]) -> None:
+        raise ValueError(
+            f"`HalfEval` (precision={self.precision!r}) does not run under FSDP2, which gathers weights in one dtype."
+            " Use '32-true' or 'bf16-mixed' there."
+        )
+
+    def _trains(self) -> bool:
+        self._known_device()
+        return any(module.training for module in self.modules.prepared)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._trains() else super().forward_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self._trains() else super().convert_input(data)

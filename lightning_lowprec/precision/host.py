@@ -1,4 +1,4 @@
-"""Find out whether Trainer or Fabric runs a module, and on which device; hide hooks from Fabric.
+"""Find out who runs a module (Trainer, Fabric or an engine) and on which device; hide hooks from Fabric.
 
 Trainer and Fabric call the same hooks with different signatures:
 
@@ -13,6 +13,7 @@ Trainer and Fabric call the same hooks with different signatures:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec.conversion.lazy_logits import LazyLogits
+from lightning_lowprec.conversion.head import LazyLogits
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.private.lightning import check_precision_plugin
 
@@ -73,3 +74,36 @@ def device_of(module: Module) -> torch.device:
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
     return apply_to_collection(data, (Tensor, LazyLogits), lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+class Engine(ABC):
+    """Trains in place of a precision plugin, which converts layers alone (DeepSpeed).
+
+    The engine has the backward passes, steps, half-precision weights, masters and the loss scale, and enters the
+    autocast around the model.
+    """
+
+    name: str
+    """The name for messages: ``"DeepSpeed ZeRO-3"``."""
+    frees_weights: bool
+    """Whether the engine frees gathered weights between two uses, so that nothing may keep their memory or codes."""
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """How many optimizer steps the engine has skipped, because a gradient was not finite."""
+
+    @property
+    @abstractmethod
+    def ended_step(self) -> bool:
+        """Whether the last call of :meth:`optimizer_step` ended an optimizer step: False between micro-batches."""
+
+    @abstractmethod
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss."""
+
+    @abstractmethod
+    def optimizer_step(
+        self, optimizer: Any, model: LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
+    ) -> Any:
+        """Run the closure, and step where the engine has all micro-batches of the step."""

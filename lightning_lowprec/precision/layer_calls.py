@@ -25,10 +25,9 @@ from torch.nn import Module
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import is_stack
+from lightning_lowprec.conversion.in_place import RoleModule
 from lightning_lowprec.conversion.matmuls import is_linear
 from lightning_lowprec.conversion.plan import NOT_CALLED
-from lightning_lowprec.conversion.roles import RoleModule
-from lightning_lowprec.precision.running_modules import RunningModules
 
 LOW: Final = 0.1
 """The share of the matrix FLOPs below which a precision of converted layers is worth a warning."""
@@ -70,44 +69,43 @@ class LayerCalls:
         """The FLOPs of converted layers."""
         self.others: Counter[str] = Counter()
         """The FLOPs of all other products, by kind."""
-        self._running = RunningModules(models, self.layers)
+        self.compiled: set[int] = set()
+        """The ids of the modules that are compiled: which layers they call is not seen."""
         self._counted: set[int] = set()
         self._read: set[int] = set()
         self._inside = self._layers_by_module()
 
     def _layers_by_module(self) -> Mapping[int, list[Module]]:
         """Return the layers that the code of a module can call, by the id of the module."""
-        found: dict[int, list[Module]] = defaultdict(list)
+        layers: dict[int, list[Module]] = defaultdict(list)
         for model in self.models:
             for fqn, layer in model.named_modules():
                 if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
-                    found[id(_around(model, fqn))].append(layer)
-        return found
+                    layers[id(_around(model, fqn))].append(layer)
+        return layers
 
-    def note(self, operation: str, args: Sequence[Any], flops: int) -> str | None:
-        """Note an operation; return the fqn of the module that runs it, or None if this package computes it."""
-        module, ours = self._running.innermost()
+    def note(self, operation: str, args: Sequence[Any], flops: int, module: int | None, is_ours: bool) -> None:
+        """Note an operation, the id of the module that runs it, and whether this package computes it."""
         if module in self.layers:
             self.called.add(module)
             self.converted += flops
             self._counted |= {module} if flops else set()
         elif flops:
             self.others[next((words for part, words in _KINDS.items() if part in operation), "other products")] += flops
-        if ours:
-            return None
+        if is_ours:
+            return
         for layer in self._inside.get(module or 0, ()) if operation in _TO_PRODUCTS else ():
             if any(arg is layer._parameters.get("weight") for arg in args):
                 self._read.add(id(layer))
-        return "the model" if module is None else self._running.names[module]
 
     @property
     def share(self) -> float | None:
         """The share of the FLOPs in converted layers; None: nothing ran, or not all products can be seen."""
         total = self.converted + self.others.total()
-        seen = not self._running.compiled and self.called == self._counted
+        seen = not self.compiled and self.called == self._counted
         return self.converted / total if seen and total else None
 
-    def text(self, of: str, format: str) -> str:
+    def share_in_words(self, of: str, format: str) -> str:
         """Return the share in words, with the shares of other products; "" if the share is not known."""
         if (share := self.share) is None:
             return ""
@@ -128,15 +126,12 @@ class LayerCalls:
     def _runs_compiled(self, model: Module, fqn: str) -> bool:
         """Return whether a module around a layer is compiled."""
         parts = fqn.split(".")
-        return any(
-            id(model.get_submodule(".".join(parts[:end]))) in self._running.compiled for end in range(len(parts))
-        )
+        return any(id(model.get_submodule(".".join(parts[:end]))) in self.compiled for end in range(len(parts)))
 
     def report(self, plugin: Any) -> None:
         """Log the share, or warn of a low one, and warn of layers that were not called; each once per set-up.
 
-        Args:
-            plugin: the precision. Its plan counts these layers as kept from now on.
+        The plan of the plugin counts these layers as kept from now on.
         """
         _called.update(self.layers[key] for key in self.called)
         new = [(layer, fqn) for layer, fqn in self.not_called() if layer not in _called | _not_called]
@@ -206,7 +201,7 @@ def _warning(plugin: Any, fqns: list[str], layers: int) -> str:
 
 
 def _say_share(plugin: Any, calls: LayerCalls, share: float) -> None:
-    text = calls.text("the first training forward", plugin.format)
+    text = calls.share_in_words("the first training forward", plugin.format)
     if share >= LOW:
         rank_zero_info(f"{plugin.precision}: {text}.")
         return

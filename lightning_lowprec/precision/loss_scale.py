@@ -66,7 +66,6 @@ class LossScale:
     """After this many skipped steps in a row at the floor, the run stops with an error."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         check_fields(self)
         if self.initial < self.floor:
             raise ValueError(f"`initial={self.initial!r}` is not valid; expected at least floor={self.floor!r}.")
@@ -270,7 +269,6 @@ class LossScaler:
         self.__dict__.update(state, _gradients=weakref.WeakKeyDictionary())
 
     def __repr__(self) -> str:
-        """Show the scale and its options."""
         if not self.scales_loss:
             return f"{type(self).__name__}(skips steps, skipped_steps={self.skipped_steps})"
         return f"{type(self).__name__}(scale={self.scale:g}, config={asdict(self.config)})"

@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import check_fields
+from lightning_lowprec.conversion.options import Group
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
@@ -20,7 +20,7 @@ LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleOptions:
+class LossScaleOptions(Group):
     """Options of the loss scale, and of steps whose gradients are not finite.
 
     Args:
@@ -34,16 +34,8 @@ class LossScaleOptions:
     loss_scale: LossScaleChoice = "auto"
     skip_nonfinite: bool = False
 
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
-
     def resolve(self, base: Base) -> LossScale | None:
-        """Return the loss scale for a base dtype, or None for an unscaled loss.
-
-        Raises:
-            ValueError: bf16 gets a scale, fp16 gets no scale, or the value is no scale.
-        """
+        """Return the loss scale for a base dtype, or None for an unscaled loss."""
         choice = self.loss_scale
         if choice == "auto":
             return LossScale() if base == "fp16" else None
@@ -62,11 +54,7 @@ class LossScaleOptions:
         return LossScale.of(choice)
 
     def scaler(self, base: Base) -> LossScaler | None:
-        """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled.
-
-        Raises:
-            ValueError: as :meth:`resolve`.
-        """
+        """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled."""
         scale = self.resolve(base)
         return None if scale is None and not self.skip_nonfinite else LossScaler(scale)
 
@@ -79,7 +67,7 @@ class LossScaleChoices(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8Options:
+class FP8Options(Group):
     """Options of FP8 layers: the dtype outside of their GEMMs, evaluation, and emulation without FP8 hardware.
 
     Args:
@@ -92,10 +80,6 @@ class FP8Options:
     base: Base = "bf16"
     fp8_eval: bool = True
     emulate: bool | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
 
 
 class FP8Choices(TypedDict, total=False):
@@ -112,7 +96,7 @@ class EmulationChoices(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions:
+class HeadOptions(Group):
     """Options of the output head of a causal language model, and of its loss.
 
     Args:
@@ -125,10 +109,6 @@ class HeadOptions:
     """
 
     head: Head = "bf16"
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
 
 
 class HeadChoices(TypedDict, total=False):

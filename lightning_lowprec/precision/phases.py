@@ -10,9 +10,8 @@ Without a step, that is, in an evaluation before any fit, layers are in the last
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -20,10 +19,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
-from typing_extensions import Self
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.schedule import Phase, Schedule
@@ -45,30 +44,6 @@ class ScheduledPhases:
         self._applied: int | None = None
         self._logged: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        schedule: Sequence[Mapping[str, Any]] | None,
-        head: str,
-        check: Callable[[Schedule], None] = lambda _: None,
-    ) -> Self | None:
-        """Return the phases of a plugin's option ``schedule``, or None without a schedule.
-
-        Args:
-            schedule: the option.
-            head: the plugin's option ``head``.
-            check: raises a ValueError if the plugin cannot compute one of the phases.
-
-        Raises:
-            ValueError: the schedule is not valid, or ``check`` raises.
-        """
-        if schedule is None:
-            return None
-        checked = Schedule.of(schedule)
-        checked.check_head(head)
-        check(checked)
-        return cls(checked)
-
     @property
     def current(self) -> Phase | None:
         """The phase of the layers; None: no phase yet."""
@@ -79,12 +54,7 @@ class ScheduledPhases:
         self._applied, self._checked = None, False
 
     def set_step(self, plugin: Any, step: int, total: int | None) -> None:
-        """Fabric: note the number of optimizer steps before the next one, and of the whole run; see ``set_step``.
-
-        Raises:
-            RuntimeError: the Trainer runs the plugin.
-            ValueError: a number is not valid, or ``total`` is missing and the schedule has fractions.
-        """
+        """Fabric: note the number of optimizer steps before the next one, and of the whole run; see ``set_step``."""
         if any(_trainers(plugin)):
             raise RuntimeError("`set_step` is for Fabric: the Trainer tells its step by itself. Leave the call out.")
         check_integer("step", step, least=0)
@@ -100,12 +70,7 @@ class ScheduledPhases:
             self.follow(plugin)
 
     def follow(self, plugin: Any) -> None:
-        """Give the layers the phase of the step, if they are in another.
-
-        Raises:
-            ValueError: a phase has no step, ``keep`` matches no converted layer, or the length of the run is unknown.
-            RuntimeError: Fabric trains, and ``set_step`` was not called.
-        """
+        """Give the layers the phase of the step, if they are in another."""
         trainer = next(_trainers(plugin), None)
         step = self._step_in_fabric(plugin) if trainer is None else self._step_in_trainer(plugin, trainer)
         phase = len(self.schedule.phases) - 1 if step is None else self.schedule.at(step, self._ends)
@@ -134,21 +99,21 @@ class ScheduledPhases:
         if trainer.state.fn != TrainerFn.FITTING and self._known is None:
             return None
         if trainer.state.fn == TrainerFn.FITTING:
-            known = id(trainer), trainer.max_steps, trainer.max_epochs, trainer.fit_loop.epoch_loop.max_steps
-            if known != self._known:
+            length = id(trainer), trainer.max_steps, trainer.max_epochs, trainer.fit_loop.epoch_loop.max_steps
+            if length != self._known:
                 total = _total(trainer, self.schedule, plugin.precision)
                 lenient = bool(getattr(trainer, "fast_dev_run", False))  # its debug connector sets it
-                self._resolve(plugin, known, total, _per_epoch(trainer), lenient=lenient)
+                self._resolve(plugin, length, total, _per_epoch(trainer), lenient=lenient)
         return trainer.global_step
 
     def _resolve(
-        self, plugin: Any, known: tuple[Any, ...], total: int | None, per_epoch: float | None, *, lenient: bool = False
+        self, plugin: Any, length: tuple[Any, ...], total: int | None, per_epoch: float | None, *, lenient: bool = False
     ) -> None:
         """Compute the first steps of the phases, and say what will happen when; once per length of the run."""
-        if known == self._known:
+        if length == self._known:
             return
         self._ends = self.schedule.ends(total, lenient=lenient)
-        self._known = known
+        self._known = length
         rank_zero_info(
             f"{plugin.precision}: {said(self.schedule, self._ends, total, per_epoch, plugin.base, plugin.format)}."
         )
@@ -174,10 +139,9 @@ class ScheduledPhases:
         for number, phase in enumerate(self.schedule.phases):
             for pattern in phase.keep:
                 if layers and not any(matches(pattern, fqn) for fqn in layers):
-                    near = difflib.get_close_matches(pattern, list(layers), n=3, cutoff=0.3) or list(layers)[:3]
                     raise ValueError(
-                        f"`schedule[{number}]['keep']` has {pattern!r}, which matches no converted layer; the nearest"
-                        f" are: {', '.join(map(repr, near))} (of {len(layers)})."
+                        f"`schedule[{number}]['keep']` has {pattern!r}, which matches no converted layer;"
+                        f" {nearest_fqns(pattern, layers)}."
                     )
         self._checked = True
 
@@ -188,8 +152,8 @@ def _modules(plugin: Any) -> Iterator[Module]:
 
 
 def _trainers(plugin: Any) -> Iterator[Trainer]:
-    found = (trainer_of(module) for module in _modules(plugin))
-    return (trainer for trainer in found if trainer is not None and trainer.precision_plugin is plugin)
+    trainers = (trainer_of(module) for module in _modules(plugin))
+    return (trainer for trainer in trainers if trainer is not None and trainer.precision_plugin is plugin)
 
 
 def _layers(plugin: Any) -> Iterator[tuple[str, Module]]:
@@ -201,11 +165,7 @@ def _layers(plugin: Any) -> Iterator[tuple[str, Module]]:
 
 
 def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
-    """Return the number of optimizer steps of the run; None: unknown, and the schedule has no fractions.
-
-    Raises:
-        ValueError: unknown, and the schedule has fractions.
-    """
+    """Return the number of optimizer steps of the run; None: unknown, and the schedule has no fractions."""
     if trainer.lightning_module.automatic_optimization:
         total = trainer.estimated_stepping_batches if schedule.needs_total else max(trainer.max_steps, 0) or math.inf
     else:  # a batch may take any number of steps

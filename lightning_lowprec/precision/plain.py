@@ -1,31 +1,38 @@
-"""Give a model back as it was before a precision set it up: torch's own layers, and weights that are plain tensors.
+"""Give a model back as it was before a precision set it up, and warn of what is left where another precision runs it.
 
 Trainer, Fabric                 plain(model)
 FP8Linear, codes, masters  ->   nn.Linear, float32 values of the same Parameters
+
+Lightning's own precisions do not look at the layers of a model, so FP8 layers stay FP8 there. The warning comes from a
+hook that runs once, at the first forward, and is removed; under our precisions there is no hook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, Final
+from typing import Any, Final, final
 
+import torch
 from lightning.fabric import is_wrapped
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.head import LossHead
+from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
 from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.precision import left_over
 from lightning_lowprec.private.deepspeed import refuse_zero
-from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
+from lightning_lowprec.private.torch_modules import is_compiled, undo_compile, without_compiled_wrapper
 
 _GATHER: Final = (
     "Build the model anew and load the whole state dict, which is plain under every precision: on all ranks `state ="
@@ -88,7 +95,7 @@ def unwrapped(model: Module) -> Module:
 
 def take_back(module: Module) -> None:
     """Give ``module`` torch's own layers and functions back, in place; half-precision weights stay."""
-    left_over.forget(module)
+    forget(module)
     backends.revert_all(module)
     for part in module.modules():
         undo_compile(part)
@@ -105,26 +112,26 @@ def _refuse_sharded(module: Module) -> None:
 
 def _copied(module: Module, masters: Mapping[int, Tensor]) -> tuple[Module, dict[int, Tensor]]:
     """Return a deep copy, whose parameters know again which dtype they got by a precision, and its masters."""
-    made = deepcopy(module)
-    pairs = list(zip(module.parameters(), made.parameters(), strict=True))
+    copy = deepcopy(module)
+    pairs = list(zip(module.parameters(), copy.parameters(), strict=True))
     for parameter, copied in pairs:
         if is_marked(parameter):
             mark(copied)
-    return made, {id(copied): masters[id(p)] for p, copied in pairs if id(p) in masters}
+    return copy, {id(copied): masters[id(p)] for p, copied in pairs if id(p) in masters}
 
 
 def _changed_optimizers(module: Module) -> list[Optimizer]:
     """Return the optimizers of parameters of ``module`` that have masters, or that a backend has changed."""
-    own = {id(p) for p in module.parameters()}
+    ids = {id(p) for p in module.parameters()}
     changed = {id(o): o for o in (*backends.changed_optimizers(), *optimizers_with_masters())}
-    return [o for o in changed.values() if any(id(p) in own for p in parameters_of(o))]
+    return [o for o in changed.values() if any(id(p) in ids for p in parameters_of(o))]
 
 
 def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
     """Raise if an optimizer has masters or codes of other parameters too: it cannot be plain for a part of them."""
-    own = {id(p) for p in module.parameters()}
+    inside = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
-        others = [p for p in parameters_of(optimizer) if id(p) not in own and _is_changed(p)]
+        others = [p for p in parameters_of(optimizer) if id(p) not in inside and _is_changed(p)]
         if others:
             raise RuntimeError(
                 f"`plain(model)` got a {type(module).__name__}, and {type(optimizer).__name__} trains it together with"
@@ -135,3 +142,78 @@ def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
 
 def _is_changed(parameter: Tensor) -> bool:
     return (is_marked(parameter) and parameter.dtype in HALF_DTYPES) or backends.keeps_master(parameter)
+
+
+# ---- what is left in a model that another precision runs
+
+_ATTRIBUTE: Final = "warns_at_first_forward"
+"""Attribute of a layer with the hook, which a copy of the layer has too."""
+REMEDY: Final = (
+    "Give the model torch's layers and float32 weights back before, by `lightning_lowprec.plain(model)`; or load its"
+    " state dict, which is plain, into a fresh model; or use a precision of lightning_lowprec, which sets the model up"
+    " anew"
+)
+
+
+@final
+class _Warn:
+    """A forward pre-hook of several layers that warns once, whichever layer runs first, and removes itself."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.handles: list[RemovableHandle] = []
+
+    def __call__(self, module: Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.remove()
+            rank_zero_warn(self.message)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def warn_at_first_forward(model: Module, run: str) -> None:
+    """Let the layers that a backend has left in ``model`` warn at the first forward; at once if they are compiled.
+
+    ``run`` says how the model runs: ``"under `precision='32-true'`"``.
+    """
+    forget(model)
+    layers = [
+        m for m in model.modules() if backends.owner(m) is not None or (isinstance(m, LossHead) and m.kind == "fp8")
+    ]
+    if not layers:
+        return
+    titles = {"`head='fp8'`" if (owner := backends.owner(layer)) is None else owner.title for layer in layers}
+    warn = _Warn(
+        f"{len(layers)} layers of {type(model).__name__} are those of {' and '.join(sorted(titles))}, from an earlier"
+        f" set-up. They still compute in low precision, and here the model runs {run}. {REMEDY}."
+    )
+    if any(map(is_compiled, model.modules())):  # compiled code may not run the hook
+        warn(model, ())
+        return
+    for layer in layers:
+        warn.handles.append(layer.register_forward_pre_hook(warn))
+        vars(layer)[_ATTRIBUTE] = warn
+
+
+def warn_of_half_weights(model: Module, run: str) -> None:
+    """Warn of trainable weights that masters have left in half precision: here they would train without masters."""
+    half = [p for p in model.parameters() if p.requires_grad and p.dtype in HALF_DTYPES and is_marked(p)]
+    if half:
+        rank_zero_warn(
+            f"{len(half)} parameters of {type(model).__name__} are {half[0].dtype} since an earlier run with master"
+            f" weights. The model runs {run}, where they train without masters and lose small updates. Make them"
+            " float32 before, by `lightning_lowprec.plain(model)`; or use a precision of lightning_lowprec. Both take"
+            " the exact values of the masters while their optimizer exists."
+        )
+
+
+def forget(model: Module) -> None:
+    """Remove what an earlier run has left: updates in the backward pass, notes, :func:`warn_at_first_forward`."""
+    forget_updates(model.parameters())
+    for module in model.modules():
+        backends.left_roundings.pop(module, None)
+        warn = vars(module).pop(_ATTRIBUTE, None)
+        if warn is not None:
+            warn.remove()

@@ -30,9 +30,6 @@ def check_runs(plugin: Any, device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``, or means another backend on another rank.
 
     Warn if nobody knows whether the precision runs there, or if a GPU emulates it.
-
-    Raises:
-        RuntimeError: the message has the reason and the remedy.
     """
     refusal = plugin.refusal(device)
     if refusal is not None:
@@ -58,9 +55,6 @@ def refuse_sharded(module: Module, precision: str) -> None:
     """Raise for a model that is sharded already, because the precision can no longer convert or cast it.
 
     Expert parallelism is no reason: each rank has whole experts.
-
-    Raises:
-        TypeError: the message names one of the sharded parameters.
     """
     allowed = {id(p) for p in cut_by_expert(module)}
     cut = (fqn for fqn, p in module.named_parameters() if hasattr(p, "to_local") and id(p) not in allowed)
@@ -92,15 +86,7 @@ def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
 
 
 def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> None:
-    """Raise if steps would be skipped whose updates are made during the backward pass.
-
-    Args:
-        scaler: skips steps with gradients that are not finite.
-        masters: has the configuration of the updates.
-
-    Raises:
-        ValueError: ``update="backward"``.
-    """
+    """Raise if steps would be skipped whose updates are made during the backward pass."""
     if scaler is not None and masters is not None and masters.config.update == "backward":
         raise ValueError(
             "`skip_nonfinite=True` does not go with `MasterConfig(update='backward')` ('bf16-lean', 'bf16-lean-sr'):"
@@ -110,11 +96,7 @@ def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> N
 
 
 def refuse_uncast(sharded: Iterable[Module] | None, precision: str) -> None:
-    """Raise if the user sharded a model in Fabric without casting it to the precision's half-precision weights.
-
-    Raises:
-        RuntimeError: the message names the two ways to shard.
-    """
+    """Raise if the user sharded a model in Fabric without casting it to the precision's half-precision weights."""
     if sharded is not None and not list(sharded):
         raise RuntimeError(
             f"`precision={precision!r}` keeps its weights in half precision, but the model was sharded without it. Use"
@@ -123,26 +105,13 @@ def refuse_uncast(sharded: Iterable[Module] | None, precision: str) -> None:
 
 
 def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
-    """Raise for Lightning's callbacks that average the model's parameters.
-
-    Args:
-        callbacks: the callbacks of the Trainer.
-        why: the end of the message: the reason and the remedy.
-
-    Raises:
-        MisconfigurationException: the message names the callback.
-    """
+    """Raise for Lightning's callbacks that average the model's parameters; ``why`` ends the message."""
     for callback in _averaging(callbacks):
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
 def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
-    """Warn of Lightning's callbacks that average the model's parameters, which are half precision.
-
-    Args:
-        callbacks: the callbacks of the Trainer.
-        precision: the name of the precision.
-    """
+    """Warn of Lightning's callbacks that average the model's parameters, which are half precision."""
     for callback in _averaging(callbacks):
         rank_zero_warn(
             f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
@@ -154,17 +123,7 @@ def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
 
 
 def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, precision: str) -> None:
-    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do.
-
-    Args:
-        model: what the Trainer trains.
-        optimizers: all of its optimizers.
-        config: of the masters.
-        precision: the name of the precision.
-
-    Raises:
-        MisconfigurationException: accumulation over micro-batches, clipping, or several optimizers.
-    """
+    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do."""
     warn_of_averaging(callbacks_of(model), precision)
     trainer = trainer_of(model)
     if config.update == "step" or trainer is None:
@@ -189,19 +148,13 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
 def _accumulated(trainer: Any) -> int:
     """Return the most batches whose gradients the Trainer, or its scheduler of accumulation, will ever add up."""
     kind = lightning.pytorch.callbacks.GradientAccumulationScheduler
-    found = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kind)]
-    most: int = max(trainer.accumulate_grad_batches, *(number for numbers in found for number in numbers), 1)
+    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kind)]
+    most: int = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
     return most
 
 
 def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:
-    """Log that DDP moves the updates of ``update="backward"`` into the step, and what this costs.
-
-    Args:
-        module: a module that was set up, perhaps wrapped by DDP.
-        config: of the masters.
-        precision: the name of the precision.
-    """
+    """Log that DDP moves the updates of ``update="backward"`` into the step, and what this costs."""
     if config.update == "backward" and isinstance(module, DistributedDataParallel):
         rank_zero_info(
             f"{precision}: under DDP weights are updated in the step, not during the backward pass, because DDP"

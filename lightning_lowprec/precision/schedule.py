@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Final, TypedDict, final
 
-from lightning_lowprec.checks import Rule, check_fields
+from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, InBF16, asked_in_fp8, in_bf16, words
+from lightning_lowprec.conversion.options import Group
 
 Phases = Annotated[
     Sequence[Mapping[str, Any]], Rule("a list of phases, e.g. [{'until': 0.1, 'gemms': 'bf16'}, {'until': 0.95}, {}]")
@@ -28,7 +29,7 @@ _EPSILON: Final = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleOptions:
+class ScheduleOptions(Group):
     """Options of a schedule.
 
     Args:
@@ -41,10 +42,6 @@ class ScheduleOptions:
     """
 
     schedule: Phases | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
-        check_fields(self)
 
 
 class ScheduleChoices(TypedDict, total=False):
@@ -88,18 +85,14 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     @classmethod
-    def of(cls, given: Sequence[Mapping[str, Any]]) -> Schedule:
-        """Return the schedule that a user has written.
-
-        Raises:
-            ValueError: there is no phase, or a phase has an unknown key, a wrong ``until``, ``gemms`` or ``keep``.
-        """
-        if not given:
+    def of(cls, phases: Sequence[Mapping[str, Any]]) -> Schedule:
+        """Return the schedule that a user has written."""
+        if not phases:
             raise ValueError(
                 "`schedule=[]` has no phase; expected e.g. [{'until': 0.1, 'gemms': 'bf16'}, {}], or None."
             )
-        last = len(given) - 1
-        schedule = cls(tuple(_phase(number, phase, is_last=number == last) for number, phase in enumerate(given)))
+        last = len(phases) - 1
+        schedule = cls(tuple(_phase(number, phase, is_last=number == last) for number, phase in enumerate(phases)))
         for kind in (int, float):  # both are compared when the length of the run is known
             _check_order([p.until for p in schedule.phases if isinstance(p.until, kind)], "")
         return schedule
@@ -110,33 +103,24 @@ class Schedule:
         return any(isinstance(phase.until, float) for phase in self.phases)
 
     def ends(self, total: int | None, *, lenient: bool = False) -> tuple[int, ...]:
-        """Return the first step of each phase but the first.
+        """Return the first step of each phase but the first; without ``total`` only for a schedule without fractions.
 
-        Args:
-            total: the number of steps of the run; None: only for a schedule without fractions.
-            lenient: allow phases without a step (``fast_dev_run``).
-
-        Raises:
-            ValueError: a phase would have no step.
+        ``lenient`` allows phases without a step (``fast_dev_run``).
         """
-        found = []
+        firsts = []
         for phase in self.phases[:-1]:
             assert phase.until is not None
             if isinstance(phase.until, float):
                 assert total is not None
-                found.append(math.floor(phase.until * total + _EPSILON))
+                firsts.append(math.floor(phase.until * total + _EPSILON))
             else:
-                found.append(phase.until)
+                firsts.append(phase.until)
         if not lenient:
-            _check_order([0, *found], f" in a run of {total} steps")
-        return tuple(found)
+            _check_order([0, *firsts], f" in a run of {total} steps")
+        return tuple(firsts)
 
     def check_fp8(self, high: InBF16, given: str) -> None:
-        """Raise if a phase names a product as FP8 that ``given``, such as a recipe, computes in high precision.
-
-        Raises:
-            ValueError: a phase names one of the products ``high`` as FP8.
-        """
+        """Raise if a phase names a product as FP8 that ``given``, such as a recipe, computes in high precision."""
         for number, phase in enumerate(self.phases):
             if gemms := phase.in_fp8 & high:
                 raise ValueError(
@@ -145,11 +129,7 @@ class Schedule:
                 )
 
     def check_head(self, head: str) -> None:
-        """Raise if a phase computes in bf16, and the output head stays in FP8.
-
-        Raises:
-            ValueError: ``head`` is ``"fp8"``.
-        """
+        """Raise if a phase computes in bf16, and the output head stays in FP8."""
         if head == "fp8" and any(phase.in_bf16 for phase in self.phases):
             raise ValueError(
                 "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"

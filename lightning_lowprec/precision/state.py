@@ -50,10 +50,7 @@ def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precisi
 def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> list[dict[str, Any]]:
     """Return the states of other plugins in a Trainer's checkpoint; none if the checkpoint has that of ``plugin``.
 
-    Args:
-        checkpoint: of the Trainer. The key of a plugin's state is the name of the plugin's class.
-        plugin: the class whose state has precedence.
-        root: states of all classes derived from this class are returned.
+    States of all classes derived from ``root`` count. The key of a plugin's state is the name of its class.
     """
     if plugin.__qualname__ in checkpoint:
         return []
@@ -70,17 +67,13 @@ def _names_below(cls: type) -> list[str]:
 
 
 def check_ranks_agree(precision: str, backend: str) -> None:
-    """Raise if ``precision`` means different backends on different ranks. Every rank must call this.
-
-    Raises:
-        RuntimeError: the message lists the backends, their ranks, and the names that always mean one backend.
-    """
+    """Raise if ``precision`` means different backends on different ranks. Every rank must call this."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, backend)
-    if len(set(found)) > 1:
-        ranks = {name: [rank for rank, other in enumerate(found) if other == name] for name in dict.fromkeys(found)}
+    chosen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(chosen, backend)
+    if len(set(chosen)) > 1:
+        ranks = {name: [rank for rank, other in enumerate(chosen) if other == name] for name in dict.fromkeys(chosen)}
         said = " and ".join(f"{name} on ranks {', '.join(map(str, ranks[name]))}" for name in ranks)
         raise RuntimeError(
             f"`precision={precision!r}` means {said}, since they have different GPUs or packages. Say which:"
@@ -89,20 +82,14 @@ def check_ranks_agree(precision: str, backend: str) -> None:
 
 
 def check_backend(plugin: Any, state: Mapping[str, Any]) -> None:
-    """Raise if a plugin whose backend was chosen for a name loads the state of another backend; see below."""
-    if plugin.backend_is_chosen and plugin.backend is not None:
-        check_resumes(plugin.precision, plugin.backend, state)
+    """Raise if a plugin whose backend was chosen for a name loads the state of another backend of this name.
 
-
-def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint was trained by another backend than the one that ``precision`` means here.
-
-    A backend of the checkpoint that ``precision`` never means, such as MS-AMP for fp8-hybrid, is a change of precision,
-    which every checkpoint allows.
-
-    Raises:
-        RuntimeError: the message lists a name that always means the old backend, and one for the new backend.
+    A backend that the name never means, such as MS-AMP for fp8-hybrid, is a change of precision, which every checkpoint
+    allows.
     """
+    precision, backend = plugin.precision, plugin.backend
+    if not plugin.backend_is_chosen or backend is None:
+        return
     stored = state.get(BACKEND_STATE, backend)
     if stored != backend and _may_mean(precision, stored):
         raise RuntimeError(
@@ -113,8 +100,8 @@ def check_resumes(precision: str, backend: str, state: Mapping[str, Any]) -> Non
 
 def _may_mean(precision: str, name: str) -> bool:
     """Return whether a name without a backend means this backend on some machine; yes for an unknown backend."""
-    found = next((backend for backend in backends.registered() if backend.name == name), None)
-    return found is None or f"{split(precision)[0]}{found.suffix}" in found.names
+    meant = next((backend for backend in backends.registered() if backend.name == name), None)
+    return meant is None or f"{split(precision)[0]}{meant.suffix}" in meant.names
 
 
 def pinned(precision: str, *names: str) -> str:

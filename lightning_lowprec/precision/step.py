@@ -34,19 +34,6 @@ from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_mes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
-# ---- the loss and the backward pass
-
-
-def scale_loss(scaler: LossScaler | None, loss: Tensor) -> Tensor:
-    """Return the loss times the loss scale."""
-    return loss if scaler is None else scaler.scale_loss(loss)
-
-
-def before_backward() -> None:
-    """Multiply gradients that wait for a step, if another backward comes before the step."""
-    deferred.multiply_waiting()
-
-
 # ---- clipping
 
 
@@ -111,11 +98,7 @@ def scaled_step(
     closure: Callable[[], Any] | None,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the closure, unscale, let the Trainer clip, then step, or skip if a gradient is not finite.
-
-    Raises:
-        MisconfigurationException: the optimizer is LBFGS.
-    """
+    """Run the closure, unscale, let the Trainer clip, then step, or skip if a gradient is not finite."""
     if isinstance(optimizer, LBFGS):
         does, remedy = "scales the loss", "Use a bf16 precision"
         if not scaler.scales_loss:

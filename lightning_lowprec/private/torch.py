@@ -22,7 +22,7 @@ LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 COMPILATION: Final = "compiled models"
-FLOAT32_PRODUCTS: Final = "the warning of products in float32"
+FIRST_FORWARDS: Final = "the watch over the first training forwards"
 MONITOR: Final = "NumericsMonitor"
 FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
@@ -149,11 +149,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.utils._pytree.tree_flatten",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
-    FLOAT32_PRODUCTS: (
-        "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
-        "torch.autocast_increment_nesting",
-        "torch.autocast_decrement_nesting",
-    ),
+    FIRST_FORWARDS: ("torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",),
     MONITOR: ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
     COMPILATION: (
         "torch.nn.Module()._compiled_call_impl",

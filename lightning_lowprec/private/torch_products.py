@@ -1,4 +1,4 @@
-"""Products of float8 and int8 codes, by names that are private to torch; `torch.py` has the list of these names.
+"""Products of codes, and a mode that sees all products, by private names of torch; `torch.py` has their list.
 
 ``torch.nn.functional.scaled_mm`` calls another operation, ``aten._scaled_mm_v2``. torch 2.13's partitioner does not
 count it among the products that a backward must not compute again, and torch's counter knows no FLOPs of it. Use the
@@ -7,8 +7,13 @@ public function from the version on in which both do (``torch/_functorch/partiti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scaled_product(
@@ -39,3 +44,31 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
     """[M, K] @ [K, N] of int8 -> [M, N] int32."""
     return torch._int_mm(a, b)
+
+
+class Operations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
+    """A context in which ``see`` is called after every operation, except those in code that ``torch.compile`` made."""
+
+    supports_higher_order_operators = True
+    """Let checkpoints in compiled code run operations that hold functions; torch refuses them under other modes."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` compile, which it otherwise does not do under a mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):
+            self.see(func, args, out)
+        return out
+
+    @abstractmethod
+    def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Look at an operation that has run: the overload, its arguments without keywords, its result."""

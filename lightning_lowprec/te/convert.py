@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_lowprec.conversion import in_float32
+from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import linears, matmuls
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
@@ -118,7 +118,7 @@ def convert_model(
 
     kind, alignment = kind_of(recipe), alignment_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
-    in_float32.revert(model)
+    module_dtypes.stop_float32(model)
     with unchanged(model):
         choice = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes, base=base, head=head)
         convert_linears(
@@ -132,7 +132,7 @@ def convert_model(
         )
         note_recipes(model, recipe, choice.linears, recipes)
         convert_norms(model, [fqn for fqn, reason in choice.norms.items() if reason is None])
-    in_float32.convert(model, choice.linears)
+    module_dtypes.run_in_float32(model, choice.linears)
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, final
 
@@ -21,7 +21,8 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.engine import Engine
+from lightning_lowprec.precision.fp8 import Scheduled
+from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
@@ -32,9 +33,7 @@ from lightning_lowprec.precision.options import (
     LossScaleChoices,
     LossScaleOptions,
 )
-from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
-from lightning_lowprec.precision.scheduled import Scheduled
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
@@ -171,17 +170,9 @@ class FP8TE(Scheduled):
         self.precision = name + of_options(self.base, form)
 
     @override
-    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
-        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
-
-        Raises:
-            ValueError: the schedule is not valid, or Transformer Engine cannot compute one of its phases.
-        """
-
-        def check(phases: Schedule) -> None:
-            check_phases(phases, self._all_recipes)
-
-        self.phases = ScheduledPhases.of(schedule, self.head, check)
+    def check_schedule(self, phases: Schedule) -> None:
+        """Refuse a phase that Transformer Engine cannot compute."""
+        check_phases(phases, self._all_recipes)
 
     @property
     def _all_recipes(self) -> list[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
-from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
+from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.name_formats import HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
@@ -86,12 +86,6 @@ _PROTOTYPES: Final = {
 }
 
 
-def _revert(model: Any) -> None:
-    imported(".precision.half_norms:release")(model)
-    if any(BACKEND.owns(module) for module in model.modules()):  # then torchao is imported already
-        imported(".torchao.hooks:revert")(model)
-
-
 BACKEND: Final = Backend(
     name=NAME,
     title="torchao",
@@ -101,7 +95,7 @@ BACKEND: Final = Backend(
     module="torchao.float8",
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
-    revert=_revert,
+    revert=later(".torchao.hooks:revert"),
     reconfigure=later(".torchao.hooks:reconfigure"),
     cuts=later(".torchao.hooks:cuts"),
     set_phase=later(".torchao.hooks:set_phase"),

@@ -22,7 +22,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.compiled_blocks import Compile
+from lightning_lowprec.precision.fp8 import Compile
 from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,

@@ -27,7 +27,7 @@ from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear
 from lightning_lowprec.products.transforms import check_call
 from lightning_lowprec.torchao.settings import LayerSettings
-from lightning_lowprec.torchao.tensor_parallel import check_coded_input, is_cut, linear_by_torchao
+from lightning_lowprec.torchao.tensor_parallel import CUT, check_coded_input, linear_by_torchao
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
@@ -73,7 +73,7 @@ class CodedLayer(PlainFirst):
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
-        if isinstance(self.weight, DTensor) or is_cut(input):
+        if isinstance(self.weight, DTensor) or isinstance(input, CUT):
             return linear_by_torchao(self, input)
         if not any(self.padding):
             return linear(given, input, self.weight, self.bias, products)

@@ -20,7 +20,7 @@ from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.compiled_blocks import Compile
+from lightning_lowprec.precision.fp8 import Compile
 from lightning_lowprec.precision.options import (
     Base,
     EmulationChoices,

@@ -6,7 +6,6 @@ The formats are `fp8.py`, `int8.py` and `mxfp8.py`: options, names, and the arit
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,20 +13,18 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.conversion import in_float32
+from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import WeightOptions
-from lightning_lowprec.precision import compiled_blocks, fp8, half_norms
-from lightning_lowprec.precision.compiled_blocks import Compile
-from lightning_lowprec.precision.engine import Engine
+from lightning_lowprec.precision import fp8
+from lightning_lowprec.precision.fp8 import Compile, Scheduled
+from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, HeadOptions, LossScaleOptions
-from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.precision.schedule import Schedule, ScheduleOptions
-from lightning_lowprec.precision.scheduled import Scheduled
+from lightning_lowprec.precision.schedule import ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao.backend import NAME
 
@@ -84,18 +81,6 @@ class TorchAO(Scheduled):
         """Return the fields of the ``PlanRequest`` that the format decides."""
         return {}
 
-    def check_schedule(self, phases: Schedule) -> None:
-        """Raise ValueError for a schedule that the recipe cannot follow."""
-
-    @override
-    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
-        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
-
-        Raises:
-            ValueError: the schedule is not valid, or names a product as FP8 that the recipe computes in bf16.
-        """
-        self.phases = ScheduledPhases.of(schedule, self.head, self.check_schedule)
-
     @property
     @override
     def autocast_dtype(self) -> torch.dtype:
@@ -116,7 +101,7 @@ class TorchAO(Scheduled):
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
         """Compiled blocks do not outlive weights that are freed."""
-        return compiled_blocks.engine_refusal(engine, self.compile)
+        return fp8.engine_refusal(engine, self.compile)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
@@ -130,8 +115,6 @@ class TorchAO(Scheduled):
 
         if self.phases is not None:
             self.phases.forget()
-        half_norms.release(module)
-        in_float32.revert(module)
         hooks.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
             module,
@@ -143,9 +126,9 @@ class TorchAO(Scheduled):
         with unchanged(module):
             for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):
                 convert(module, fqns, lambda fqn: recipes.of(plan.recipes.get(fqn, default)), low_eval=self.low_eval)
-        in_float32.convert(module, plan)
+        module_dtypes.run_in_float32(module, plan)
         if self.masters is not None or self.engine is not None or self.keeps_float32_shards:
-            half_norms.hold(module)  # weights are in half precision, or FSDP2's gathered ones are
+            module_dtypes.hold_half_norms(module)  # weights are in half precision, or FSDP2's gathered ones are
         if self.engine is not None and self.engine.frees_weights:
             linear.save_no_weight_codes(module)
             rank_zero_info(
@@ -154,9 +137,7 @@ class TorchAO(Scheduled):
             )
         elif plan.converted:
             layers = linear.coded_layers(module)
-            compiled_blocks.compile_blocks(
-                module, layers, self.compile, device, precision=self.precision, advice=self.advice
-            )
+            fp8.compile_blocks(module, layers, self.compile, device, precision=self.precision, advice=self.advice)
         if fp8.take_plan(self, module, plan):
             self.say(plan, device)
 

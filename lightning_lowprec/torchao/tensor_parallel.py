@@ -6,7 +6,7 @@ whatever the recipe of the layer is. Importing this module imports torchao (abou
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from lightning_lowprec.products.transforms import check_backward
 
 STYLES = "`Float8ColwiseParallel`, `Float8RowwiseParallel` or `PrepareFloat8ModuleInput`"
 _TOKENS = 16
-
-
-def is_cut(input: Tensor) -> bool:
-    """Return whether an input comes from tensor parallelism."""
-    return isinstance(input, (DTensor, Float8TrainingTensor))
+CUT: Final = (DTensor, Float8TrainingTensor)
+"""The classes of inputs that come from tensor parallelism."""
 
 
 def linear_by_torchao(layer: Any, input: Tensor) -> Tensor:

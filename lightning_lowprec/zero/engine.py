@@ -34,9 +34,8 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.engine import Engine
 from lightning_lowprec.precision.half import HalfMixed
-from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.precision.host import Engine, in_trainer
 from lightning_lowprec.private import deepspeed as private
 from lightning_lowprec.zero.config import SCALE_FIELDS, ZeroOptions, check_plugin, translated
 

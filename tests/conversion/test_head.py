@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_lowprec.conversion import head
 from lightning_lowprec.conversion.backends import revert_all
+from lightning_lowprec.conversion.head import LazyLogits
 from lightning_lowprec.conversion.head_recognition import causal_models
-from lightning_lowprec.conversion.lazy_logits import LazyLogits
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_model(family):
     runs = [{}, {"dtype": torch.bfloat16}, {"num_items_in_batch": torch.tensor(50)}]
     stock = [stepped(model, **run) for run in runs]
     keys = list(model.state_dict())
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     for run, (out, gradients) in zip(runs, stock, strict=True):
         ours, found = stepped(model, **run)
         torch.testing.assert_close(ours.loss, out.loss, rtol=1e-6, atol=0)
@@ -71,13 +71,13 @@ def test_loss_and_gradients_are_those_of_the_model(family):
         assert isinstance(ours.logits, LazyLogits)
         assert torch.equal(ours.logits.tensor(), out.logits)
     assert list(model.state_dict()) == keys
-    head.revert(model)
-    head.replace(model, "fp32", emulate=None)
+    head.restore_heads(model)
+    head.replace_heads(model, "fp32", emulate=None)
     out, found = stepped(model, dtype=torch.bfloat16)
     assert out.logits.tensor().dtype == torch.float32
     assert sqnr(stock[0][1][-1], found[-1]) > sqnr(stock[0][1][-1], stock[1][1][-1]) - 1
-    head.revert(model)
-    head.replace(model, "fp8", emulate=None)
+    head.restore_heads(model)
+    head.replace_heads(model, "fp8", emulate=None)
     _, found = stepped(model)
     assert as_exact(found, stock[0][1], 20)
     revert_all(model)
@@ -91,7 +91,7 @@ def test_a_forward_that_computes_with_the_logits_is_refused(family):
     with torch.device("meta"):
         model = build(family)
     with pytest.raises(ValueError) as raised:  # noqa: PT011  (the message is compared below)
-        head.replace(model, "chunked", emulate=None)
+        head.replace_heads(model, "chunked", emulate=None)
     assert UNKNOWN[family] in str(raised.value)
     assert "lightning_lowprec.losses.linear_cross_entropy" in str(raised.value)
     assert type(model.get_output_embeddings()) is nn.Linear
@@ -122,15 +122,15 @@ def test_a_changed_model_is_refused_with_the_reason(change, reason):
 
 def test_other_models_and_widths_are_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"Sequential holds none.*lightning_lowprec\.losses\.linear_cross_entropy"):
-        head.replace(nn.Sequential(nn.Linear(16, 16)), "chunked", emulate=None)
+        head.replace_heads(nn.Sequential(nn.Linear(16, 16)), "chunked", emulate=None)
     narrow = build("gpt2", n_embd=24)
     with pytest.raises(ValueError, match=r"multiple of 16 hidden features.*has 24; use `head='chunked'`"):
-        head.replace(nn.ModuleDict({"lm": narrow}), "fp8", emulate=None)
+        head.replace_heads(nn.ModuleDict({"lm": narrow}), "fp8", emulate=None)
 
 
 def test_logits_that_were_read_before_the_loss_raise():
     model = build()
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     lazy = model.lm_head(torch.randn(2, 20, 32, requires_grad=True))
     with pytest.warns(UserWarning, match="`head='chunked'` has no effect on this forward"):
         read = lazy * 2
@@ -140,7 +140,7 @@ def test_logits_that_were_read_before_the_loss_raise():
 
 def test_evaluation_generation_and_forwards_without_labels_are_untouched():
     model = build()
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     with pytest.warns(UserWarning, match="Pass `labels=...` to the model"):
         logits = model(input_ids=batch()["input_ids"]).logits[:, -1]
     logits.sum().backward()
@@ -157,7 +157,7 @@ def test_evaluation_generation_and_forwards_without_labels_are_untouched():
 
 def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
     model = build(tie_word_embeddings=True)
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     expected, gradients = stepped(model)
     copied = copy.deepcopy(model)
     assert copied.loss_function.head is copied.lm_head is not model.lm_head
@@ -182,7 +182,7 @@ def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
 def test_a_compiler_traces_the_whole_model():
     model = build()
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     expected, gradients = stepped(model)
     model.zero_grad()
     out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch())
@@ -193,7 +193,7 @@ def test_a_compiler_traces_the_whole_model():
 
 def test_lazy_logits_are_read_as_a_tensor():
     model = build()
-    head.replace(model, "chunked", emulate=None)
+    head.replace_heads(model, "chunked", emulate=None)
     lazy = model(**batch()).logits
     assert (lazy.shape, lazy.dtype, lazy.device.type, len(lazy)) == ((2, 20, 300), torch.float32, "cpu", 2)
     assert repr(lazy) == "LazyLogits(shape=(2, 20, 300), dtype=torch.float32)"
@@ -216,7 +216,7 @@ def test_fp32_computes_the_head_in_float32_from_a_bf16_weight():
     hidden = torch.randn(2, 20, 32)
     model.lm_head.to(torch.bfloat16)
     exact = nn.functional.linear(hidden, model.lm_head.weight.float())
-    head.replace(model, "fp32", emulate=None)
+    head.replace_heads(model, "fp32", emulate=None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lazy = model.lm_head(hidden)
         loss = model.loss_function(lazy, batch()["labels"], 300)

@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
 from lightning_lowprec.conversion.plan import PlanRequest, make_plan
+from lightning_lowprec.conversion.selection import UNCAST
 from lightning_lowprec.torchao.experts import fp8_experts
 from tests.quality import sqnr
 
@@ -197,7 +198,7 @@ def test_other_layouts_and_arguments_stay_as_they_are():
     arguments = Layer(namesake(forward=lambda self, x, counts, scores=None: x)())
     for model in (more, arguments):
         reasons = {row.kept_because for row in make_plan(model, request=PlanRequest(experts=None)).rows}
-        assert reasons == {"stacked experts of an unknown class (GroupedExperts)"}
+        assert reasons == {f"stacked experts of an unknown class (GroupedExperts); {UNCAST}"}
 
 
 def test_recognising_draws_no_random_number_and_leaves_the_module_alone():

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion.head import LossHead
-from lightning_lowprec.conversion.lazy_logits import LazyLogits
-from lightning_lowprec.precision.heads import replace_heads
+from lightning_lowprec.conversion.head import LazyLogits, LossHead
+from lightning_lowprec.precision.set_up import set_up_heads
 from tests.precision.weights_left import as_trained
 from tests.quality import sqnr
 
@@ -120,7 +119,7 @@ def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: NVIDIA A100.*Use `head='chunked'`"):
-        replace_heads(HalfMixed("bf16", head="fp8"), llama(), torch.device("cuda", 0))
+        set_up_heads(HalfMixed("bf16", head="fp8"), llama(), torch.device("cuda", 0))
 
 
 def test_the_next_precision_and_the_end_of_a_run_take_the_head_back():

@@ -169,7 +169,7 @@ def test_a_single_block_is_compiled(monkeypatch):
 
 
 def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):
-    for module in ("modules", "host"):
+    for module in ("set_up", "host"):
         monkeypatch.setattr(f"lightning_lowprec.precision.{module}.default_device", lambda: torch.device("cuda", 0))
     models = [Stack(), Stack()]  # on CPU still, in a process that has a GPU: they may move
     plugin = FP8TorchAO()

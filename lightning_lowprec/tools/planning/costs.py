@@ -12,7 +12,7 @@ from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.plan_row import PlanRow
+from lightning_lowprec.conversion.plan_table import PlanRow
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
@@ -67,8 +67,8 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     example = getattr(model, "example_input_array", None)
     if example is None:
         return None, ""
-    from lightning_lowprec.precision.float32_products import Float32Products
     from lightning_lowprec.precision.layer_calls import LayerCalls
+    from lightning_lowprec.precision.watched_forward import WatchedForward
     from lightning_lowprec.private.fake_gpu import tensors_of
     from lightning_lowprec.tools.planning.simulated_step import inputs_of
 
@@ -80,11 +80,11 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     calls = LayerCalls([model], lambda module: id(module) in layers)
     of = "a forward of `example_input_array`"
     try:
-        with Float32Products([model], calls):
+        with WatchedForward(calls):
             inputs.loss(model, batch)
     except (NotImplementedError, RuntimeError) as error:  # the forward reads values
         return None, f"matrix FLOPs of {of}: not known ({str(error).splitlines()[0]})"
-    return calls.share, calls.text(of, plan.format) or f"matrix FLOPs of {of}: not known"
+    return calls.share, calls.share_in_words(of, plan.format) or f"matrix FLOPs of {of}: not known"
 
 
 @dataclass(frozen=True, kw_only=True)

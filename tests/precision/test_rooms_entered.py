@@ -1,0 +1,62 @@
+"""A first fit under FP8 enters no room of another backend, and a step few files: a reader can follow both."""
+
+import inspect
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_lowprec
+
+ROOT = Path(lightning_lowprec.__file__).parent
+
+
+class Net(L.LightningModule):
+    def __init__(self, marks):
+        super().__init__()
+        self.layers, self.marks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), marks
+
+    def training_step(self, x, batch_idx):
+        return self.layers(x).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.marks["in a step"] = batch_idx == 5
+
+    def on_train_batch_end(self, *_):
+        self.marks["in a step"] = False
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|isinstance.treespec|expected to be slower).*")
+def test_a_fit_enters_its_own_rooms(tmp_path):
+    marks, fit, step = {"in a step": False}, set(), set()
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(str(ROOT)):
+            return  # no function of ours; a class body is none
+        file = str(Path(code.co_filename).relative_to(ROOT))
+        fit.add(file)
+        if marks["in a step"]:
+            step.add(file)
+
+    trainer = L.Trainer(
+        precision="fp8-hybrid", accelerator="cpu", max_steps=8, default_root_dir=tmp_path, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    data, net = DataLoader(torch.randn(32, 64), batch_size=4), Net(marks)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        trainer.fit(net, data)
+    finally:
+        sys.setprofile(before)
+    assert not {file for file in fit if file.startswith(("te/", "msamp/", "fsdp2/", "zero/"))}
+    assert len(fit) <= 60, sorted(fit)
+    assert len(step) <= 10, sorted(step)
