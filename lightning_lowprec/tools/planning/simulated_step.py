@@ -95,7 +95,7 @@ def refusal(precision: str) -> str | None:
     if precision not in names.TABLE:
         return f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated. {_MEASURED}"
     row = names.resolve(precision)
-    if row.backend == "te":
+    if row.backend == "transformer_engine":
         return (
             "the kernels of Transformer Engine do not run on tensors without values. 'fp8-tensorwise' (torchao) is"
             f" simulated. {_MEASURED}"
