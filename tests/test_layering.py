@@ -127,7 +127,7 @@ def test_files_and_functions_stay_small(path):
 
 
 def test_half_of_the_files_are_short():
-    assert median(path.read_text().count("\n") for path in MODULES) <= 130
+    assert median(path.read_text().count("\n") for path in MODULES) <= 140
 
 
 @functools.cache

@@ -209,12 +209,13 @@ def test_the_command(tmp_path, capsys):
     assert {row["precision"]: row["fits"] for row in data["verdicts"]} == {
         "bf16-mixed": True, "bf16-sr": True, "msamp-o2": False,
     }  # fmt: skip
-    assert main([*words, "bf16-sr,msamp-o2"]) == 0
+    assert main([*words, "bf16-sr,msamp-o2,fp8-current"]) == 0
     text = capsys.readouterr().out
     assert "Simulated, not measured" in text
     assert "AdamW (foreach, the default of torch)" in text
     assert "5% of the peak + 1 GB" in text
     assert "not simulated: msamp-o2" in text
+    assert "the kernels of Transformer Engine do not run on tensors without values" in " ".join(text.split())
 
 
 METRICS = """
