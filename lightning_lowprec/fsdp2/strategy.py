@@ -25,6 +25,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import optimizer_state
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
@@ -83,6 +84,7 @@ class FSDP2Base:
         **options: Unpack[ShardChoices],
     ) -> None:
         in_fabric = issubclass(type(self), fabric.Strategy)
+        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         if checkpoint_io is not None and in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"

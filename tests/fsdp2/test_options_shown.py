@@ -44,3 +44,9 @@ def test_the_help_of_a_command_line_has_every_option_with_its_docs(strategy):
     assert "the modules that are gathered and freed as one" in text
     parsed = parser.parse_args(["--strategy.cpu_offload=true", "--strategy.replicate=nodes"])
     assert (parsed.strategy.cpu_offload, parsed.strategy.replicate) == (True, "nodes")
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
+def test_a_kind_of_checkpoint_that_does_not_exist_is_refused(strategy):
+    with pytest.raises(ValueError, match=r"`state_dict_type='Full'` is not valid; expected one of: sharded, full\."):
+        strategy(state_dict_type="Full")

@@ -43,7 +43,7 @@ def check_lowprec(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     for cls in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
         monkeypatch.setattr(cls, "parse_args", _ending(cls.parse_args))
-    with pytest.raises(ParsedError):
+    with pytest.raises(SystemExit if "--help" in arguments else ParsedError):
         cli._run(command, arguments)
     monkeypatch.undo()
 
