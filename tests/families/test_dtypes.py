@@ -88,7 +88,7 @@ def test_experts_after_revert():
     """A model that leaves our precision multiplies as transformers does."""
     model = tiny("mixtral")
     step(model, "half-auto")
-    experts.revert(model)
+    experts.stop_following_autocast(model)
     assert len(step(model, "bf16-mixed").faults()) == MIXTURES["mixtral"]
 
 
