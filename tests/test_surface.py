@@ -1,0 +1,92 @@
+"""The frozen surface: public names, their options, the flags of the commands, the names of precisions.
+
+`tests/surface.txt` lists it. A new entry needs its reason there (CONTRIBUTING.md, "Proof of value"):
+
+    option FP8TorchAO(colour) | who asked | what it costs | what showed its worth
+
+`python -m tests.test_surface` prints the surface of this code, to copy lines from.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_lowprec
+from lightning_lowprec import callbacks, msamp, names
+from lightning_lowprec.private.argparse import actions
+from lightning_lowprec.tools import parsers
+
+FILE = Path(__file__).with_name("surface.txt")
+API_PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+FIRST_RELEASE = "# The surface of 0.2.0"
+LATER = "# After 0.2.0: entry | who asked | what it costs | what showed its worth"
+
+
+def public_objects() -> dict[str, Any]:
+    """What a user imports: the lists of the package, and the objects of docs/api.md."""
+    listed = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in (lightning_lowprec, callbacks, msamp)
+        for name in module.__all__
+    }
+    for path in re.findall(r"^::: (\S+)$", API_PAGE.read_text(), re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        value = getattr(import_module(module), name)
+        if not any(value is other for other in listed.values()):
+            listed[path] = value
+    return listed
+
+
+def parameters(value: Any) -> list[str]:
+    """The arguments of a class or function, without the catch-all that a signature of ours resolves."""
+    if not callable(value):
+        return []
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [name for name, parameter in inspect.signature(value).parameters.items() if parameter.kind not in kinds]
+
+
+def surface() -> Iterator[str]:
+    """Every entry, as `kind name`."""
+    for path, value in public_objects().items():
+        short = path.rpartition(".")[2]
+        yield f"name {path}"
+        yield from (f"option {short}({argument})" for argument in parameters(value))
+    for command in parsers.COMMANDS.keys() - {"fit"}:  # the flags of `fit` are Lightning's
+        for parser in parsers.parsers(command):
+            for action in actions(parser):
+                yield from (f"flag lowprec {command} {flag}" for flag in action.option_strings)
+    yield from (f"precision {name}" for name in names.TABLE)
+
+
+def frozen(text: str) -> dict[str, list[str]]:
+    """The listed entries, each with its reasons; those of the first release have none."""
+    first, later = text.removeprefix(FIRST_RELEASE).split(LATER)
+    entries: dict[str, list[str]] = {line: [] for line in first.split("\n") if line}
+    for line in filter(None, later.split("\n")):
+        entry, *reasons = (part.strip() for part in line.split("|"))
+        if len(list(filter(None, reasons))) != 3:
+            raise ValueError(f"who asked, what it costs, what showed its worth? {line!r}")
+        entries[entry] = reasons
+    return entries
+
+
+def test_surface_is_the_listed_one():
+    code, listed = set(surface()), set(frozen(FILE.read_text()))
+    assert not code - listed, "new: write into tests/surface.txt who asked for it, what it costs, what showed its worth"
+    assert not listed - code, "gone: take it from tests/surface.txt, and tell users in CHANGELOG.md"
+
+
+def test_entry_after_the_first_release_has_three_reasons():
+    given = f"{FIRST_RELEASE}\nname a\n{LATER}\noption A(b) | a user | 1 row | 5 % less memory\n"
+    assert frozen(given) == {"name a": [], "option A(b)": ["a user", "1 row", "5 % less memory"]}
+    with pytest.raises(ValueError, match="who asked"):
+        frozen(given.replace(" | 5 % less memory", ""))
+
+
+if __name__ == "__main__":
+    print(*sorted(set(surface())), sep="\n")
