@@ -116,3 +116,11 @@ def test_sqnr_is_that_of_the_definition():
 def test_formats_are_constants():
     with pytest.raises(AttributeError):
         formats.E4M3.max = 240.0
+
+
+def test_encoding_saturates():
+    values = torch.tensor([447.0, 449.0, 1e9, INF, -INF, NAN])
+    codes = scaling.encode(values, torch.tensor(1.0), torch.float8_e4m3fn).float()
+    torch.testing.assert_close(
+        codes, torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0, NAN]), rtol=0, atol=0, equal_nan=True
+    )

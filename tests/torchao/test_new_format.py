@@ -14,7 +14,7 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import coded_layers
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import Toy, X, Y
-from tests.quality import sqnr
+from tests.quality import expect_db, sqnr
 from tests.site.pages import blocks
 
 (BLOCK,) = [block for block in blocks("python") if block.name == "architecture-1"]
@@ -52,8 +52,9 @@ def test_each_product_is_that_of_the_codes(page):
     assert set(codes.flatten().tolist()) <= set(range(-15, 16))
     by_hand = (codes * step) @ (w_codes * w_step).t() + layer.bias.detach()
     torch.testing.assert_close(found[0][0], by_hand)
-    assert all(sqnr(right, left) > 20 for left, right in zip(*found, strict=True))
-    assert sqnr(exact.weight.grad, layer.weight.grad) > 20
+    for left, right in zip(*found, strict=True):
+        expect_db(sqnr(right, left))
+    expect_db(sqnr(exact.weight.grad, layer.weight.grad))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
