@@ -18,7 +18,7 @@ SLOW := tests/gpu/test_alignment.py tests/gpu/test_compile.py tests/ledger/test_
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test test-more test-all check format package test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all check format package test-faults test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
+	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (15 minutes)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 42 minutes on 2 quiet cores)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
@@ -130,6 +131,9 @@ rehearse: $(TE)/.installed
 
 ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)
+
+test-faults: $(VENV)/.installed
+	$(RUN)/python -m tests.faults
 
 test-dtypes: $(VENV)/.installed
 	$(RUN)/python -m tests.peers.dtypes

@@ -55,6 +55,12 @@ def test_multiplying_by_a_number_changes_only_the_scale(multiply):
     assert torch.allclose(gradient.decode(), VALUES * 0.3, rtol=1e-6)
 
 
+def test_gradients_of_different_scales_are_added():
+    gradient = ScaledGradient.of(VALUES)
+    gradient.add_(ScaledGradient.of(0.25 * VALUES))
+    assert torch.equal(gradient.decode(), 1.25 * VALUES), "exact in e4m3"
+
+
 def test_other_operations_in_place_encode_anew():
     gradient = ScaledGradient.of(VALUES)
     gradient.stage = Stage.AVERAGED

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from lightning_lowprec.numerics import formats, scaling
+from lightning_lowprec.numerics import formats, scaling, weight_rounding
 from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
 from tests.quality import sqnr
 
@@ -124,3 +124,9 @@ def test_encoding_saturates():
     torch.testing.assert_close(
         codes, torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0, NAN]), rtol=0, atol=0, equal_nan=True
     )
+
+
+def test_every_block_of_a_weight_has_its_own_largest_value():
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    blocks = [[part.abs().max() for part in rows.split(128, 1)] for rows in weight.split(128)]
+    assert weight_rounding.amax_grid(weight, "block").tolist() == blocks
