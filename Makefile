@@ -37,7 +37,7 @@ help:
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
-	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (15 minutes)"
+	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (six minutes on 2 quiet cores)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 42 minutes on 2 quiet cores)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
